@@ -11,7 +11,9 @@ from typing import Any
 
 def make_parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
     """Make a parser that shows a docstring as it stands."""
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **options
+    )
 
 
 @contextmanager

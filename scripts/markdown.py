@@ -9,7 +9,9 @@ def format_row(cells: Iterable[object]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def format_table(columns: Sequence[str], rows: Iterable[Iterable[object]], left: Sequence[int] = (0,)) -> list[str]:
+def format_table(
+    columns: Sequence[str], rows: Iterable[Iterable[object]], left: Sequence[int] = (0,)
+) -> list[str]:
     """The lines of a table; columns align to the right but for those at the places in `left`."""
     rules = [":--" if place in left else "--:" for place in range(len(columns))]
     return [format_row(columns), f"|{'|'.join(rules)}|", *map(format_row, rows)]

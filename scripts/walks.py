@@ -17,7 +17,8 @@ from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "surgeon"
-MOST = {"prompt": 70, "cell": 45, "trial": 60, "export": 50, "step": 70}  # files, as asked of the structure
+# Files, as asked of the structure.
+MOST = {"prompt": 70, "cell": 45, "trial": 60, "export": 50, "step": 70}
 MOST_COMMON = 20
 RECIPE = "surgeon: 1\nmodel: demo\noperations:\n  - pair: {layers: '4:8'}\n"
 # Set up in every process of a command, its children among them: Python imports a sitecustomize as it starts.
@@ -61,9 +62,38 @@ def commands(folder: Path) -> dict[str, list[str]]:
     recipe.write_text(RECIPE)
     text = ["--tokens", "512", "--window", "128"]
     return {
-        "prompt": ["generate", "demo", "--prompt", "Once upon a time", "--max-new-tokens", "4", "--device", "cpu"],
-        "cell": ["scan", "demo", "-o", str(folder / "scan"), "--operation", "lp", "--layers", "4:7", *text],
-        "trial": ["search", "demo", "-o", str(folder / "search"), "--budget", "depth=12", "--trials", "3", *text],
+        "prompt": [
+            "generate",
+            "demo",
+            "--prompt",
+            "Once upon a time",
+            "--max-new-tokens",
+            "4",
+            "--device",
+            "cpu",
+        ],
+        "cell": [
+            "scan",
+            "demo",
+            "-o",
+            str(folder / "scan"),
+            "--operation",
+            "lp",
+            "--layers",
+            "4:7",
+            *text,
+        ],
+        "trial": [
+            "search",
+            "demo",
+            "-o",
+            str(folder / "search"),
+            "--budget",
+            "depth=12",
+            "--trials",
+            "3",
+            *text,
+        ],
         "export": ["export", str(recipe), "-o", str(folder / "export")],
         "step": [
             "heal",
@@ -90,12 +120,22 @@ def files_run(arguments: list[str], folder: Path) -> set[str]:
     (folder / "sitecustomize.py").write_text(TRACER)
     output = folder / "files"
     output.mkdir()
-    path = os.pathsep.join(filter(None, [str(folder), str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "WALKS_PACKAGE": str(PACKAGE), "WALKS_OUTPUT": str(output)}
+    path = os.pathsep.join(
+        filter(None, [str(folder), str(PACKAGE.parent), os.environ.get("PYTHONPATH")])
+    )
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "WALKS_PACKAGE": str(PACKAGE),
+        "WALKS_OUTPUT": str(output),
+    }
     command = [sys.executable, "-m", "surgeon.commands", *arguments]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise RuntimeError(f"surgeon {' '.join(arguments)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"surgeon {' '.join(arguments)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
     return {line for log in output.iterdir() for line in log.read_text().splitlines()}
 
 
@@ -120,7 +160,9 @@ def table(walks: dict[str, set[str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--walk", action="append", choices=MOST, help="only this one; may be repeated")
-    parser.add_argument("--list", action="append", default=[], metavar="WALK", help="list its files, or those common")
+    parser.add_argument(
+        "--list", action="append", default=[], metavar="WALK", help="list its files, or those common"
+    )
     options = parser.parse_args()
     walks = {}
     for name in options.walk or MOST:

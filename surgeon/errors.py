@@ -47,7 +47,8 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
     except ImportError as error:
         package = (error.name or str(error)).partition(".")[0]
         raise ImportError(
-            f"{what} needs {package}, which is not installed; run: pip install 'surgeon[{extra}]'", name=package
+            f"{what} needs {package}, which is not installed; run: pip install 'surgeon[{extra}]'",
+            name=package,
         ) from error
 
 
@@ -71,7 +72,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 # Writers written in Rust and C++ (safetensors, sqlite, torch.save) report a full disk as errors of their own, in words.
 _FULL_DISK = ("No space left on device", "os error 28", "disk is full", "Disk quota exceeded")
-_TORCH_WRITER = "inline_container"  # the C++ file of torch.save, which only says that less was written than should be
+# The C++ file of torch.save, which only says that less was written than should be.
+_TORCH_WRITER = "inline_container"
 
 
 def is_full_disk(error: BaseException) -> bool:
@@ -79,7 +81,11 @@ def is_full_disk(error: BaseException) -> bool:
     return any(
         (isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT))
         or any(words in str(link) for words in _FULL_DISK)
-        or (isinstance(link, RuntimeError) and _TORCH_WRITER in str(link) and "unexpected pos" in str(link))
+        or (
+            isinstance(link, RuntimeError)
+            and _TORCH_WRITER in str(link)
+            and "unexpected pos" in str(link)
+        )
         for link in _chain(error)
     )
 
@@ -112,7 +118,9 @@ def full_disk(place: str | Path) -> OSError:
 def full_place(error: BaseException) -> str | None:
     """Return the file of a full disk's error, as far as it, or one that it comes from, names it."""
     names = (getattr(link, "filename", None) for link in _chain(error))
-    return next((os.fsdecode(name) for name in names if isinstance(name, str | bytes | os.PathLike)), None)
+    return next(
+        (os.fsdecode(name) for name in names if isinstance(name, str | bytes | os.PathLike)), None
+    )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

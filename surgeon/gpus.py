@@ -11,7 +11,8 @@ from surgeon.memory import gpu_free_bytes
 if TYPE_CHECKING:  # takes seconds, and the command line only wants to set the environment
     import torch
 
-CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # PyTorch's own word for it: 1 puts cuDNN behind its other kernels
+# PyTorch's own word for it: 1 puts cuDNN behind its other kernels.
+CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 
 
 def avoid_cudnn_attention() -> None:
@@ -33,7 +34,9 @@ def gpu_with_room(size: int) -> torch.device | None:
 
     # Asking opens a context on a GPU, which takes memory there: no more of them are asked than need be.
     numbers = range(torch.cuda.device_count())
-    return next((torch.device("cuda", number) for number in numbers if size <= gpu_free_bytes(number)), None)
+    return next(
+        (torch.device("cuda", number) for number in numbers if size <= gpu_free_bytes(number)), None
+    )
 
 
 def gpus_in_turn(index: int, each: int = 1) -> dict[str, str]:
@@ -51,7 +54,9 @@ def gpus_in_turn(index: int, each: int = 1) -> dict[str, str]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = given if len(given) == count else list(map(str, range(count)))
     return {
-        "CUDA_VISIBLE_DEVICES": ",".join(names[number % count] for number in range(index * each, (index + 1) * each))
+        "CUDA_VISIBLE_DEVICES": ",".join(
+            names[number % count] for number in range(index * each, (index + 1) * each)
+        )
     }
 
 

@@ -51,7 +51,9 @@ def split_values(values: Iterable[str]) -> list[str]:
     found = []
     for text in values:
         ends = (place for place, letter in enumerate(f"{text}:") if letter in ":=")
-        whole = "," not in text or is_program(text) or any(on_disk(text[:end]) is not None for end in ends)
+        whole = (
+            "," not in text or is_program(text) or any(on_disk(text[:end]) is not None for end in ends)
+        )
         found += [text] if whole else [part.strip() for part in text.split(",") if part.strip()]
     return found
 
@@ -112,7 +114,9 @@ def hub_name(text: str) -> HubName | None:
     if found is None or parts[0] in ("datasets", "spaces"):
         raise ValueError(f"{text} is no address of a model on the Hugging Face hub; {HOW_TO_NAME}")
     if inside:
-        raise ValueError(f"{text} leads into a model on the hub, which is opened as a whole; type {typed}")
+        raise ValueError(
+            f"{text} leads into a model on the hub, which is opened as a whole; type {typed}"
+        )
     return HubName(*found.group(1, 3, 2))
 
 

@@ -123,7 +123,8 @@ class Model(StoredModel):
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer, every token of which has a row in the embedding."""
-        from surgeon.checkpoint.texts import open_tokenizer  # takes transformers' tokenizers, which take a second
+        # Takes transformers' tokenizers, which take a second.
+        from surgeon.checkpoint.texts import open_tokenizer
 
         return open_tokenizer(self)
 
@@ -155,7 +156,9 @@ def open_model(name: str | Path | Model, weights: bool = True) -> Model:
     if isinstance(name, Model):
         return name
     if not isinstance(name, str | Path | Recipe | EditedModel):
-        raise ValueError(f"a model is given by its folder or name, or open, not by {type(name).__name__} {shown(name)}")
+        raise ValueError(
+            f"a model is given by its folder or name, or open, not by {type(name).__name__} {shown(name)}"
+        )
     if isinstance(name, EditedModel):
         raise ValueError(
             f"{name.name} was edited, and this takes models as they are stored; give its `model`, and its `program` "
@@ -164,7 +167,9 @@ def open_model(name: str | Path | Model, weights: bool = True) -> Model:
     text = name.source if isinstance(name, Recipe) else str(name)
     if isinstance(name, Recipe) or is_recipe(text) or is_program(text):
         what = "a program" if is_program(text) else "a recipe"
-        raise ValueError(f"{text} is {what}, which is applied to a model; open the model by its folder or name")
+        raise ValueError(
+            f"{text} is {what}, which is applied to a model; open the model by its folder or name"
+        )
     text = model_name(text)
     if weights:
         return Model.of(Checkpoint(locate(text)), text)
@@ -221,11 +226,13 @@ class EditedModel:
             words = backend.to_str()
         return {
             "model_hash": self.model.hash,
-            "generation": read_json(generation) if generation.is_file() else None,  # penalties, end tokens
+            # Penalties, end tokens.
+            "generation": read_json(generation) if generation.is_file() else None,
             "program": str(self.program),
             "tokenizer": words,
             "special": tokenizer.special_tokens_map,
-            "device": choose_device(device),  # numbers differ a little, and 16-bit weights are computed as such
+            # Numbers differ a little, and 16-bit weights are computed as such.
+            "device": choose_device(device),
             "lm_eval": version("lm_eval"),
             **({} if self.factors_identity is None else {"factors": self.factors_identity}),
         }

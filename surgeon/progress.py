@@ -49,7 +49,11 @@ def progress(
         done: the amount done earlier (a resumed run); it does not count towards the speed.
         note: a few current words to show beside it.
     """
-    with _bar(what, total, done, note) if sys.stderr.isatty() else _lines(what, total, unit, done, note) as show:
+    with (
+        _bar(what, total, done, note)
+        if sys.stderr.isatty()
+        else _lines(what, total, unit, done, note) as show
+    ):
 
         def advance(amount: float) -> None:
             show(amount)
@@ -79,7 +83,12 @@ def _bar(what: str, total: float | None, done: float, note: Callable[[], str]) -
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), *times)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        *times,
+    )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=total)
         bar.advance(task, done)
@@ -91,7 +100,9 @@ def _bar(what: str, total: float | None, done: float, note: Callable[[], str]) -
 
 
 @contextmanager
-def _lines(what: str, total: float | None, unit: str, done: float, note: Callable[[], str]) -> Iterator[Advance]:
+def _lines(
+    what: str, total: float | None, unit: str, done: float, note: Callable[[], str]
+) -> Iterator[Advance]:
     first = done
     begun = shown = time.monotonic()
 

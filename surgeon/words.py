@@ -59,7 +59,9 @@ def with_intervals(row: Any, names: Iterable[str] = ("perplexity", "divergence")
 def known(row: Any, name: str) -> str:
     """Write a value with its 95% interval in brackets, if it is known."""
     ends = interval(row.get(f"{name}_low"), row.get(f"{name}_high"))
-    return number(math.nan if row[name] is None else float(row[name])) + (f" (95%: {ends})" if ends else "")
+    return number(math.nan if row[name] is None else float(row[name])) + (
+        f" (95%: {ends})" if ends else ""
+    )
 
 
 def interval_heads(columns: Any, names: Iterable[str] = ("perplexity", "divergence")) -> list[str]:
@@ -168,4 +170,6 @@ def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str
 
 def hanging(start: str, text: str) -> str:
     """Wrap text behind a start for a terminal; further lines begin where its text does."""
-    return textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)
+    return textwrap.fill(
+        text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False
+    )

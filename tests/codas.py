@@ -19,7 +19,9 @@ from surgeon.training.racks.model import build_stretch, feed_stream
 from surgeon.training.racks.partition import Racks
 
 
-def save_codas(folder: Path, model: Any, cut: int = 2, depth: int = 1, noise: float = 0.0, tied: bool = False) -> None:
+def save_codas(
+    folder: Path, model: Any, cut: int = 2, depth: int = 1, noise: float = 0.0, tied: bool = False
+) -> None:
     """Write a coda behind layer `cut`: the model's last `depth` layers, its norm and its head.
 
     With as many layers as lie behind the cut, and no noise, it says what the model says.

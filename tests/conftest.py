@@ -64,7 +64,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not (config.getoption("--thorough") or config.getoption("--cases")):
         left_out += [item for item in items if item.get_closest_marker("thorough")]
         if not any(".py" in argument for argument in config.args):
-            left_out += _two_thirds_of_cases([item for item in items if not item.get_closest_marker("thorough")])
+            left_out += _two_thirds_of_cases(
+                [item for item in items if not item.get_closest_marker("thorough")]
+            )
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = {*left_out}
@@ -167,12 +169,14 @@ def tokens() -> Tensor:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cases", type=int, help="how many models to draw of every family (tests/test_drawn.py)")
-    every = (
-        "what costs much, too, and all combinations of families, programs and ranks where a selection is the default"
+    parser.addoption(
+        "--cases", type=int, help="how many models to draw of every family (tests/test_drawn.py)"
     )
+    every = "costly ones, too, and all combinations of families, programs and ranks where a selection is the default"
     parser.addoption("--thorough", action="store_true", help=every)
-    parser.addoption("--one-in", type=int, default=1, help="of all these tests one in N, the same ones every time")
+    parser.addoption(
+        "--one-in", type=int, default=1, help="of all these tests one in N, the same ones every time"
+    )
 
 
 @pytest.fixture
@@ -184,7 +188,8 @@ def drawn_settings(request: pytest.FixtureRequest) -> Any:
     return settings(
         max_examples=asked or 2,
         derandomize=asked is None,
-        phases=(Phase.generate, Phase.shrink) if asked else (Phase.generate,),  # making a case smaller takes minutes
+        # Making a case smaller takes minutes.
+        phases=(Phase.generate, Phase.shrink) if asked else (Phase.generate,),
         database=None,
         suppress_health_check=list(HealthCheck),
     )

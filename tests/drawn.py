@@ -65,7 +65,9 @@ def cases(draw: st.DrawFn, family: str) -> Case:
 def configurations(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
     """What a configuration of a family says otherwise than in the tiny models; of some families little."""
     of_family = _OF_FAMILY.get(family)
-    return {"tie_word_embeddings": draw(st.booleans())} | (of_family(draw, layers) if of_family is not None else {})
+    return {"tie_word_embeddings": draw(st.booleans())} | (
+        of_family(draw, layers) if of_family is not None else {}
+    )
 
 
 @st.composite
@@ -83,15 +85,20 @@ def programs(draw: st.DrawFn, layers: int, family: Family) -> Program:
         if width is not None and kind == "A":
             piece = None  # two heads may be left, which are those of two ranks
         ranks = st.lists(
-            st.tuples(st.sampled_from(roles[kind]), st.integers(1, 8)),  # as the keys of two heads of 4 features
+            # As the keys of two heads of 4 features.
+            st.tuples(st.sampled_from(roles[kind]), st.integers(1, 8)),
             max_size=3,
             unique_by=lambda r: r[0],
         )
-        return Sublayer(kind, tuple(those), piece, tuple(draw(ranks) if draw(st.booleans()) else ()), width)
+        return Sublayer(
+            kind, tuple(those), piece, tuple(draw(ranks) if draw(st.booleans()) else ()), width
+        )
 
     wholes = st.lists(sublayers(), min_size=1, max_size=3).map(tuple)
     steps = st.builds(Step, wholes, st.booleans())
-    branches = st.lists(st.lists(steps, min_size=1, max_size=2).map(tuple), min_size=2, max_size=2).map(tuple)
+    branches = st.lists(st.lists(steps, min_size=1, max_size=2).map(tuple), min_size=2, max_size=2).map(
+        tuple
+    )
     nodes: st.SearchStrategy[Node] = st.one_of(steps, steps, st.builds(Fork, branches))
     return Program(tuple(draw(st.lists(nodes, min_size=1, max_size=5))))
 
@@ -120,7 +127,9 @@ def _rope(draw: Draw, head_dim: int, partly: bool = False) -> dict[str, Any]:
     if kind == "llama3":
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     if kind == "longrope":
-        factors = st.lists(st.sampled_from((1.0, 1.5, 3.0)), min_size=rotated // 2, max_size=rotated // 2)
+        factors = st.lists(
+            st.sampled_from((1.0, 1.5, 3.0)), min_size=rotated // 2, max_size=rotated // 2
+        )
         times = 128 / rope["original_max_position_embeddings"]
         rope |= {"short_factor": draw(factors), "long_factor": draw(factors), "factor": times}
     return {"rope_parameters": rope}
@@ -177,7 +186,10 @@ def _ministral(draw: Draw, layers: int) -> dict[str, Any]:
 
 def _ministral3(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     drawn = _gated(draw) | _window(draw)
-    growth = {"llama_4_scaling_beta": draw(st.sampled_from((0.1, 0.5))), "original_max_position_embeddings": 4}
+    growth = {
+        "llama_4_scaling_beta": draw(st.sampled_from((0.1, 0.5))),
+        "original_max_position_embeddings": 4,
+    }
     drawn["rope_parameters"] = growth | drawn["rope_parameters"]
     return drawn
 
@@ -216,7 +228,9 @@ def _gemma3(draw: Draw, layers: int) -> dict[str, Any]:
     drawn = _gemma2(draw, layers)
     del drawn["attn_logit_softcapping"]  # which the class ignores
     kinds = ("sliding_attention", "full_attention")
-    return drawn | {"rope_parameters": {kind: _rope(draw, drawn["head_dim"])["rope_parameters"] for kind in kinds}}
+    return drawn | {
+        "rope_parameters": {kind: _rope(draw, drawn["head_dim"])["rope_parameters"] for kind in kinds}
+    }
 
 
 def _olmo(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
@@ -232,7 +246,9 @@ def _olmo2(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
 def _olmo3(draw: Draw, layers: int) -> dict[str, Any]:
     drawn = _olmo2(draw, layers) | _layer_types(draw, layers)
     kinds = ("sliding_attention", "full_attention")
-    return drawn | {"rope_parameters": {kind: _rope(draw, drawn["head_dim"])["rope_parameters"] for kind in kinds}}
+    return drawn | {
+        "rope_parameters": {kind: _rope(draw, drawn["head_dim"])["rope_parameters"] for kind in kinds}
+    }
 
 
 def _exaone4(draw: Draw, layers: int) -> dict[str, Any]:
@@ -267,11 +283,16 @@ def _phi3(draw: Draw, layers: int) -> dict[str, Any]:  # noqa: ARG001
     heads = _heads(draw)
     head_dim = 32 // heads["num_attention_heads"]
     rope = _rope(draw, head_dim, partly=True)
-    if rope["rope_parameters"]["rope_type"] not in ("default", "longrope"):  # all that this family's class admits
-        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+    # All that this family's class admits.
+    if rope["rope_parameters"]["rope_type"] not in ("default", "longrope"):
+        rope = {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+        }
         rope["rope_parameters"]["partial_rotary_factor"] = 1.0 if head_dim == 4 else 0.5
     if "original_max_position_embeddings" in rope["rope_parameters"]:
-        rope["original_max_position_embeddings"] = rope["rope_parameters"]["original_max_position_embeddings"]
+        rope["original_max_position_embeddings"] = rope["rope_parameters"][
+            "original_max_position_embeddings"
+        ]
     return _gated(draw, (head_dim,)) | heads | rope | _window(draw)
 
 

@@ -56,7 +56,10 @@ BECOMES: dict[str, tuple[str, ...] | str] = {
 }
 OF_TOOLS = (".gitattributes", ".cache/", "__pycache__/")  # of which nothing is said
 MADE_ANEW = ("config.json", "README.md", "model.safetensors", "surgeon.json")
-AUTO_MAP = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+AUTO_MAP = {
+    "AutoConfig": "configuration_own.OwnConfig",
+    "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+}
 
 
 def furnish(folder: Path) -> Path:
@@ -73,7 +76,10 @@ def furnish(folder: Path) -> Path:
     # Written by hand: other software would put it differently.
     (folder / "generation_config.json").write_text('{"max_new_tokens": 7,   "eos_token_id": 1}')
     _add(folder / "config.json", auto_map=AUTO_MAP)
-    _add(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]})
+    _add(
+        folder / "tokenizer_config.json",
+        auto_map={"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]},
+    )
     _add(folder / "processor_config.json", auto_map={"AutoProcessor": "processing_own.OwnProcessor"})
     return folder
 
@@ -89,7 +95,9 @@ def check(source: Path, target: Path, form: str, changed: tuple[str, ...] = ()) 
     Args:
         changed: files that are there, and not as they were.
     """
-    carried = {name for name, becomes in BECOMES.items() if not isinstance(becomes, str) and form in becomes}
+    carried = {
+        name for name, becomes in BECOMES.items() if not isinstance(becomes, str) and form in becomes
+    }
     shipped = set() if form == "plain" else {f"modeling_surgeon_{form}.py"}
     found = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
     assert found == carried | shipped | set(MADE_ANEW)

@@ -11,7 +11,12 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
-ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "mistral": "llama"}
+ARCHITECTURES = {
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+    "mistral": "llama",
+}
 ENTRIES = {
     "context_length": ("max_position_embeddings", "n_positions"),
     "block_count": ("num_hidden_layers",),
@@ -50,16 +55,23 @@ def write_gguf(
     """
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
-    files = [path.with_name(f"{path.stem}-{n:05d}-of-{parts:05d}.gguf") for n in range(1, parts + 1)] or [path]
+    files = [
+        path.with_name(f"{path.stem}-{n:05d}-of-{parts:05d}.gguf") for n in range(1, parts + 1)
+    ] or [path]
     writers = [GGUFWriter(file, architecture) for file in files]
     found = {
-        key: next((getattr(config, one) for one in names if getattr(config, one, None) is not None), None)
+        key: next(
+            (getattr(config, one) for one in names if getattr(config, one, None) is not None), None
+        )
         for key, names in ENTRIES.items()
     }
     rope = getattr(config, "rope_parameters", None) or {}
     found["rope.freq_base"] = rope.get("full_attention", rope).get("rope_theta")
     if config.model_type in ("llama", "mistral"):
-        found |= {"rope.dimension_count": found.pop("attention.key_length"), "attention.sliding_window": None}
+        found |= {
+            "rope.dimension_count": found.pop("attention.key_length"),
+            "attention.sliding_window": None,
+        }
     for key, value in (found | {key.replace("__", "."): one for key, one in metadata.items()}).items():
         add = {int: writers[0].add_uint32, float: writers[0].add_float32, str: writers[0].add_string}
         if value is not None:
@@ -107,7 +119,10 @@ def _tensors(model: Any, architecture: str) -> list[tuple[str, np.ndarray]]:
         if name.endswith("experts.gate_up_proj"):
             layer = name.split(".")[2]
             gate, up = value.chunk(2, dim=1)
-            written += [(f"blk.{layer}.ffn_gate_exps.weight", gate), (f"blk.{layer}.ffn_up_exps.weight", up)]
+            written += [
+                (f"blk.{layer}.ffn_gate_exps.weight", gate),
+                (f"blk.{layer}.ffn_up_exps.weight", up),
+            ]
             continue
         assert own is not None, name
         if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):

@@ -34,13 +34,28 @@ MOVES = ("_to_copy", "copy_")
 INDEXING = ("index", "index_put_", "_index_put_impl_", "index_put")
 INDICES = (torch.int64, torch.int32, torch.bool, torch.uint8)
 ATTENTION = functional.scaled_dot_product_attention
-PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)  # which change the shapes of tensors inside, in place
+# Which change the shapes of tensors inside, in place.
+PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 ITEMS = (Tensor.__getitem__, Tensor.__setitem__)
 FUSED = (ATTENTION, functional.rms_norm, torch.rms_norm)
 # What PyTorch says where it turns to a GPU: built for CPUs, and built for GPUs.
-NO_GPU = ("not linked with support for", "CUDA driver version is insufficient", "No CUDA GPUs", "no NVIDIA driver")
+NO_GPU = (
+    "not linked with support for",
+    "CUDA driver version is insufficient",
+    "No CUDA GPUs",
+    "no NVIDIA driver",
+)
 # What gives the host numbers, or tensors whose size depends on numbers; linalg's checks of errors do, too.
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim", "bincount"}
+WAITS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "is_nonzero",
+    "_unique2",
+    "unique_dim",
+    "bincount",
+}
 WAITS |= {"_linalg_svd", "linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_cholesky_ex", "linalg_qr"}
 ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_")
 FROM_HOST = ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "scalar_tensor")
@@ -146,7 +161,11 @@ class _Functions(TorchFunctionMode):
         if func in PRODUCTS and isinstance(args[0], OnGpu):
             return _by_its_operations(func, args, kwargs, given, args[0].device)
         device = torch.device(kwargs.get("device") or "cpu")
-        if device.type == "cuda" and not any(isinstance(one, OnGpu) for one in given) and func is not Tensor.to:
+        if (
+            device.type == "cuda"
+            and not any(isinstance(one, OnGpu) for one in given)
+            and func is not Tensor.to
+        ):
             return _made(func, args, kwargs, device)
         try:
             return func(*args, **kwargs)
@@ -184,7 +203,9 @@ def _on(device: torch.device, value: Any, given: list[Tensor]) -> Any:
 def _require_one_device(func: Any, given: list[Tensor]) -> None:
     devices = {one.device for one in given if one.dim()}
     if len(devices) > 1 and any(device.type == "cuda" for device in devices):
-        raise RuntimeError(f"Expected all tensors to be on the same device, but found {devices} in {func}")
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found {devices} in {func}"
+        )
 
 
 def _fused(func: Any, given: list[Tensor], args: Any, kwargs: Any) -> Tensor:
@@ -194,24 +215,34 @@ def _fused(func: Any, given: list[Tensor], args: Any, kwargs: Any) -> Tensor:
     with _disable_current_modes():
         found = func(*args, **kwargs)
     if func is ATTENTION:
-        _noted.attention.append((tuple(args[0].shape), tuple(args[1].shape), kwargs.get("attn_mask") is not None))
+        _noted.attention.append(
+            (tuple(args[0].shape), tuple(args[1].shape), kwargs.get("attn_mask") is not None)
+        )
     _noted.launched(func.__name__, device, lambda: found.copy_(func(*args, **kwargs)))
     return OnGpu(found, device)
 
 
 def _of_host(index: Any) -> bool:
     """Whether an index has to be sent to a GPU first."""
-    return isinstance(index, list) or (isinstance(index, Tensor) and index.dim() > 0 and not isinstance(index, OnGpu))
+    return isinstance(index, list) or (
+        isinstance(index, Tensor) and index.dim() > 0 and not isinstance(index, OnGpu)
+    )
 
 
-def _by_its_operations(func: Any, args: Any, kwargs: Any, given: list[Tensor], device: torch.device) -> Any:
+def _by_its_operations(
+    func: Any, args: Any, kwargs: Any, given: list[Tensor], device: torch.device
+) -> Any:
     """What a function gives that asks for a GPU at once: its operations on what its tensors hold are seen instead."""
-    if func in ITEMS and any(_of_host(one) for one in (args[1] if isinstance(args[1], tuple) else args[1:2])):
+    if func in ITEMS and any(
+        _of_host(one) for one in (args[1] if isinstance(args[1], tuple) else args[1:2])
+    ):
         _noted.host(_noted.transfers, "an index")
     if func is Tensor.copy_ and not all(isinstance(one, OnGpu) for one in given):
         _noted.host(_noted.transfers if isinstance(given[0], OnGpu) else _noted.waits, "copy_")
     else:
-        _require_one_device(func, [one for one in given if one.dtype not in INDICES or isinstance(one, OnGpu)])
+        _require_one_device(
+            func, [one for one in given if one.dtype not in INDICES or isinstance(one, OnGpu)]
+        )
     _inside.append(device)
     try:
         found = func(*tree_map(_held, args), **tree_map(_held, kwargs))
@@ -239,7 +270,9 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operation gives, on the device that it is asked for or that its tensors are on."""
     given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     name, asked = func.overloadpacket.__name__, kwargs.get("device")
-    there = next((one.device for one in given if isinstance(one, OnGpu)), _inside[-1] if _inside else None)
+    there = next(
+        (one.device for one in given if isinstance(one, OnGpu)), _inside[-1] if _inside else None
+    )
     device = torch.device(there or "cpu") if asked is None else torch.device(asked)
     if there is not None or device.type == "cuda":
         _note_host(func, name, given, args, device)
@@ -272,7 +305,9 @@ def _note_host(func: Any, name: str, given: list[Tensor], args: Any, device: tor
         ):
             _noted.host(_noted.waits, f"{name} by a mask")
         if not _inside:
-            _require_one_device(func, [one for one in given if not any(one is index for index in indices)])
+            _require_one_device(
+                func, [one for one in given if not any(one is index for index in indices)]
+            )
     elif name not in MOVES and not _inside:
         _require_one_device(func, given)
     if name in WAITS:
@@ -297,10 +332,14 @@ def _is_view(func: Any, name: str, found: Any, given: list[Tensor]) -> bool:
         return name in ALLOCATIONS
     memory = {one.untyped_storage().data_ptr() for one in given}
     tensors = [one for one in tree_leaves(found) if isinstance(one, Tensor)]
-    return name in ALLOCATIONS or all(one.numel() and one.untyped_storage().data_ptr() in memory for one in tensors)
+    return name in ALLOCATIONS or all(
+        one.numel() and one.untyped_storage().data_ptr() in memory for one in tensors
+    )
 
 
-def _again(compute: Callable[..., Any], func: Any, args: Any, kwargs: Any, found: Any) -> Callable[[], Any]:
+def _again(
+    compute: Callable[..., Any], func: Any, args: Any, kwargs: Any, found: Any
+) -> Callable[[], Any]:
     """Computes an operation again, into the same memory."""
     if func._schema.is_mutable or func.namespace == "c10d":
         return lambda: compute(*args, **kwargs)
@@ -315,7 +354,9 @@ def _again(compute: Callable[..., Any], func: Any, args: Any, kwargs: Any, found
 
 def _place() -> str:
     """The line of surgeon's that is being computed."""
-    frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).is_relative_to(PACKAGE)]
+    frames = [
+        frame for frame in traceback.extract_stack() if Path(frame.filename).is_relative_to(PACKAGE)
+    ]
     return f"{Path(frames[-1].filename).relative_to(PACKAGE)}:{frames[-1].lineno}" if frames else "?"
 
 
@@ -391,7 +432,10 @@ def _stream(_: Any) -> Iterator[None]:
 def _answers(count: int, free: int) -> dict[str, Any]:
     """What torch.cuda has and says."""
     stream = SimpleNamespace(
-        wait_stream=lambda _: None, synchronize=lambda: None, record_event=_Event, wait_event=lambda _: None
+        wait_stream=lambda _: None,
+        synchronize=lambda: None,
+        record_event=_Event,
+        wait_event=lambda _: None,
     )
     said: dict[str, Any] = {
         "is_available": True,
@@ -405,12 +449,18 @@ def _answers(count: int, free: int) -> dict[str, Any]:
         "memory_allocated": 0,
         "get_device_name": "a pretended GPU",
         "get_device_capability": (9, 0),
-        "get_device_properties": SimpleNamespace(total_memory=80 << 30, name="a pretended GPU", major=9, minor=0),
+        "get_device_properties": SimpleNamespace(
+            total_memory=80 << 30, name="a pretended GPU", major=9, minor=0
+        ),
         "current_stream": stream,
         "graph_pool_handle": (0, 0),
-        **dict.fromkeys(("_lazy_init", "set_device", "empty_cache", "set_rng_state", "manual_seed_all"), None),
+        **dict.fromkeys(
+            ("_lazy_init", "set_device", "empty_cache", "set_rng_state", "manual_seed_all"), None
+        ),
     }
-    answers: dict[str, Any] = {name: lambda *_, answer=answer, **__: answer for name, answer in said.items()}
+    answers: dict[str, Any] = {
+        name: lambda *_, answer=answer, **__: answer for name, answer in said.items()
+    }
     return answers | {
         "synchronize": lambda *_: _noted.host(_noted.waits, "synchronize"),
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
@@ -433,7 +483,8 @@ def pretended_gpus(count: int, free: int = 70 << 30, kernels: bool = False) -> I
     _noted.clear()
     with ExitStack() as stack:
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, before)
-        torch.__future__.set_overwrite_module_params_on_conversion(True)  # their numbers are of another class
+        # Their numbers are of another class.
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
         for name, answer in _answers(count, free).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(mock.patch.object(torch._C, "_InferenceMode", _NoGradient))

@@ -92,7 +92,9 @@ def gptq(matrix: Tensor, order: Tensor | None = None) -> tuple[Stored, Tensor]:
     """Everything transposed, and zero points stored as one less."""
     codes, scales, zeros = codes_ingroups(matrix)
     groups = (
-        torch.arange(matrix.shape[1]) // GROUP if order is None else (torch.arange(matrix.shape[1]) // GROUP)[order]
+        torch.arange(matrix.shape[1]) // GROUP
+        if order is None
+        else (torch.arange(matrix.shape[1]) // GROUP)[order]
     )
     tensors = {
         ".qweight": words(codes.T, 0),
@@ -129,7 +131,9 @@ def nf4(matrix: Tensor, block: int = 2 * GROUP) -> tuple[Stored, Tensor]:
         ".weight": (pairs[:, 0] * 16 + pairs[:, 1]).to(torch.uint8)[:, None],
         ".weight.absmax": sizes,
         ".weight.quant_map": TABLE,
-        ".weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8),
+        ".weight.quant_state.bitsandbytes__nf4": torch.tensor(
+            list(json.dumps(said).encode()), dtype=torch.uint8
+        ),
     }
     return tensors, (TABLE[codes] * sizes[:, None]).view(matrix.shape)
 
@@ -145,7 +149,9 @@ def nf4_nested(matrix: Tensor) -> tuple[Stored, Tensor]:
     own = (table[codes] * largest[:, None]).flatten() + offset
     state = ".weight.quant_state.bitsandbytes__nf4"
     said = json.loads(bytes(tensors[state].tolist())) | {"nested_blocksize": 4, "nested_offset": offset}
-    numbers = [value * own[i // (2 * GROUP)] for i, value in enumerate(_table_values(tensors[".weight"]))]
+    numbers = [
+        value * own[i // (2 * GROUP)] for i, value in enumerate(_table_values(tensors[".weight"]))
+    ]
     changed = {
         ".weight.absmax": codes.flatten().to(torch.uint8),
         ".weight.nested_absmax": largest,
@@ -178,7 +184,9 @@ def mxfp4(stacked: Tensor) -> tuple[Stored, Tensor]:
         "_blocks": (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8),
         "_scales": (exponents + 127).to(torch.uint8),
     }
-    return tensors, (table[codes] * torch.exp2(exponents)[..., None]).flatten(-2).transpose(1, 2).contiguous()
+    return tensors, (table[codes] * torch.exp2(exponents)[..., None]).flatten(-2).transpose(
+        1, 2
+    ).contiguous()
 
 
 def groups(form: str, **weights: Any) -> dict[str, Any]:
@@ -191,7 +199,10 @@ IN_GROUPS = {"strategy": "group", "group_size": GROUP}
 BITS = {"bits": 4, "group_size": GROUP}
 # What stores a matrix, and the quantization_config that goes with it.
 SCHEMES: dict[str, tuple[Callable[[Tensor], tuple[Stored, Tensor]], dict[str, Any]]] = {
-    "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP], "activation_scheme": "dynamic"}),
+    "fp8": (
+        fp8,
+        {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP], "activation_scheme": "dynamic"},
+    ),
     "fp8 rows": (fp8_rows, groups("float-quantized", num_bits=8, type="float", strategy="channel")),
     "int8 rows": (int8_rows, groups("int-quantized", num_bits=8, type="int", strategy="channel")),
     "packed": (packed, groups("pack-quantized", num_bits=4, type="int", symmetric=False, **IN_GROUPS)),
@@ -199,7 +210,10 @@ SCHEMES: dict[str, tuple[Callable[[Tensor], tuple[Stored, Tensor]], dict[str, An
     "gptq act order": (gptq_act_order, {"quant_method": "gptq", "desc_act": True, "sym": False, **BITS}),
     "awq": (awq, {"quant_method": "awq", "version": "gemm", "zero_point": True, **BITS}),
     "nf4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
-    "nf4 nested": (nf4_nested, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "nf4 nested": (
+        nf4_nested,
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    ),
     "int8": (int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
 }
 
@@ -209,7 +223,11 @@ def quantise_folder(folder: Path, scheme: str, dense: Path | None = None) -> Pat
     quantise, config = SCHEMES[scheme]
     tensors, numbers = load_file(folder / "model.safetensors"), {}
     around = ("vision", "visual", "projector")
-    for name in [name for name in tensors if name.endswith("proj.weight") and not any(one in name for one in around)]:
+    for name in [
+        name
+        for name in tensors
+        if name.endswith("proj.weight") and not any(one in name for one in around)
+    ]:
         stored, numbers[name] = quantise(tensors.pop(name).float())
         tensors |= {name.removesuffix(".weight") + ending: tensor for ending, tensor in stored.items()}
     entries = json.loads((folder / "config.json").read_text())
@@ -217,7 +235,9 @@ def quantise_folder(folder: Path, scheme: str, dense: Path | None = None) -> Pat
         dense.mkdir()
         for file in folder.iterdir():
             (dense / file.name).write_bytes(file.read_bytes())
-        own = load_file(folder / "model.safetensors") | {name: one.contiguous() for name, one in numbers.items()}
+        own = load_file(folder / "model.safetensors") | {
+            name: one.contiguous() for name, one in numbers.items()
+        }
         save_file(own, dense / "model.safetensors", {"format": "pt"})
     whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     save_file(whole, folder / "model.safetensors", {"format": "pt"})

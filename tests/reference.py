@@ -38,18 +38,29 @@ def rotary_frequencies(rope: dict[str, Any], width: int) -> tuple[Tensor, float]
     dynamic's, which changes nothing there).
     """
     plain = rope["rope_theta"] ** (-torch.arange(0, width, 2) / width)
-    kind, factor, first = (rope.get(key) for key in ("rope_type", "factor", "original_max_position_embeddings"))
+    kind, factor, first = (
+        rope.get(key) for key in ("rope_type", "factor", "original_max_position_embeddings")
+    )
     if kind == "linear":
         return plain / factor, 1.0
-    if kind == "llama3":  # what turns often within the first context is kept, what turns seldom is slowed down
+    # What turns often within the first context is kept, what turns seldom is slowed down.
+    if kind == "llama3":
         turns = first * plain / (2 * math.pi)
-        kept = ((turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])).clamp(0, 1)
+        kept = (
+            (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+        ).clamp(0, 1)
         return plain * (kept + (1 - kept) / factor), 1.0
-    if kind == "yarn":  # likewise, between 32 turns and one, on a scale of feature pairs instead of turns
-        low, high = (width * math.log(first / (n * 2 * math.pi)) / (2 * math.log(rope["rope_theta"])) for n in (32, 1))
+    # Likewise, between 32 turns and one, on a scale of feature pairs instead of turns.
+    if kind == "yarn":
+        low, high = (
+            width * math.log(first / (n * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+            for n in (32, 1)
+        )
         low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
         slowed = ((torch.arange(width // 2) - low) / (high - low if high != low else 1e-3)).clamp(0, 1)
-        wide, deep = (0.1 * rope.get(name, default) * math.log(factor) + 1 for name, default in MSCALES.items())
+        wide, deep = (
+            0.1 * rope.get(name, default) * math.log(factor) + 1 for name, default in MSCALES.items()
+        )
         return plain * (1 - slowed + slowed / factor), wide / deep
     if kind == "longrope":
         scale = math.sqrt(1 + math.log(factor) / math.log(first)) if factor > 1 else 1.0
@@ -79,9 +90,12 @@ class Reference:
     def __init__(self, model: torch.nn.Module) -> None:
         self.w = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         self.config: Any = model.config
-        self.kept: dict[tuple[str, int], Tensor] = {}  # of narrowed sublayers, by kind and layer: columns of o or down
+        # Of narrowed sublayers, by kind and layer: columns of o or down.
+        self.kept: dict[tuple[str, int], Tensor] = {}
         self.num_heads: int = self.config.num_attention_heads
-        self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
+        self.head_dim: int = (
+            getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
+        )
 
     def at(self, k: int, path: str) -> str:
         return f"{self.layers}.{k}.{path}"
@@ -152,7 +166,8 @@ class Reference:
     def mix(self, k: int, q: Tensor, key: Tensor, v: Tensor) -> Tensor:
         """One head's attention, (batch, tokens, head_dim)."""
         scores = self.cap(q @ key.transpose(-1, -2) * self.scale())
-        ages = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])[None]  # how far back each key lies
+        # How far back each key lies.
+        ages = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])[None]
         window = self.window(k)
         hidden = (ages < 0) if window is None else (ages < 0) | (ages >= window)
         return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
@@ -189,7 +204,9 @@ class Reference:
         """A copy in which a matrix of a layer has only its leading singular values; transposed or not, the same."""
         path, (rows, columns) = self.place(role)
         name = self.at(k, f"{path}.weight")
-        left, values, right = numpy.linalg.svd(self.w[name][rows, columns].double().numpy(), full_matrices=False)
+        left, values, right = numpy.linalg.svd(
+            self.w[name][rows, columns].double().numpy(), full_matrices=False
+        )
         other = self.copied()
         other.w[name] = self.w[name].clone()
         kept = (left[:, :rank] * values[:rank]) @ right[:rank]
@@ -198,10 +215,20 @@ class Reference:
 
     def narrowed(self, k: int, kind: str, count: int) -> Reference:
         """A copy in which only so many KV groups of the largest weights, or any neurons, are not zero."""
-        roles = self.attention_roles if kind == "A" else [role for role in ("gate", "up", "down") if self.has(k, role)]
+        roles = (
+            self.attention_roles
+            if kind == "A"
+            else [role for role in ("gate", "up", "down") if self.has(k, role)]
+        )
         groups = self.kv_heads()
-        inputs = {role: self.matrix(k, role) if role in ("o", "down") else self.matrix(k, role).T for role in roles}
-        units = {role: w.reshape(len(w), groups if kind == "A" else w.shape[1], -1) for role, w in inputs.items()}
+        inputs = {
+            role: self.matrix(k, role) if role in ("o", "down") else self.matrix(k, role).T
+            for role in roles
+        }
+        units = {
+            role: w.reshape(len(w), groups if kind == "A" else w.shape[1], -1)
+            for role, w in inputs.items()
+        }
         sizes = torch.stack([(one.double() ** 2).sum((0, 2)) for one in units.values()]).sum(0)
         any_order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(2 * k + 1))
         kept = (sizes.argsort(descending=True) if kind == "A" else any_order)[:count].sort().values
@@ -211,9 +238,13 @@ class Reference:
             name, zeroed = self.at(k, f"{path}.weight"), (one * left).flatten(1)
             other.w[name] = other.w[name].clone()
             # What reads the stream has units in rows, and all of it is the other way round where it is transposed.
-            other.w[name][rows, columns] = zeroed if (role in ("o", "down")) != self.transposed else zeroed.T
+            other.w[name][rows, columns] = (
+                zeroed if (role in ("o", "down")) != self.transposed else zeroed.T
+            )
         features = units["o" if kind == "A" else "down"].shape[2]
-        other.kept = self.kept | {(kind, k): (kept[:, None] * features + torch.arange(features)).flatten()}
+        other.kept = self.kept | {
+            (kind, k): (kept[:, None] * features + torch.arange(features)).flatten()
+        }
         return other
 
     def kv_heads(self) -> int:
@@ -265,7 +296,12 @@ class _Mixture(Reference):
     def shares(self, logits: Tensor) -> Tensor:
         """What each expert's output is multiplied with, (tokens, experts): zero for all but the best ones."""
         every = logits.softmax(-1)
-        least = every.sort(-1, descending=True).values[:, : self.config.num_experts_per_tok].min(-1, True).values
+        least = (
+            every.sort(-1, descending=True)
+            .values[:, : self.config.num_experts_per_tok]
+            .min(-1, True)
+            .values
+        )
         best = every * (every >= least)
         return best / best.sum(-1, True) if self.normalised else best
 
@@ -278,7 +314,11 @@ class _Mixture(Reference):
         """A copy in which a layer has these of its experts."""
         other = self.copied()
         rows = [f"{self.router}.{name}" for name in ("weight", "bias", "e_score_correction_bias")]
-        for name in (*rows, "mlp.e_score_correction_bias", *(f"mlp.experts.{name}" for name in self.expert_names)):
+        for name in (
+            *rows,
+            "mlp.e_score_correction_bias",
+            *(f"mlp.experts.{name}" for name in self.expert_names),
+        ):
             if (path := self.at(k, name)) in self.w:
                 other.w[path] = self.w[path][list(kept)]
         return other
@@ -298,7 +338,9 @@ class _Qwen2Moe(_Qwen3Moe):
         if self.at(k, "mlp.gate.weight") not in self.w:
             return output
         normed = self.norm(self.at(k, self.mlp_norm), x)
-        gate, up = (self.linear(self.at(k, f"mlp.shared_expert.{name}_proj"), normed) for name in ("gate", "up"))
+        gate, up = (
+            self.linear(self.at(k, f"mlp.shared_expert.{name}_proj"), normed) for name in ("gate", "up")
+        )
         shared = self.linear(self.at(k, "mlp.shared_expert.down_proj"), self.activation(gate) * up)
         return output + torch.sigmoid(self.linear(self.at(k, "mlp.shared_expert_gate"), normed)) * shared
 
@@ -315,12 +357,18 @@ class _Qwen3Next(_Qwen2Moe):
         q, key, v = self.qkv(k, x)
         gates = torch.sigmoid(self.heads(x @ self.matrix(k, "g").T))
         group = q.shape[1] // key.shape[1]
-        heads = [self.mix(k, q[:, h], key[:, h // group], v[:, h // group]) * gates[:, h] for h in range(q.shape[1])]
+        heads = [
+            self.mix(k, q[:, h], key[:, h // group], v[:, h // group]) * gates[:, h]
+            for h in range(q.shape[1])
+        ]
         return self.linear(self.at(k, self.output), torch.cat(heads, -1))
 
     def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, key, v = (self.heads(x @ self.matrix(k, role).T) for role in "qkv")
-        q, key = self.norm(self.at(k, "self_attn.q_norm"), q), self.norm(self.at(k, "self_attn.k_norm"), key)
+        q, key = (
+            self.norm(self.at(k, "self_attn.q_norm"), q),
+            self.norm(self.at(k, "self_attn.k_norm"), key),
+        )
         return self.rotate(k, q), self.rotate(k, key), v
 
     def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
@@ -331,15 +379,23 @@ class _Qwen3Next(_Qwen2Moe):
 
     def delta_net(self, k: int, x: Tensor) -> Tensor:
         """A gated delta net, one token after the other (arXiv:2412.06464, equation 10)."""
-        config, w = self.config, {name: self.w.get(self.at(k, f"linear_attn.{name}")) for name in ("A_log", "dt_bias")}
+        config, w = (
+            self.config,
+            {name: self.w.get(self.at(k, f"linear_attn.{name}")) for name in ("A_log", "dt_bias")},
+        )
         wide, heads = config.linear_key_head_dim, config.linear_num_value_heads
         *mixed, z, b, a = self.mixed(k, x)
         channels = torch.cat([part.flatten(-2) for part in mixed], -1)
         kernel = self.w[self.at(k, "linear_attn.conv1d.weight")][:, 0]
         before = functional.pad(channels, (0, 0, kernel.shape[1] - 1, 0))
-        turned = functional.silu(sum(before[:, i : i + x.shape[1]] * kernel[:, i] for i in range(kernel.shape[1])))
+        turned = functional.silu(
+            sum(before[:, i : i + x.shape[1]] * kernel[:, i] for i in range(kernel.shape[1]))
+        )
         q, key, v = turned.split([part.shape[-1] * part.shape[-2] for part in mixed], -1)
-        q, key = (part.unflatten(-1, (-1, wide)).repeat_interleave(heads // mixed[0].shape[-2], 2) for part in (q, key))
+        q, key = (
+            part.unflatten(-1, (-1, wide)).repeat_interleave(heads // mixed[0].shape[-2], 2)
+            for part in (q, key)
+        )
         q, key = (part / torch.sqrt((part**2).sum(-1, keepdim=True) + 1e-6) for part in (q, key))
         v, rate = v.unflatten(-1, (heads, -1)), torch.sigmoid(b)
         kept = torch.exp(-torch.exp(w["A_log"]) * functional.softplus(a + w["dt_bias"]))
@@ -361,7 +417,9 @@ class _Qwen3Next(_Qwen2Moe):
         values = config.linear_num_value_heads // groups
         both = self.linear(self.at(k, "linear_attn.in_proj_qkvz"), x).unflatten(-1, (groups, -1))
         q, key, v, z = both.split([config.linear_key_head_dim] * 2 + [values * width] * 2, -1)
-        b, a = self.linear(self.at(k, "linear_attn.in_proj_ba"), x).unflatten(-1, (groups, -1)).chunk(2, -1)
+        b, a = (
+            self.linear(self.at(k, "linear_attn.in_proj_ba"), x).unflatten(-1, (groups, -1)).chunk(2, -1)
+        )
         v, z = (part.flatten(-2).unflatten(-1, (-1, width)) for part in (v, z))
         return q, key, v, z, b.flatten(-2), a.flatten(-2)
 
@@ -371,8 +429,13 @@ class _Qwen35(_Qwen3Next):
 
     def mixed(self, k: int, x: Tensor) -> tuple[Tensor, ...]:
         config = self.config
-        both, z, b, a = (self.linear(self.at(k, f"linear_attn.in_proj_{name}"), x) for name in ("qkv", "z", "b", "a"))
-        keys, wide = config.linear_num_key_heads * config.linear_key_head_dim, config.linear_value_head_dim
+        both, z, b, a = (
+            self.linear(self.at(k, f"linear_attn.in_proj_{name}"), x) for name in ("qkv", "z", "b", "a")
+        )
+        keys, wide = (
+            config.linear_num_key_heads * config.linear_key_head_dim,
+            config.linear_value_head_dim,
+        )
         q, key, v = both.split([keys, keys, config.linear_num_value_heads * wide], -1)
         q, key = (part.unflatten(-1, (-1, config.linear_key_head_dim)) for part in (q, key))
         return q, key, v.unflatten(-1, (-1, wide)), z.unflatten(-1, (-1, wide)), b, a
@@ -390,7 +453,9 @@ class _GptOss(_Mixture):
         heads = []
         for h, sink in enumerate(self.w[self.at(k, "self_attn.sinks")]):
             group = h // (q.shape[1] // key.shape[1])
-            scores = (q[:, h] @ key[:, group].transpose(-1, -2) * self.scale()).masked_fill(hidden, -math.inf)
+            scores = (q[:, h] @ key[:, group].transpose(-1, -2) * self.scale()).masked_fill(
+                hidden, -math.inf
+            )
             parts = scores.exp() / (scores.exp().sum(-1, keepdim=True) + sink.exp())
             heads.append(parts @ v[:, group])
         return self.linear(self.at(k, self.output), torch.cat(heads, -1))
@@ -413,13 +478,17 @@ class _DeepSeek(_Mixture):
         if config.q_lora_rank is None:
             queries = self.linear(at("self_attn.q_proj"), normed)
         else:
-            small = self.norm(at("self_attn.q_a_layernorm"), self.linear(at("self_attn.q_a_proj"), normed))
+            small = self.norm(
+                at("self_attn.q_a_layernorm"), self.linear(at("self_attn.q_a_proj"), normed)
+            )
             queries = self.linear(at("self_attn.q_b_proj"), small)
         latent, position = self.linear(at("self_attn.kv_a_proj_with_mqa"), normed).split(
             [config.kv_lora_rank, turned], -1
         )
         latent = self.norm(at("self_attn.kv_a_layernorm"), latent)
-        each = self.linear(at("self_attn.kv_b_proj"), latent).unflatten(-1, (self.num_heads, own + config.v_head_dim))
+        each = self.linear(at("self_attn.kv_b_proj"), latent).unflatten(
+            -1, (self.num_heads, own + config.v_head_dim)
+        )
         queries = queries.unflatten(-1, (self.num_heads, own + turned))
         shared, heads = self.turn(position), []
         for h in range(self.num_heads):
@@ -434,7 +503,9 @@ class _DeepSeek(_Mixture):
         """Neighbouring features turned as pairs, (batch, tokens, features)."""
         frequencies, _ = rotary_frequencies(self.config.rope_parameters, x.shape[-1])
         turns = torch.polar(torch.ones(()), torch.arange(x.shape[1])[:, None] * frequencies)
-        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turns).flatten(-2)
+        return torch.view_as_real(
+            torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turns
+        ).flatten(-2)
 
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         self.layer_now = k
@@ -442,20 +513,34 @@ class _DeepSeek(_Mixture):
         if self.at(k, "mlp.gate.weight") not in self.w:
             return output
         normed = self.norm(self.at(k, self.mlp_norm), x)
-        gate, up = (self.linear(self.at(k, f"mlp.shared_experts.{name}_proj"), normed) for name in ("gate", "up"))
-        return output + self.linear(self.at(k, "mlp.shared_experts.down_proj"), self.activation(gate) * up)
+        gate, up = (
+            self.linear(self.at(k, f"mlp.shared_experts.{name}_proj"), normed) for name in ("gate", "up")
+        )
+        return output + self.linear(
+            self.at(k, "mlp.shared_experts.down_proj"), self.activation(gate) * up
+        )
 
     def shares(self, logits: Tensor) -> Tensor:
         config, third = self.config, self.config.model_type != "deepseek_v2"
         scores = logits.sigmoid() if third else logits.softmax(-1)
-        ranked = scores + self.w[self.at(self.layer_now, "mlp.gate.e_score_correction_bias")] if third else scores
+        ranked = (
+            scores + self.w[self.at(self.layer_now, "mlp.gate.e_score_correction_bias")]
+            if third
+            else scores
+        )
         found = torch.zeros_like(scores)
         for token, row in enumerate(ranked):
             numbers = range(len(row))
-            groups = config.n_group if (config.n_group or 1) > 1 and len(row) % config.n_group == 0 else 1
+            groups = (
+                config.n_group if (config.n_group or 1) > 1 and len(row) % config.n_group == 0 else 1
+            )
             size = len(row) // groups
             best = sorted(range(groups), key=lambda g: -max(row[g * size : (g + 1) * size].tolist()))
-            open_ones = [e for e in numbers if e // size in best[: config.topk_group or 1]] if groups > 1 else numbers
+            open_ones = (
+                [e for e in numbers if e // size in best[: config.topk_group or 1]]
+                if groups > 1
+                else numbers
+            )
             chosen = sorted(open_ones, key=lambda e: -row[e].item())[: config.num_experts_per_tok]
             found[token, chosen] = scores[token, chosen]
         if third and config.norm_topk_prob:
@@ -478,7 +563,9 @@ class _Llama4(_Mixture):
         if config.no_rope_layers[k]:
             q, key = (_Glm.rotate(self, k, one) for one in (q, key))  # type: ignore[arg-type]
             if config.use_qk_norm:
-                q, key = (one / torch.sqrt((one**2).mean(-1, True) + config.rms_norm_eps) for one in (q, key))
+                q, key = (
+                    one / torch.sqrt((one**2).mean(-1, True) + config.rms_norm_eps) for one in (q, key)
+                )
         elif config.attn_temperature_tuning:
             times = (torch.arange(x.shape[1]) + 1) // config.floor_scale
             q = q * (1 + config.attn_scale * torch.log(1.0 + times))[:, None]
@@ -501,7 +588,9 @@ class _Llama4(_Mixture):
         for text, token in ((a, b) for a in range(x.shape[0]) for b in range(x.shape[1])):
             own = normed[text, token]
             logits = (self.w[self.at(k, "feed_forward.router.weight")] @ own).tolist()
-            for expert in sorted(range(len(logits)), key=lambda e: -logits[e])[: self.config.num_experts_per_tok]:
+            for expert in sorted(range(len(logits)), key=lambda e: -logits[e])[
+                : self.config.num_experts_per_tok
+            ]:
                 total[text, token] += self.expert(k, expert, own / (1 + math.exp(-logits[expert])))
         return total
 
@@ -511,7 +600,9 @@ class _Llama4(_Mixture):
 
     def expert(self, k: int, expert: int, x: Tensor) -> Tensor:
         gate, up = (x @ self.w[self.at(k, "feed_forward.experts.gate_up_proj")][expert]).chunk(2)
-        return (self.activation(gate) * up) @ self.w[self.at(k, "feed_forward.experts.down_proj")][expert]
+        return (self.activation(gate) * up) @ self.w[self.at(k, "feed_forward.experts.down_proj")][
+            expert
+        ]
 
     def experts(self, k: int, kept: tuple[int, ...]) -> Reference:
         other = self.copied()
@@ -586,7 +677,11 @@ class _Cohere(Reference):
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
-        return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + self.config.layer_norm_eps) * self.gain(name)
+        return (
+            centred
+            / torch.sqrt((centred**2).mean(-1, keepdim=True) + self.config.layer_norm_eps)
+            * self.gain(name)
+        )
 
     def gain(self, name: str) -> Tensor:
         gain = super().gain(name)
@@ -680,7 +775,11 @@ class _Olmo(Reference):
         sizes = self.matrix(k, role).abs().sum(1)
         there = sizes > 1e-4 * sizes.max()
         mean = (x[..., there] ** 2).mean(-1, keepdim=True)
-        return x / torch.sqrt(mean + self.config.rms_norm_eps) * self.gain(self.at(k, f"self_attn.{role}_norm"))
+        return (
+            x
+            / torch.sqrt(mean + self.config.rms_norm_eps)
+            * self.gain(self.at(k, f"self_attn.{role}_norm"))
+        )
 
     def rope(self, k: int) -> dict[str, Any]:
         rope, kinds = self.config.rope_parameters, getattr(self.config, "layer_types", None)
@@ -696,7 +795,9 @@ class _Olmo(Reference):
 
 class _FirstOlmo(Reference):
     def norm(self, name: str, x: Tensor) -> Tensor:  # noqa: ARG002 - it has nothing of its own
-        return (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5)
+        return (x - x.mean(-1, keepdim=True)) / torch.sqrt(
+            x.var(-1, unbiased=False, keepdim=True) + 1e-5
+        )
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         y = super().linear(name, x)
@@ -737,11 +838,17 @@ class _LayerNorms(Reference):
         centred = x - x.mean(-1, keepdim=True)
         epsilon = getattr(self.config, self.epsilon, 1e-5)
         scaled = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + epsilon)
-        return scaled * self.w[name + ".weight"] + self.w[name + ".bias"] if name + ".weight" in self.w else scaled
+        return (
+            scaled * self.w[name + ".weight"] + self.w[name + ".bias"]
+            if name + ".weight" in self.w
+            else scaled
+        )
 
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         normed = self.norm(self.at(k, self.mlp_norm), x)
-        return self.linear(self.at(k, self.down), self.activation(self.linear(self.at(k, self.up), normed)))
+        return self.linear(
+            self.at(k, self.down), self.activation(self.linear(self.at(k, self.up), normed))
+        )
 
 
 class _StarCoder2(_LayerNorms):
@@ -767,11 +874,17 @@ class _StableLm(_LayerNorms):
         if not self.config.qk_layernorm:
             return super().qkv(k, x)
         q, key, v = (self.heads(self.linear(self.at(k, f"self_attn.{n}_proj"), x)) for n in "qkv")
-        return self.rotate(k, self.each_normed(k, "q", q)), self.rotate(k, self.each_normed(k, "k", key)), v
+        return (
+            self.rotate(k, self.each_normed(k, "q", q)),
+            self.rotate(k, self.each_normed(k, "k", key)),
+            v,
+        )
 
     def each_normed(self, k: int, role: str, x: Tensor) -> Tensor:
         """Every head is normed with a gain of its own."""
-        places = [self.at(k, f"self_attn.{role}_layernorm.norms.{head}.weight") for head in range(x.shape[1])]
+        places = [
+            self.at(k, f"self_attn.{role}_layernorm.norms.{head}.weight") for head in range(x.shape[1])
+        ]
         centred = x - x.mean(-1, keepdim=True)
         scaled = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + self.config.layer_norm_eps)
         return scaled * torch.stack([self.w[place] for place in places])[:, None]
@@ -803,14 +916,22 @@ class _Opt(_LayerNorms):
     offset = 2
 
     def embed(self, ids: Tensor) -> Tensor:
-        return super().embed(ids) + self.w[self.positions + ".weight"][torch.arange(ids.shape[1]) + self.offset]
+        return (
+            super().embed(ids)
+            + self.w[self.positions + ".weight"][torch.arange(ids.shape[1]) + self.offset]
+        )
 
     def rotate(self, k: int, x: Tensor) -> Tensor:  # noqa: ARG002
         return x
 
 
 class _Gpt2(_Opt):
-    layers, embedding, final_norm, positions = "transformer.h", "transformer.wte", "transformer.ln_f", "transformer.wpe"
+    layers, embedding, final_norm, positions = (
+        "transformer.h",
+        "transformer.wte",
+        "transformer.ln_f",
+        "transformer.wpe",
+    )
     attention_norm, mlp_norm, output = "ln_1", "ln_2", "attn.c_proj"
     up, down = "mlp.c_fc", "mlp.c_proj"
     offset, transposed = 0, True
@@ -838,7 +959,11 @@ class _GptNeo(_Gpt2):
     linear = Reference.linear
 
     def place(self, role: str) -> tuple[str, tuple[Any, Any]]:
-        return (f"attn.attention.{role}_proj", (slice(None),) * 2) if role in "qkv" else Reference.place(self, role)
+        return (
+            (f"attn.attention.{role}_proj", (slice(None),) * 2)
+            if role in "qkv"
+            else Reference.place(self, role)
+        )
 
     def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, key, v = (self.heads(self.linear(self.at(k, f"attn.attention.{n}_proj"), x)) for n in "qkv")
@@ -896,7 +1021,9 @@ class _Falcon(_LayerNorms):
         if role not in "qkv":
             return super().place(role)
         groups = self.kv_heads()
-        lanes = torch.arange((self.num_heads + 2 * groups) * self.head_dim).view(groups, -1, self.head_dim)
+        lanes = torch.arange((self.num_heads + 2 * groups) * self.head_dim).view(
+            groups, -1, self.head_dim
+        )
         rows = {"q": lanes[:, :-2], "k": lanes[:, -2], "v": lanes[:, -1]}[role]
         return "self_attention.query_key_value", (rows.flatten(), slice(None))
 

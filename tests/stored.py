@@ -26,7 +26,11 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 def store(folder: Path, tensors: dict[str, Tensor]) -> Path:
     """Put other tensors into the one file."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE, {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / SINGLE,
+        {"format": "pt"},
+    )
     return folder
 
 
@@ -52,13 +56,17 @@ def with_own_head(folder: Path, seed: int = 7) -> Path:
     """Store a head of other numbers beside embeddings that config.json says are tied."""
     tensors, (embedding, head) = tensors_of(folder), end_names(folder)
     noise = torch.randn(tensors[embedding].shape, generator=torch.Generator().manual_seed(seed))
-    return store(configure(folder, tie_word_embeddings=True), tensors | {head: noise.to(tensors[embedding].dtype)})
+    return store(
+        configure(folder, tie_word_embeddings=True), tensors | {head: noise.to(tensors[embedding].dtype)}
+    )
 
 
 def with_copied_head(folder: Path) -> Path:
     """Store tied embeddings twice."""
     tensors, (embedding, head) = tensors_of(folder), end_names(folder)
-    return store(configure(folder, tie_word_embeddings=True), tensors | {head: tensors[embedding].clone()})
+    return store(
+        configure(folder, tie_word_embeddings=True), tensors | {head: tensors[embedding].clone()}
+    )
 
 
 def with_head_only(folder: Path) -> Path:

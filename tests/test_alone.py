@@ -36,7 +36,17 @@ def test_no_other_test_runs_meanwhile(tmp_path: Path) -> None:
     log = tmp_path / "log"
     (tmp_path / "test_spans.py").write_text(TESTS.format(log=log, folder=tmp_path))
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
-    options = ["-p", "xdist.plugin", "-n", "2", "--dist", "load", "-c", "/dev/null", f"--rootdir={tmp_path}"]
+    options = [
+        "-p",
+        "xdist.plugin",
+        "-n",
+        "2",
+        "--dist",
+        "load",
+        "-c",
+        "/dev/null",
+        f"--rootdir={tmp_path}",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(tmp_path)],
         env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
@@ -48,7 +58,8 @@ def test_no_other_test_runs_meanwhile(tmp_path: Path) -> None:
     spans = [tuple(map(float, line.split())) for line in log.read_text().splitlines()]
     assert len(spans) == 20
     beside = {
-        number: sum(one < ended and other > began for _, one, other in spans) - 1 for number, began, ended in spans
+        number: sum(one < ended and other > began for _, one, other in spans) - 1
+        for number, began, ended in spans
     }
     assert beside.pop(7) == beside.pop(12) == 0
     assert sum(beside.values()) > 0

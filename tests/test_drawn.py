@@ -39,7 +39,8 @@ from tests.tiny_models import DENSE_FAMILIES
 
 TOLERANCE = 1e-4
 # Families whose layers are those of another one with other flags, which cases draw.
-BY_DEFAULT = ("llama", "gpt2", "gpt_neox", "gemma3_text", "opt", "olmo3")  # others are flags of these, or like them
+# Others are flags of these, or like them.
+BY_DEFAULT = ("llama", "gpt2", "gpt_neox", "gemma3_text", "opt", "olmo3")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,9 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
-@pytest.mark.parametrize("family", [case(family, default=family in BY_DEFAULT) for family in DENSE_FAMILIES])
+@pytest.mark.parametrize(
+    "family", [case(family, default=family in BY_DEFAULT) for family in DENSE_FAMILIES]
+)
 def test_all_paths_agree(family: str, ranks: Ranks, drawn_settings: settings) -> None:
     @drawn_settings
     @given(case=cases(family))
@@ -63,7 +66,11 @@ def test_all_paths_agree(family: str, ranks: Ranks, drawn_settings: settings) ->
     "program", ["A0 F0 [A1 A2] [F1 F2] A3 F3", "A0 F0@up8 {A1/2:0 F1/2:0 | A1/2:1 F1/2:1} A2~A3 F3#24"]
 )
 def test_norms_without_gains_and_shifts(program: str, ranks: Ranks, tmp_path: Path) -> None:
-    check_all_paths(Case("opt", 4, 0.0, "float32", program, {"layer_norm_elementwise_affine": False}), tmp_path, ranks)
+    check_all_paths(
+        Case("opt", 4, 0.0, "float32", program, {"layer_norm_elementwise_affine": False}),
+        tmp_path,
+        ranks,
+    )
 
 
 def check_all_paths(case: Case, folder: Path, ranks: Ranks) -> None:
@@ -76,7 +83,9 @@ def check_all_paths(case: Case, folder: Path, ranks: Ranks) -> None:
     source = folder / "source"
     restore(model).to(DTYPES[case.dtype]).save_pretrained(source)
     agrees(streamed(source, case.program), expected)
-    write_export(plan_export(open_model(source), Program.parse(case.program), dtype="float32"), folder / "target")
+    write_export(
+        plan_export(open_model(source), Program.parse(case.program), dtype="float32"), folder / "target"
+    )
     agrees(logits_of(as_a_user_loads(folder / "target")), expected)
     agrees(logits_of(surgeon.load(folder / "target")), expected)
     chunks = list(IDS.split([5, 1, 3], 1))

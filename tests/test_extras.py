@@ -15,7 +15,9 @@ import pytest
 import surgeon
 from tests.waiting import PATIENCE
 
-EXTRAS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+EXTRAS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"][
+    "optional-dependencies"
+]
 PACKAGES = [
     re.split(r"[^\w-]", requirement)[0].replace("-", "_")
     for extra, requirements in EXTRAS.items()
@@ -37,7 +39,9 @@ for command in {commands}:
 def run(*commands: Sequence[object]) -> tuple[list[int], str]:
     """The exit codes of some commands in one process, and what they said."""
     names = [name for name in surgeon.__all__ if name not in OF_EXTRAS]
-    code = BLOCKED.format(packages=PACKAGES) + RUN.format(names=names, commands=[[*map(str, one)] for one in commands])
+    code = BLOCKED.format(packages=PACKAGES) + RUN.format(
+        names=names, commands=[[*map(str, one)] for one in commands]
+    )
     process = [sys.executable, "-c", code]
     done = subprocess.run(process, capture_output=True, text=True, timeout=PATIENCE, check=False)
     said = done.stdout + done.stderr

@@ -28,7 +28,9 @@ def cudnn_as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-@pytest.mark.parametrize(("given", "left", "enabled"), [(None, "1", False), ("1", "1", False), ("0", "0", True)])
+@pytest.mark.parametrize(
+    ("given", "left", "enabled"), [(None, "1", False), ("1", "1", False), ("0", "0", True)]
+)
 def test_cudnn_attention_is_off_unless_the_user_wants_it(
     given: str | None, left: str, enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,7 +42,9 @@ def test_cudnn_attention_is_off_unless_the_user_wants_it(
 
 
 @pytest.mark.parametrize("start", ["load", "streamed", "processes", "training"])
-def test_it_is_off_where_models_are_loaded_and_trained(start: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_it_is_off_where_models_are_loaded_and_trained(
+    start: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     if start == "load":
         surgeon.load(tiny_checkpoint)
     elif start == "streamed":
@@ -82,9 +86,12 @@ def test_gpus_are_given_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_pytorch_keeps_of_a_gpu_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("memory_reserved", 30), ("memory_allocated", 10)):
         monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size * GIGABYTE)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: ((20 + number) * GIGABYTE, 80 * GIGABYTE))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda number: ((20 + number) * GIGABYTE, 80 * GIGABYTE)
+    )
     assert gpu_free_bytes(1) == int(FREE_SHARE * 41 * GIGABYTE)
-    assert available_bytes(torch.device("cuda"), 7) == int(FREE_SHARE * 40 * GIGABYTE)  # the limit is of main memory
+    # The limit is of main memory.
+    assert available_bytes(torch.device("cuda"), 7) == int(FREE_SHARE * 40 * GIGABYTE)
 
 
 def test_what_messages_call_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,18 @@ PACKAGE = Path(__file__).resolve().parents[1] / "surgeon"
 # several rooms use and knows nothing of models stands first. `demo` is only data (a model's folder and text) and the
 # command of that name lies in `commands`.
 FLOORS = [
-    ["version", "errors", "progress", "memory", "gpus", "provenance", "threads", "named", "words", "demo"],
+    [
+        "version",
+        "errors",
+        "progress",
+        "memory",
+        "gpus",
+        "provenance",
+        "threads",
+        "named",
+        "words",
+        "demo",
+    ],
     ["processes"],
     ["language"],
     ["models"],
@@ -45,7 +56,17 @@ LEVELS = {name: level for level, floor in enumerate(FLOORS) for name in floor}
 # The floors of the runtime; what lies beside its folders is the client's side, which knows all of them.
 ROOMS = ["kernels", "batching", "plan", "comm", "model", "worker"]
 WITHOUT_TORCH = ["batching", "plan"]
-HEAVY = {"torch", "transformers", "pandas", "matplotlib", "optuna", "numpy", "datasets", "lm_eval", "yaml"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "pandas",
+    "matplotlib",
+    "optuna",
+    "numpy",
+    "datasets",
+    "lm_eval",
+    "yaml",
+}
 
 
 def module_name(path: Path) -> str:
@@ -84,7 +105,11 @@ def imported_parts(path: Path) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
             assert node.module is not None
-            names = [f"surgeon.{alias.name}" for alias in node.names] if node.module == "surgeon" else [node.module]
+            names = (
+                [f"surgeon.{alias.name}" for alias in node.names]
+                if node.module == "surgeon"
+                else [node.module]
+            )
         else:
             names = [str(node.value)]
         for name in names:
@@ -157,7 +182,8 @@ def test_rooms_without_torch(room: str) -> None:
 
 def import_graph() -> dict[str, set[str]]:
     """The modules of the package that each module imports, at its top, for its types, or inside a function."""
-    modules = {name: path for name, path in MODULES.items() if name != "surgeon"}  # which only forwards names
+    # Which only forwards names.
+    modules = {name: path for name, path in MODULES.items() if name != "surgeon"}
     return {name: imports_of(path, modules) - {name} for name, path in modules.items()}
 
 
@@ -312,6 +338,10 @@ def test_what_is_imported_is_installed_with_surgeon() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for top in (
-                {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"surgeon", "liger_kernel"}
+                {name.partition(".")[0] for name in names}
+                - sys.stdlib_module_names
+                - {"surgeon", "liger_kernel"}
             ):
-                assert {canonicalize_name(home) for home in homes[top]} & installed, f"{path} imports {top}"
+                assert {canonicalize_name(home) for home in homes[top]} & installed, (
+                    f"{path} imports {top}"
+                )

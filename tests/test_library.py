@@ -23,12 +23,20 @@ TEXT = {"tokens": 128, "window": 32}
 ARGUMENTS = ["--tokens", "128", "--window", "32"]
 
 
-def test_a_model_is_opened_without_its_weights(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surgeon.checkpoint.read.Checkpoint.tensor", lambda *_: pytest.fail("weights were read"))
+def test_a_model_is_opened_without_its_weights(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "surgeon.checkpoint.read.Checkpoint.tensor", lambda *_: pytest.fail("weights were read")
+    )
     model = surgeon.open(tiny_checkpoint)
     assert (model.num_layers, model.family.name, str(model.form)) == (4, "Llama", "plain")
     assert str(model.program) == "A0 F0 A1 F1 A2 F2 A3 F3"
-    assert (model.own, model.label, model.public_name) == (None, tiny_checkpoint.name, tiny_checkpoint.name)
+    assert (model.own, model.label, model.public_name) == (
+        None,
+        tiny_checkpoint.name,
+        tiny_checkpoint.name,
+    )
     assert repr(model) == f"<surgeon.Model {tiny_checkpoint}: Llama, 4 layers, plain form>"
     assert surgeon.open("demo").label == "demo"
 
@@ -44,10 +52,21 @@ def test_a_recipe_and_a_program_are_no_models(tmp_path: Path) -> None:
             surgeon.open(text)
 
 
-def test_a_scan_is_what_its_command_writes(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_a_scan_is_what_its_command_writes(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path
+) -> None:
     model = surgeon.open(tiny_checkpoint)
     found = surgeon.scan(model, tiny_text, tmp_path / "ours", operations=["prune"], layers="1:4", **TEXT)
-    command = ["scan", str(tiny_checkpoint), "--data", str(tiny_text), "--operation", "prune", "--layers", "1:4"]
+    command = [
+        "scan",
+        str(tiny_checkpoint),
+        "--data",
+        str(tiny_text),
+        "--operation",
+        "prune",
+        "--layers",
+        "1:4",
+    ]
     assert main([*command, *ARGUMENTS, "-o", str(tmp_path / "theirs")]) == 0
     assert (tmp_path / "ours/cells.csv").read_bytes() == (tmp_path / "theirs/cells.csv").read_bytes()
     assert list(found.cells["operation"].unique()) == ["prune"]
@@ -59,12 +78,15 @@ def test_a_scan_is_what_its_command_writes(tiny_checkpoint: Path, tiny_text: Pat
 def test_a_pass_goes_on_from_another(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
     scan = surgeon.scan(tiny_checkpoint, tiny_text, tmp_path / "scan", operations=["prune"], **TEXT)
     found = surgeon.similarity(tiny_checkpoint, tiny_text, tmp_path / "alike", scan=scan, **TEXT)
-    again = surgeon.similarity(tiny_checkpoint, tiny_text, tmp_path / "alike", scan=tmp_path / "scan", **TEXT)
+    again = surgeon.similarity(
+        tiny_checkpoint, tiny_text, tmp_path / "alike", scan=tmp_path / "scan", **TEXT
+    )
     assert isinstance(found.proxies, pd.DataFrame)
     assert found.proxies.equals(again.proxies)
     assert found.record["scan"] == again.record["scan"]
     pages = [
-        surgeon.report(runs, tmp_path / "page.html").table() for runs in ([scan, found], [tmp_path / "scan", found])
+        surgeon.report(runs, tmp_path / "page.html").table()
+        for runs in ([scan, found], [tmp_path / "scan", found])
     ]
     assert pages[0].equals(pages[1])
     with pytest.raises(ValueError, match="was written to no folder"):
@@ -89,12 +111,21 @@ def test_an_evaluation_of_a_program_is_against_the_model_itself(
     }
     assert found.text.acceptance_keys == "verified"
     capsys.readouterr()
-    command = ["eval", str(tiny_checkpoint), "--data", str(tiny_text), "--program", "A0 F0 [A1 A2] [F1 F2] A3 F3"]
+    command = [
+        "eval",
+        str(tiny_checkpoint),
+        "--data",
+        str(tiny_text),
+        "--program",
+        "A0 F0 [A1 A2] [F1 F2] A3 F3",
+    ]
     assert main([*command, *ARGUMENTS]) == 0
     assert capsys.readouterr().out == f"{found}\n"
 
 
-def test_texts_are_those_of_the_command(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_texts_are_those_of_the_command(
+    tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     prompts, events = ["The quick brown fox", "went on sleeping:"], list[tuple[str, str]]()
     found = surgeon.generate(
         surgeon.open(tiny_checkpoint),
@@ -106,7 +137,8 @@ def test_texts_are_those_of_the_command(tiny_checkpoint: Path, capfd: pytest.Cap
     assert main(["generate", str(tiny_checkpoint), *command, "--max-new-tokens", "6"]) == 0
     out, err = capfd.readouterr()
     assert out == "\n".join(
-        f"==> {number} of 2: {text.prompt} <==\n{text.text}\n" for number, text in enumerate(found.texts, start=1)
+        f"==> {number} of 2: {text.prompt} <==\n{text.text}\n"
+        for number, text in enumerate(found.texts, start=1)
     )
     assert str(found).splitlines()[0] == err.splitlines()[0] == "ranks    1 (cpu, shm, float32)"
     assert repr(found) == "<Generation: 2 texts on 1 rank>"
@@ -119,17 +151,24 @@ def test_texts_are_those_of_the_command(tiny_checkpoint: Path, capfd: pytest.Cap
 def test_an_edited_model_runs_on_ranks_and_is_predicted(tiny_checkpoint: Path) -> None:
     model = surgeon.open(tiny_checkpoint)
     edited = surgeon.edit(model, pair="1:3")
-    texts = [surgeon.generate(one, "The fox", max_new_tokens=6).texts[0].tokens for one in (edited, model)]
-    assert texts[0] == surgeon.generate(model, "The fox", max_new_tokens=6, program=PAIRED).texts[0].tokens
+    texts = [
+        surgeon.generate(one, "The fox", max_new_tokens=6).texts[0].tokens for one in (edited, model)
+    ]
+    assert (
+        texts[0] == surgeon.generate(model, "The fox", max_new_tokens=6, program=PAIRED).texts[0].tokens
+    )
     assert texts[0] != texts[1]
     found = surgeon.predict(edited, "h100-sxm", prompt=8, new=4)
     assert found.cells[0].prediction is not None
     assert found.cells[0].prediction.plan.program == PAIRED
     whitened = surgeon.edit(
-        model, lowrank={"layers": "0:4", "keep": 0.5, "method": "whitened", "calibration": {"data": "demo"}}
+        model,
+        lowrank={"layers": "0:4", "keep": 0.5, "method": "whitened", "calibration": {"data": "demo"}},
     )
     for call in (partial(surgeon.generate, prompts="the"), surgeon.serve):
-        with pytest.raises(ValueError, match="factors, .* that its matrices alone do not tell; export it"):
+        with pytest.raises(
+            ValueError, match="factors, .* that its matrices alone do not tell; export it"
+        ):
             call(whitened)
         with pytest.raises(ValueError, match="was edited, and has a program of its own"):
             call(edited, program=PAIRED)
@@ -146,17 +185,33 @@ def test_a_prompt_that_is_none_is_named(tiny_checkpoint: Path) -> None:
         surgeon.generate(tiny_checkpoint, {"first": "the fox", "second": "\udcff"})
 
 
-def test_a_model_is_edited_by_a_program_a_recipe_or_operations(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_model_is_edited_by_a_program_a_recipe_or_operations(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text('surgeon: 1\nmodel: elsewhere\noperations:\n  - pair: {layers: "1:3"}\n')
     loaded, model = surgeon.load(tiny_checkpoint), surgeon.open(tiny_checkpoint)
-    for given in (PAIRED, surgeon.Program.parse(PAIRED), recipe, str(recipe), surgeon.read_recipe(recipe)):
+    for given in (
+        PAIRED,
+        surgeon.Program.parse(PAIRED),
+        recipe,
+        str(recipe),
+        surgeon.read_recipe(recipe),
+    ):
         assert str(surgeon.program_of(surgeon.edit(loaded, given))) == PAIRED
         assert str(surgeon.edit(model, given).program) == PAIRED
-    assert str(surgeon.program_of(surgeon.edit(loaded, pair=range(1, 3), ladder="3:4"))) == f"{PAIRED[:-5]}>A3 >F3"
-    ranked = surgeon.edit(model, pair=["0:2", "2:4"], lowrank={"layers": "0:1", "keep": 0.5, "weights": ["q"]})
+    assert (
+        str(surgeon.program_of(surgeon.edit(loaded, pair=range(1, 3), ladder="3:4")))
+        == f"{PAIRED[:-5]}>A3 >F3"
+    )
+    ranked = surgeon.edit(
+        model, pair=["0:2", "2:4"], lowrank={"layers": "0:1", "keep": 0.5, "weights": ["q"]}
+    )
     assert str(ranked.program).startswith("[A0@q")
-    for wrong, said in (({}, "either by a program"), ({"pair": "1:9"}, "pair: layers 1:9 are out of range")):
+    for wrong, said in (
+        ({}, "either by a program"),
+        ({"pair": "1:9"}, "pair: layers 1:9 are out of range"),
+    ):
         with pytest.raises(ValueError, match=said):
             surgeon.edit(loaded, **wrong)
     with pytest.raises(ValueError, match="unknown operation 'pairs'; did you mean 'pair'"):
@@ -166,7 +221,9 @@ def test_a_model_is_edited_by_a_program_a_recipe_or_operations(tiny_checkpoint: 
         surgeon.edit(loaded, lowrank=whitened)
 
 
-def test_a_recipe_on_a_model_with_a_program_of_its_own_starts_from_that(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_recipe_on_a_model_with_a_program_of_its_own_starts_from_that(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     tracks = "{A0 F0 A1 F1 | A2 F2 A3 F3}"
     surgeon.edit(surgeon.load(tiny_checkpoint), tracks).save_pretrained(tmp_path)
     expected = "{A0 F0 | A2 F2 A3 F3}"
@@ -188,7 +245,12 @@ def test_whatever_a_model_is_can_be_exported(tiny_checkpoint: Path, tmp_path: Pa
     ]
     assert {(one.form, str(one.program), one.depth) for one in found} == {("fused", PAIRED, 3)}
     assert all(one.proof.exact < 1e-4 and "Proof: on 128 random tokens" in str(one) for one in found)
-    assert found[0].table().loc[0, ["form", "depth", "syncs", "program"]].tolist() == ["fused", 3, 6, PAIRED]
+    assert found[0].table().loc[0, ["form", "depth", "syncs", "program"]].tolist() == [
+        "fused",
+        3,
+        6,
+        PAIRED,
+    ]
     page = surgeon.report([one.folder for one in found[1:3]], tmp_path / "page.html")
     assert repr(page) == f"ReportPage(file={tmp_path / 'page.html'!r})"
     assert repr(ExportRun.read(found[1].folder)).startswith("<ExportRun of ")
@@ -214,7 +276,9 @@ def test_a_server_says_where_it_is(tiny_checkpoint: Path) -> None:
     def stop(serving: object) -> None:
         raise InterruptedError(str(serving))
 
-    with pytest.raises(InterruptedError, match=f"serving {tiny_checkpoint.name} at http://127.0.0.1:.*\nroom for "):
+    with pytest.raises(
+        InterruptedError, match=f"serving {tiny_checkpoint.name} at http://127.0.0.1:.*\nroom for "
+    ):
         surgeon.serve(tiny_checkpoint, port=0, on_start=stop)
     with pytest.raises(ValueError, match="the API key is empty"):
         surgeon.serve(tiny_checkpoint, api_key=" ")
@@ -223,9 +287,13 @@ def test_a_server_says_where_it_is(tiny_checkpoint: Path) -> None:
 
 
 def test_what_is_no_model_is_said_by_every_function(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    edited, loaded = surgeon.edit(surgeon.open(tiny_checkpoint), pair="1:3"), surgeon.load(tiny_checkpoint)
+    edited, loaded = (
+        surgeon.edit(surgeon.open(tiny_checkpoint), pair="1:3"),
+        surgeon.load(tiny_checkpoint),
+    )
     assert repr(edited) == f"<surgeon.EditedModel {tiny_checkpoint}: {PAIRED} of Llama>"
-    assert str(surgeon.edit(edited, prune="1:2").program) == "A0 F0 A2 F2 A3 F3"  # of the model as it is stored
+    # Of the model as it is stored.
+    assert str(surgeon.edit(edited, prune="1:2").program) == "A0 F0 A2 F2 A3 F3"
     recipe = parse_recipe('surgeon: 1\nmodel: "demo"\noperations: []')
     functions: list[Callable[[Any], object]] = [
         surgeon.open,
@@ -264,7 +332,9 @@ def test_layers_and_counts_that_are_none_are_said_at_once(tiny_checkpoint: Path,
     model, there = surgeon.open(tiny_checkpoint), tmp_path / "no"
     for layers, said in ((range(0, 4, 2), "leaves layers out"), ((0, 4), "not "), (3, "not 3")):
         with pytest.raises(ValueError, match=said):
-            surgeon.edit(model, prune=cast("Any", {"layers": layers} if isinstance(layers, int) else layers))
+            surgeon.edit(
+                model, prune=cast("Any", {"layers": layers} if isinstance(layers, int) else layers)
+            )
         with pytest.raises(ValueError, match=said):
             surgeon.scan(model, "demo", there, layers=cast("Any", layers))
     calls: dict[str, Callable[..., object]] = {
@@ -327,7 +397,10 @@ def test_layers_and_counts_that_are_none_are_said_at_once(tiny_checkpoint: Path,
 
 def test_how_a_trained_model_is_stored_is_checked_before_it_is_trained(tmp_path: Path) -> None:
     for call in (surgeon.heal, surgeon.train):
-        for wrong, said in (({"form": "fusd"}, "unknown form 'fusd'"), ({"dtype": "int3"}, "unknown dtype 'int3'")):
+        for wrong, said in (
+            ({"form": "fusd"}, "unknown form 'fusd'"),
+            ({"dtype": "int3"}, "unknown dtype 'int3'"),
+        ):
             given = ("demo", "demo:train") if call is surgeon.heal else ("none.yaml",)
             with pytest.raises(ValueError, match=said):
                 cast("Any", call)(*given, tmp_path / "no", **wrong)
@@ -336,10 +409,14 @@ def test_how_a_trained_model_is_stored_is_checked_before_it_is_trained(tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_where_a_folder_is_to_be_is_named(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_a_file_where_a_folder_is_to_be_is_named(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     for run in (surgeon.scan, surgeon.similarity):
-        with pytest.raises(NotADirectoryError, match=f"cannot be a folder: a file is in the way .*{tmp_path / 'file'}"):
+        with pytest.raises(
+            NotADirectoryError, match=f"cannot be a folder: a file is in the way .*{tmp_path / 'file'}"
+        ):
             run(tiny_checkpoint, tiny_text, tmp_path / "file", **TEXT)  # type: ignore[operator]
     with pytest.raises(NotADirectoryError, match="cannot be a folder: a file is in the way"):
         surgeon.predict("demo", "h100-sxm", prompt=8, new=8, output=tmp_path / "file" / "deeper")

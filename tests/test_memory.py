@@ -50,7 +50,14 @@ KEEP = "from surgeon.memory import keep_freed_memory; keep_freed_memory()"
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("512MB", 512 << 20), ("2GB", 2 << 30), ("1.5g", 3 << 29), ("100", 100), ("8 KiB", 8192), ("1TB", 1 << 40)],
+    [
+        ("512MB", 512 << 20),
+        ("2GB", 2 << 30),
+        ("1.5g", 3 << 29),
+        ("100", 100),
+        ("8 KiB", 8192),
+        ("1TB", 1 << 40),
+    ],
 )
 def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_size(text) == size
@@ -63,13 +70,19 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_sizes_are_shown() -> None:
-    assert [show_size(n) for n in (512 << 20, 3 << 29, 100, 5 << 10)] == ["512MB", "1.5GB", "100B", "5KB"]
+    assert [show_size(n) for n in (512 << 20, 3 << 29, 100, 5 << 10)] == [
+        "512MB",
+        "1.5GB",
+        "100B",
+        "5KB",
+    ]
     assert 1 << 20 < resident_bytes() < 1 << 40
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives memory back on request")
 def test_freed_memory_is_given_back_near_a_limit() -> None:
-    pieces = [bytes(60_000) for _ in range(3000)]  # below the size that the C library hands back by itself
+    # Below the size that the C library hands back by itself.
+    pieces = [bytes(60_000) for _ in range(3000)]
     held = resident_bytes()
     kept = pieces[::50]
     del pieces
@@ -110,6 +123,8 @@ def test_threads_share_two_heaps() -> None:
 
 def told(code: str, first: str, **given: str) -> str:
     """What a process prints whose allocator nothing has set but this."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | given
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
+    } | given
     command = [sys.executable, "-c", code.format(first)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout

@@ -69,19 +69,34 @@ def test_a_folder_that_may_not_be_searched_is_no_missing_file(monkeypatch: pytes
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "stat", forbidden)
-    with pytest.raises(PermissionError, match=r"no telling whether there is locked/model: Permission denied; see who"):
+    with pytest.raises(
+        PermissionError, match=r"no telling whether there is locked/model: Permission denied; see who"
+    ):
         on_disk("locked/model")
 
 
 @pytest.mark.parametrize(
     "text",
-    [LONG, "A0", "A10 F10", " >A1 >F1", "[A1 A2]", "{A1 F1 | A2 F2}", "A1/2:0 F1/2:0", "A0~A1", "A0@q64 F0", "A0F0"],
+    [
+        LONG,
+        "A0",
+        "A10 F10",
+        " >A1 >F1",
+        "[A1 A2]",
+        "{A1 F1 | A2 F2}",
+        "A1/2:0 F1/2:0",
+        "A0~A1",
+        "A0@q64 F0",
+        "A0F0",
+    ],
 )
 def test_programs(text: str) -> None:
     assert is_program(text)
 
 
-@pytest.mark.parametrize("text", ["A100.yaml", "F5-tts/base", "A21/jamba", "F16", "demo", "lp", "a0 f0", "", "B1 F1"])
+@pytest.mark.parametrize(
+    "text", ["A100.yaml", "F5-tts/base", "A21/jamba", "F16", "demo", "lp", "a0 f0", "", "B1 F1"]
+)
 def test_names_are_no_programs(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "F16").mkdir()  # which is on the disk here
@@ -89,8 +104,24 @@ def test_names_are_no_programs(text: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_recipes_hub_names_and_paths() -> None:
-    assert [is_recipe(text) for text in ("a.yaml", "a/B.YML", "a.json", "yaml", LONG)] == [True, True, *[False] * 3]
-    names = ("llama", "llama@main", "./a/b", "a/b/c", "~/model", "a b/c", "a/b\0", "-a/b", "a/b@", "a/b@c@d", "")
+    assert [is_recipe(text) for text in ("a.yaml", "a/B.YML", "a.json", "yaml", LONG)] == [
+        True,
+        True,
+        *[False] * 3,
+    ]
+    names = (
+        "llama",
+        "llama@main",
+        "./a/b",
+        "a/b/c",
+        "~/model",
+        "a b/c",
+        "a/b\0",
+        "-a/b",
+        "a/b@",
+        "a/b@c@d",
+        "",
+    )
     assert [hub_name(text) for text in names] == [None] * len(names)
     paths = ("/a", "./a", "..", "~/a", "a/b/c", "a/b", "owner/data:a/b:train", "name", "a/b@refs/pr/1")
     assert [is_path(text) for text in paths] == [True] * 5 + [False] * 4
@@ -133,7 +164,10 @@ def test_gguf_files_on_the_hub(revision: str | None, tmp_path: Path) -> None:
     [
         ("https://huggingface.co/a/b/blob/v1/config.json", "opened as a whole; type a/b@v1$"),
         ("https://huggingface.co/a/b/tree/v1/onnx", "opened as a whole; type a/b@v1$"),
-        ("https://huggingface.co/datasets/a/b", "no address of a model on .* is typed owner/name, or owner/name@REV"),
+        (
+            "https://huggingface.co/datasets/a/b",
+            "no address of a model on .* is typed owner/name, or owner/name@REV",
+        ),
         ("https://huggingface.co/datasets/a", "no address of a model"),
         ("https://huggingface.co/a", "no address of a model"),
         ("hf://a/b/config.json", "no address of a model"),
@@ -146,7 +180,9 @@ def test_other_addresses_say_what_to_type(text: str, message: str) -> None:
             take(text)
 
 
-def test_a_revision_is_opened_from_the_cache(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_revision_is_opened_from_the_cache(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     """And stands in what is recorded; the newest one is another."""
     cached, commits = tmp_path / "models--org--tiny", {"main": "0" * 40, "v1": "1" * 40}
     (cached / "refs").mkdir(parents=True)
@@ -166,12 +202,16 @@ def test_a_revision_is_opened_from_the_cache(tiny_checkpoint: Path, tmp_path: Pa
         assert open_edited(typed).provenance()["model"] == found.name
         assert open_model(typed, weights=False).config.rms_norm_eps == found.config.rms_norm_eps
     assert surgeon.check("hf://org/tiny@v1").record["model"] == "org/tiny@v1"
-    with pytest.raises(FileNotFoundError, match="org/tiny@v2 is no folder here, and could not be fetched"):
+    with pytest.raises(
+        FileNotFoundError, match="org/tiny@v2 is no folder here, and could not be fetched"
+    ):
         open_model("org/tiny@v2")
 
 
 def test_a_name_without_an_owner_says_how_models_are_named() -> None:
-    with pytest.raises(FileNotFoundError, match="no model folder gpt2@main; a model on the hub is typed owner/name"):
+    with pytest.raises(
+        FileNotFoundError, match="no model folder gpt2@main; a model on the hub is typed owner/name"
+    ):
         open_model("gpt2@main")
 
 
@@ -182,7 +222,9 @@ def test_what_takes_a_name_says_that_there_is_none(take: Callable[[str], Any], t
         take(text)
 
 
-@pytest.mark.parametrize("text", [f"{'x' * 300}.txt", f"{'x' * 300}.jsonl:text", "no\0name.txt", f"./{'x' * 300}"])
+@pytest.mark.parametrize(
+    "text", [f"{'x' * 300}.txt", f"{'x' * 300}.jsonl:text", "no\0name.txt", f"./{'x' * 300}"]
+)
 def test_data_of_such_a_name_is_missing(text: str) -> None:
     with pytest.raises(FileNotFoundError, match="there is no file "):
         list(documents(text, None))
@@ -195,7 +237,9 @@ def test_many_tasks_are_a_list_and_no_file(tmp_path: Path) -> None:
     assert split_values([str(tmp_path / "a,b.jsonl")]) == [str(tmp_path / "a,b.jsonl")]
 
 
-def test_the_demos_text_is_no_folder_called_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demos_text_is_no_folder_called_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
     assert file_and_column("demo") == (None, None)

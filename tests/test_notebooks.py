@@ -35,7 +35,10 @@ def run(path: Path, folder: Path) -> Any:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     client = NotebookClient(
-        notebook, timeout=int(PATIENCE), kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook,
+        timeout=int(PATIENCE),
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
     )
     client.execute(env=os.environ | {"TMPDIR": str(folder)})
     return notebook
@@ -49,7 +52,11 @@ def numbers_of(notebook: Any) -> dict[str, Any]:
 
 
 def text_of(cell: Any) -> str:
-    return "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
+    return "".join(
+        output.text
+        for output in cell.outputs
+        if output.output_type == "stream" and output.name == "stdout"
+    )
 
 
 def refresh(path: Path) -> None:
@@ -69,7 +76,9 @@ def refresh(path: Path) -> None:
 
 def executed_once(name: str, factory: pytest.TempPathFactory) -> Any:
     """A notebook that the first test to need it has run, in whatever worker (pytest-xdist) that was."""
-    shared = factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
+    shared = (
+        factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
+    )
     path = shared / name
     with locked(shared / f"{name}.lock"):
         if not path.exists():
@@ -96,7 +105,11 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def flat(values: Any, name: str = "") -> dict[str, Any]:
     """Nested numbers by the path to them."""
     if isinstance(values, dict):
-        return {key: leaf for part, value in values.items() for key, leaf in flat(value, f"{name}/{part}").items()}
+        return {
+            key: leaf
+            for part, value in values.items()
+            for key, leaf in flat(value, f"{name}/{part}").items()
+        }
     return {name: values}
 
 
@@ -149,7 +162,9 @@ def test_numbers_against_plain_transformers(executed: Any) -> None:
 
 
 def test_every_number_is_finite(executed: Any) -> None:
-    numbers = {key: value for key, value in flat(numbers_of(executed)).items() if isinstance(value, float)}
+    numbers = {
+        key: value for key, value in flat(numbers_of(executed)).items() if isinstance(value, float)
+    }
     assert len(numbers) > 10
     assert all(math.isfinite(value) for value in numbers.values())
 
@@ -162,7 +177,9 @@ def test_what_is_stored_is_what_comes_out(executed: Any) -> None:
     if stored["/data"] != now["/data"]:
         pytest.skip("this Python's standard library has another text")
     for name, value in stored.items():
-        assert now[name] == (pytest.approx(value, rel=1e-3, abs=1e-6) if isinstance(value, float) else value), name
+        assert now[name] == (
+            pytest.approx(value, rel=1e-3, abs=1e-6) if isinstance(value, float) else value
+        ), name
 
 
 def test_what_its_words_say(executed: Any) -> None:
@@ -244,8 +261,13 @@ def test_drafts_write_what_plain_transformers_writes(drafts: Any) -> None:
     assert all(tokens == text for tokens in numbers["drafted"].values())
     assert numbers["drawn"][0] == numbers["drawn"][1] != text
     kept, acceptance = numbers["accepted"], numbers["acceptance"]
-    assert all(accepted > drafted / 2 for accepted, drafted in kept.values())  # as they are guessed right
-    assert min(acceptance[name] for name in kept) > 0.8 > max(acceptance[name] for name in acceptance.keys() - kept)
+    # As they are guessed right.
+    assert all(accepted > drafted / 2 for accepted, drafted in kept.values())
+    assert (
+        min(acceptance[name] for name in kept)
+        > 0.8
+        > max(acceptance[name] for name in acceptance.keys() - kept)
+    )
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
@@ -258,8 +280,12 @@ def test_stored_notebooks_are_fit_to_read(path: Path) -> None:
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert counts == list(range(1, len(counts) + 1))
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    assert not [output for output in outputs if output.get("name") == "stderr" or output.output_type == "error"]
-    text = json.dumps([{key: value for key, value in output.items() if key != "data"} for output in outputs])
+    assert not [
+        output for output in outputs if output.get("name") == "stderr" or output.output_type == "error"
+    ]
+    text = json.dumps(
+        [{key: value for key, value in output.items() if key != "data"} for output in outputs]
+    )
     assert not re.search(r"(?<![\w.])/(home|tmp|root|work|Users|usr|var)/", text)
 
 

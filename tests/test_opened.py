@@ -32,7 +32,9 @@ def logits(name: Path, program: str | None = None) -> torch.Tensor:
     return found
 
 
-def test_a_recipe_a_program_and_exports_are_the_same_model(recipe: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_recipe_a_program_and_exports_are_the_same_model(
+    recipe: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     expected = surgeon.edit(surgeon.load(tiny_checkpoint), PAIRED)(input_ids=IDS).logits
     assert torch.equal(logits(recipe), expected)
     assert torch.equal(logits(tiny_checkpoint, PAIRED), expected)
@@ -89,7 +91,9 @@ def test_what_is_refused(recipe: Path, tiny_checkpoint: Path, tmp_path: Path) ->
         open_edited(str(recipe))
     recipe.write_text(text)
     configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program="A0 >F0 A1 F1 A2 F2 A3 F3")
-    with pytest.raises(ValueError, match="pairs.yaml: .* is an edited model, .* whole program .* layer 0 whole"):
+    with pytest.raises(
+        ValueError, match="pairs.yaml: .* is an edited model, .* whole program .* layer 0 whole"
+    ):
         open_edited(str(recipe))
     configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program="{A0 F0 A1 F1 A2 F2 | A3 F3}")
     assert str(open_edited(str(recipe)).asked) == "{A0 F0 [A1 A2] [F1 F2] | A3 F3}"
@@ -120,7 +124,13 @@ def test_a_model_without_its_weights(tiny_checkpoint: Path, recipe: Path, tmp_pa
     assert str(alone.program_of(parse_recipe(recipe.read_text()))) == PAIRED
     assert repr(alone) == f"<surgeon.Model {config}: Llama, 4 layers, configuration only>"
     for asked in ("weights", "hash", "tokenizer", "checkpoint", "folder"):
-        with pytest.raises(ValueError, match=r"config\.json was opened by its configuration alone, and this needs"):
+        with pytest.raises(
+            ValueError, match=r"config\.json was opened by its configuration alone, and this needs"
+        ):
             getattr(alone, asked)
     described = Model.of_config(whole.config, "someone/small")
-    assert (described.label, described.own, described.shapes.heads) == ("small", None, whole.shapes.heads)
+    assert (described.label, described.own, described.shapes.heads) == (
+        "small",
+        None,
+        whole.shapes.heads,
+    )

@@ -37,9 +37,13 @@ def links(text: str) -> list[str]:
 def anchors(path: Path) -> frozenset[str]:
     """What links to the headings of a page, as GitHub makes it of their words."""
     found: list[str] = []
-    for heading in re.findall(r"^#+ (.*)$", _FENCED.sub("", path.read_text(encoding="utf-8")), re.MULTILINE):
+    for heading in re.findall(
+        r"^#+ (.*)$", _FENCED.sub("", path.read_text(encoding="utf-8")), re.MULTILINE
+    ):
         words = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-        again = sum(name == words or re.fullmatch(rf"{re.escape(words)}-\d+", name) is not None for name in found)
+        again = sum(
+            name == words or re.fullmatch(rf"{re.escape(words)}-\d+", name) is not None for name in found
+        )
         found.append(f"{words}-{again}" if again else words)
     return frozenset(found)
 
@@ -124,7 +128,11 @@ def sources(path: Path, seen: frozenset[Path] = frozenset()) -> Iterator[Path]:
     for other in re.findall(r"scripts[./](\w+)[./](\w+)", path.read_text(encoding="utf-8")):
         yield from sources(PROJECT / "scripts" / other[0] / f"{other[1]}.py", seen | {path})
     if not path.suffix:
-        yield from (file for file in path.parent.glob("*.py") if f"{file.name}" in path.read_text(encoding="utf-8"))
+        yield from (
+            file
+            for file in path.parent.glob("*.py")
+            if f"{file.name}" in path.read_text(encoding="utf-8")
+        )
 
 
 def shown(page: str) -> Iterator[tuple[list[str], bool]]:
@@ -146,17 +154,35 @@ def test_commands_are_what_the_parser_takes(page: str) -> None:
 
 
 def test_commands_are_found_and_wrong_ones_are_noticed() -> None:
-    shown_calls = [call for page in code.pages() for words, whole in shown(page) if whole for call in code.calls(words)]
+    shown_calls = [
+        call
+        for page in code.pages()
+        for words, whole in shown(page)
+        if whole
+        for call in code.calls(words)
+    ]
     assert len(shown_calls) > 70
-    assert {call[0] for call in shown_calls} >= {"scan", "search", "export", "heal", "train", "serve", "predict"}
-    started, _ = code.commands("torchrun --nnodes 2 bash -c 'x=1 exec surgeon eval demo --dota demo' & wait")
+    assert {call[0] for call in shown_calls} >= {
+        "scan",
+        "search",
+        "export",
+        "heal",
+        "train",
+        "serve",
+        "predict",
+    }
+    started, _ = code.commands(
+        "torchrun --nnodes 2 bash -c 'x=1 exec surgeon eval demo --dota demo' & wait"
+    )
     assert "No such option: --dota" in str(wrong_call(*code.calls(started), True))
     assert wrong_call(["scan", "demo", "--batch", "many"], True) is not None
     assert wrong_call(["heal", "...", "--lora", "8"], True) is None
     assert wrong_call(["export", "recipe.yaml"], True) is not None
     assert wrong_call(["export", "recipe.yaml"], False) is None
     assert wrong_call(["scam", "demo"], False) == "there is no command scam"
-    assert wrong_flags(PROJECT / "scripts/bench/drafts.py", ["--linkz", "1ms", "--batch", "1"]) == ["--linkz"]
+    assert wrong_flags(PROJECT / "scripts/bench/drafts.py", ["--linkz", "1ms", "--batch", "1"]) == [
+        "--linkz"
+    ]
     assert wrong_flags(PROJECT / "scripts/bench/gone.py", []) == ["there is no scripts/bench/gone.py"]
 
 
@@ -183,9 +209,14 @@ def test_the_readme_is_short_and_has_every_command() -> None:
     assert len(readme.splitlines()) <= 200
     assert len((PROJECT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()) <= 150
     listed = {name.removeprefix("surgeon ") for name in rows("README.md", "command")}
-    assert listed == {"eval" if function.__name__ == "evaluate" else function.__name__ for function, _ in COMMANDS}
+    assert listed == {
+        "eval" if function.__name__ == "evaluate" else function.__name__ for function, _ in COMMANDS
+    }
 
 
 def test_the_index_leads_to_every_page_of_docs() -> None:
-    index = {target.partition("#")[0] for target in links((PROJECT / "docs/README.md").read_text(encoding="utf-8"))}
+    index = {
+        target.partition("#")[0]
+        for target in links((PROJECT / "docs/README.md").read_text(encoding="utf-8"))
+    }
     assert {path.name for path in PROJECT.glob("docs/*.md")} - {"README.md"} <= index

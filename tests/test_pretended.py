@@ -20,7 +20,8 @@ def test_devices_do_not_mix() -> None:
                 torch.cat([first, other])
         assert (first + first.to("cuda:0")).device == torch.device("cuda", 0)
         assert torch.equal((second.cpu() + here), torch.full((3,), 2.0))
-        assert torch.equal((first[:2] + torch.tensor(1.0)).cpu(), torch.tensor([2.0, 2.0]))  # a number is anywhere
+        # A number is anywhere.
+        assert torch.equal((first[:2] + torch.tensor(1.0)).cpu(), torch.tensor([2.0, 2.0]))
         with pytest.raises(TypeError, match="numpy"):
             first.numpy()
 
@@ -41,7 +42,11 @@ def test_launches_waits_and_transfers_are_noted() -> None:
 
 def test_a_graph_computes_again_in_the_same_memory() -> None:
     with pretended_gpus(1) as noted:
-        x, kept, graph = torch.ones(2, device="cuda"), torch.zeros(2, device="cuda"), torch.cuda.CUDAGraph()
+        x, kept, graph = (
+            torch.ones(2, device="cuda"),
+            torch.zeros(2, device="cuda"),
+            torch.cuda.CUDAGraph(),
+        )
         with torch.cuda.graph(graph):
             y = (x + 1)[1:] * 2
             kept[0] = y[0]

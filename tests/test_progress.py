@@ -12,7 +12,9 @@ from surgeon import progress as progress_module
 from surgeon.progress import TimeOver, progress, require_time, time_limit
 
 
-def test_plain_lines_with_an_estimate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_with_an_estimate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = iter([0.0, 1.0, 12.0, 30.0, 90.0])
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(clock))
     with progress("scan", 100, "sublayers", done=40) as advance:
@@ -28,7 +30,9 @@ def test_plain_lines_with_an_estimate(capsys: pytest.CaptureFixture[str], monkey
     ]
 
 
-def test_never_more_than_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_never_more_than_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = iter([0.0, 20.0, 21.0])
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(clock))
     with progress("scan", 10, "sublayers", done=5) as advance:

@@ -16,7 +16,17 @@ import pytest
 from surgeon import threads
 from surgeon.gpus import CUDNN_LAST
 from surgeon.memory import HUGE_PAGES
-from surgeon.threads import LOOKS, POLICY, SPIN, Background, Beside, in_order, keep_to_share, one_at_a_time, wait_asleep
+from surgeon.threads import (
+    LOOKS,
+    POLICY,
+    SPIN,
+    Background,
+    Beside,
+    in_order,
+    keep_to_share,
+    one_at_a_time,
+    wait_asleep,
+)
 
 LATE = """
 import sys
@@ -58,7 +68,9 @@ def test_said_before_torch_is_imported(start: str) -> None:
     ours = (SPIN, POLICY, HUGE_PAGES, CUDNN_LAST)
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     code = LATE + STARTS[start]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
     huge_pages = "1" if start == "rank" else None
     cudnn = None if start == "tests" else "1"
     assert done.stdout == f"100000 {huge_pages} {cudnn}\n", done.stderr
@@ -90,7 +102,9 @@ def test_shares_of_the_cores(
     monkeypatch.setattr(threads, "TOPOLOGY", tmp_path)
     bound: list[set[int] | None] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores), raising=False)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, chosen: bound.append(set(chosen)), raising=False)
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda _, chosen: bound.append(set(chosen)), raising=False
+    )
     for number in range(count):
         before = len(bound)
         keep_to_share(number, count)

@@ -71,7 +71,9 @@ def test_ctrl_c_reaches_it(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> No
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     code = "import time; print('ready', flush=True); time.sleep(60)"
-    process = warm.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = warm.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)

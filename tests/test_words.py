@@ -6,7 +6,18 @@ import math
 
 import pytest
 
-from surgeon.words import WIDTH, aligned, change, interval, layer_list, listed, number, plural, stretch, tick
+from surgeon.words import (
+    WIDTH,
+    aligned,
+    change,
+    interval,
+    layer_list,
+    listed,
+    number,
+    plural,
+    stretch,
+    tick,
+)
 
 
 @pytest.mark.parametrize(

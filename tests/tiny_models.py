@@ -61,7 +61,9 @@ from transformers import (
 from surgeon.models.families import FAMILIES
 
 # Those without mixtures of experts whose attentions run everywhere.
-DENSE_FAMILIES = [name for name, one in FAMILIES.items() if one.mixture is None and one.attention.apart is None]
+DENSE_FAMILIES = [
+    name for name, one in FAMILIES.items() if one.mixture is None and one.attention.apart is None
+]
 VOCABULARY = 97
 HIDDEN = 32
 HEADS = 4
@@ -132,7 +134,8 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "qwen2": (Qwen2Config, _GROUPED | _WINDOW | {"use_sliding_window": True, "max_window_layers": 2}),
-    "qwen3": (Qwen3Config, _GROUPED | {"head_dim": 16}),  # wider than hidden / heads, as Qwen3's often are
+    # Wider than hidden / heads, as Qwen3's often are.
+    "qwen3": (Qwen3Config, _GROUPED | {"head_dim": 16}),
     # Layer 2 is dense, as wide as all experts together, and has other matrices.
     "qwen3_moe": (
         Qwen3MoeConfig,
@@ -151,7 +154,9 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     # Layer 3 has linear attention; layer 2 is dense.
     "qwen3_next": (
         Qwen3NextConfig,
-        _GROUPED | _LINEAR | {"mlp_only_layers": [2], "layer_types": ["full_attention"] * 3 + ["linear_attention"]},
+        _GROUPED
+        | _LINEAR
+        | {"mlp_only_layers": [2], "layer_types": ["full_attention"] * 3 + ["linear_attention"]},
     ),
     # Chunks of 5 tokens but in layer 2, which is dense and has no positions, and whose queries grow from the third on.
     "llama4_text": (
@@ -166,7 +171,10 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         Qwen3_5TextConfig,
         _GROUPED
         | _DELTA
-        | {"layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"], "rms_norm_eps": 0.1},
+        | {
+            "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"],
+            "rms_norm_eps": 0.1,
+        },
     ),
     "qwen3_5_moe_text": (
         Qwen3_5MoeTextConfig,
@@ -174,7 +182,10 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         | {"num_key_value_heads": KV_HEADS, "moe_intermediate_size": 16, "rms_norm_eps": 0.1}
         | {"layer_types": ["full_attention"] * 3 + ["linear_attention"]},
     ),
-    "olmoe": (OlmoeConfig, _GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "olmoe": (
+        OlmoeConfig,
+        _GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
     # Of which some values are clamped.
     "gpt_oss": (
         GptOssConfig,
@@ -199,7 +210,13 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         MiniMaxM2Config,
         _GROUPED
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            }
+        },
     ),
     "mixtral": (MixtralConfig, _GROUPED | _WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma": (GemmaConfig, _GROUPED | {"head_dim": 16}),
@@ -208,13 +225,23 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         Gemma2Config,
         _GROUPED
         | _WINDOW
-        | {"head_dim": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24},
+        | {
+            "head_dim": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 24,
+        },
     ),
     "gemma3_text": (
         Gemma3TextConfig,
         _GROUPED
         | _WINDOW
-        | {"head_dim": 16, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24, "sliding_window_pattern": 2}
+        | {
+            "head_dim": 16,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 24,
+            "sliding_window_pattern": 2,
+        }
         | {
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -228,7 +255,10 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),  # of which half is clipped
     "olmo2": (Olmo2Config, _GROUPED),
     "exaone4": (Exaone4Config, _GROUPED | _WINDOW | {"sliding_window_pattern": 2}),
-    "seed_oss": (SeedOssConfig, _GROUPED | {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
+    "seed_oss": (
+        SeedOssConfig,
+        _GROUPED | {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True},
+    ),
     "starcoder2": (Starcoder2Config, _GROUPED | _WINDOW),
     # Some layers have windows, and rotary positions of their own with them.
     "olmo3": (
@@ -245,11 +275,19 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "phi": (PhiConfig, _GROUPED),
     "phi3": (Phi3Config, _GROUPED | _WINDOW | {"pad_token_id": 1}),
     # Layers with rotary positions and layers with windows take turns.
-    "smollm3": (SmolLM3Config, _GROUPED | _WINDOW | {"use_sliding_window": True, "no_rope_layer_interval": 2}),
+    "smollm3": (
+        SmolLM3Config,
+        _GROUPED | _WINDOW | {"use_sliding_window": True, "no_rope_layer_interval": 2},
+    ),
     "granite": (
         GraniteConfig,
         _GROUPED
-        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.5},
+        | {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+        },
     ),
     "glm": (GlmConfig, _GROUPED | {"head_dim": 8, "pad_token_id": 1}),
     "glm4": (Glm4Config, _GROUPED | {"head_dim": 16, "pad_token_id": 1}),
@@ -263,7 +301,12 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     # As Falcon 40B: KV groups, a norm each.
     "falcon": (
         FalconConfig,
-        {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS, "ffn_hidden_size": 48, "bias": True},
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": KV_HEADS,
+            "ffn_hidden_size": 48,
+            "bias": True,
+        },
     ),
     "gptj": (GPTJConfig, {"n_inner": 48, "rotary_dim": 4}),
     "gpt_neox": (GPTNeoXConfig, {"intermediate_size": 48, "rotary_pct": 0.5}),
@@ -285,7 +328,9 @@ _DROPOUTS = {
 }
 
 
-def tiny_model(family: str, num_layers: int = 4, seed: int = 0, dropout: float = 0.4, **config_overrides: Any) -> Any:
+def tiny_model(
+    family: str, num_layers: int = 4, seed: int = 0, dropout: float = 0.4, **config_overrides: Any
+) -> Any:
     """A random float32 model in evaluation mode, the same for the same arguments.
 
     Where the architecture can, it has grouped KV heads (4 and 2) and attention windows of 5 tokens. Norm gains and
@@ -295,7 +340,9 @@ def tiny_model(family: str, num_layers: int = 4, seed: int = 0, dropout: float =
     """
     config_class, own = _CONFIGS[family]
     if family == "gpt_neo":
-        own = own | {"attention_types": [[["global", "local"], num_layers // 2], [["global"], num_layers % 2]]}
+        own = own | {
+            "attention_types": [[["global", "local"], num_layers // 2], [["global"], num_layers % 2]]
+        }
     if family == "ministral":
         kinds = ("sliding_attention", "full_attention") * num_layers
         own = own | {"layer_types": list(kinds[:num_layers])}
@@ -340,7 +387,9 @@ def tiny_tokenizer(text: str = TEXT) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator([text] * 2, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
@@ -353,7 +402,11 @@ def damage(folder: Path, token: int | slice, value: float = float("nan")) -> Non
 
 
 def save_checkpoint(
-    folder: Path, family: str = "llama", num_layers: int = 4, max_shard_size: str = "1GB", **config_overrides: Any
+    folder: Path,
+    family: str = "llama",
+    num_layers: int = 4,
+    max_shard_size: str = "1GB",
+    **config_overrides: Any,
 ) -> Path:
     """Write a tiny model with a tokenizer that fits it, as `save_pretrained` does; returns the folder."""
     tokenizer = tiny_tokenizer()

@@ -44,7 +44,9 @@ _PICTURE = {"patch_size": 4, "image_size": 16}
 def _mistral3() -> tuple[PreTrainedModel, dict[str, Any]]:
     text = {"model_type": "mistral", **_TEXT, "sliding_window": 5}
     vision = {"model_type": "pixtral", **_VISION, **_PICTURE, "head_dim": 8}
-    config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=IMAGE, tie_word_embeddings=False)
+    config = Mistral3Config(
+        text_config=text, vision_config=vision, image_token_index=IMAGE, tie_word_embeddings=False
+    )
     images = {"pixel_values": torch.randn(1, 3, 16, 16), "image_sizes": torch.tensor([[16, 16]])}
     return Mistral3ForConditionalGeneration(config), images
 
@@ -52,16 +54,35 @@ def _mistral3() -> tuple[PreTrainedModel, dict[str, Any]]:
 def _gemma3() -> tuple[PreTrainedModel, dict[str, Any]]:
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
     text = _TEXT | {"sliding_window": 5, "layer_types": kinds}
-    tokens = {"mm_tokens_per_image": 4, "image_token_index": IMAGE, "boi_token_index": 6, "eoi_token_index": 7}
+    tokens = {
+        "mm_tokens_per_image": 4,
+        "image_token_index": IMAGE,
+        "boi_token_index": 6,
+        "eoi_token_index": 7,
+    }
     config = Gemma3Config(text_config=text, vision_config=_VISION | _PICTURE, **tokens)
     return Gemma3ForConditionalGeneration(config), {"pixel_values": torch.randn(1, 3, 16, 16)}
 
 
 def _qwen3_vl() -> tuple[PreTrainedModel, dict[str, Any]]:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    }
     vision = {"depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
-    vision |= {"out_hidden_size": HIDDEN, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
-    tokens = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+    vision |= {
+        "out_hidden_size": HIDDEN,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    tokens = {
+        "image_token_id": IMAGE,
+        "video_token_id": 6,
+        "vision_start_token_id": 7,
+        "vision_end_token_id": 8,
+    }
     config = Qwen3VLConfig(text_config=_TEXT | {"rope_parameters": rope}, vision_config=vision, **tokens)
     images = {"pixel_values": torch.randn(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
     return Qwen3VLForConditionalGeneration(config), images
@@ -76,7 +97,12 @@ def _qwen3_5() -> tuple[PreTrainedModel, dict[str, Any]]:
     text |= {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}
     vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
     vision |= {"out_hidden_size": HIDDEN, "num_position_embeddings": 16}
-    tokens = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+    tokens = {
+        "image_token_id": IMAGE,
+        "video_token_id": 6,
+        "vision_start_token_id": 7,
+        "vision_end_token_id": 8,
+    }
     config = Qwen3_5Config(text_config=text, vision_config=vision, **tokens)
     images = {"pixel_values": torch.randn(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
     return Qwen3_5ForConditionalGeneration(config), images
@@ -84,10 +110,17 @@ def _qwen3_5() -> tuple[PreTrainedModel, dict[str, Any]]:
 
 def _llama4() -> tuple[PreTrainedModel, dict[str, Any]]:
     """Layer 1 of its text decoder looks at everything; layers 1 and 3 are mixtures."""
-    text = _TEXT | {"intermediate_size": 12, "intermediate_size_mlp": 48, "num_local_experts": 4, "floor_scale": 3}
+    text = _TEXT | {
+        "intermediate_size": 12,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 4,
+        "floor_scale": 3,
+    }
     text |= {"interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1, 1], "attention_chunk_size": 5}
     vision = (
-        _VISION | _PICTURE | {"intermediate_size": 64, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
+        _VISION
+        | _PICTURE
+        | {"intermediate_size": 64, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
     )
     vision |= {"projector_input_dim": 24, "projector_output_dim": 24, "vision_output_dim": 24}
     config = Llama4Config(text_config=text, vision_config=vision, image_token_index=IMAGE)
@@ -113,7 +146,9 @@ def tiny_wrapper(model_type: str) -> tuple[PreTrainedModel, dict[str, Any]]:
     text[:, 2:6] = IMAGE
     inputs = images | {"input_ids": text}
     if model_type in ("gemma3", "qwen3_vl", "qwen3_5"):
-        inputs["token_type_ids" if model_type == "gemma3" else "mm_token_type_ids"] = (text == IMAGE).int()
+        inputs["token_type_ids" if model_type == "gemma3" else "mm_token_type_ids"] = (
+            text == IMAGE
+        ).int()
     return model.eval(), inputs
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PATIENCE = 300.0  # seconds: hangs last longer, and nothing in the tests takes so long even beside much other work
+# Seconds: hangs last longer, and nothing in the tests takes so long even beside much other work.
+PATIENCE = 300.0
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = PATIENCE) -> None:

@@ -105,7 +105,8 @@ def _start_forking() -> socket.socket:
     with theirs:
         process = ColdPopen(
             [sys.executable, "-P", __file__, str(theirs.fileno())],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             process_group=0,
@@ -118,13 +119,17 @@ def _start_forking() -> socket.socket:
 class RankPopen(ColdPopen):  # type: ignore[type-arg]
     """A `subprocess.Popen` by which ranks are forks."""
 
-    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *others: Any) -> None:
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *others: Any
+    ) -> None:
         asked = self.read_command(args)
         if asked is None or sys.platform != "linux":
             super()._execute_child(args, executable, preexec_fn, close_fds, *others)  # type: ignore[misc]
             return
         pass_fds, folder, environment, _, _, _, *pipes = others[:12]
-        own = [standard if end < 0 else end for standard, end in enumerate((pipes[0], pipes[3], pipes[5]))]
+        own = [
+            standard if end < 0 else end for standard, end in enumerate((pipes[0], pipes[3], pipes[5]))
+        ]
         request = Request(
             *asked,
             dict(os.environ if environment is None else environment),
@@ -162,7 +167,9 @@ def install() -> None:
 def spawn(_: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
     """What `multiprocessing.util.spawnv_passfds` does, with a fork."""
     code, *others = arguments[list(arguments).index("-c") + 1 :]
-    request = Request(code, others, dict(os.environ), str(Path.cwd()), [0, 1, 2, *descriptors], own_group=False)
+    request = Request(
+        code, others, dict(os.environ), str(Path.cwd()), [0, 1, 2, *descriptors], own_group=False
+    )
     return FORKS.start(request, [0, 1, 2, *descriptors])
 
 

@@ -32,7 +32,9 @@ def low_rank_attentions(layers: int, rank: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--memory", type=parse_size, default=parse_size("64MB"))
     parser.add_argument("--rank", type=int, default=26)
     parser.add_argument("--tokens", type=int, default=256, help="of the longest text")

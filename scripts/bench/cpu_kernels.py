@@ -89,8 +89,12 @@ def attentions(own: Kernels, options: argparse.Namespace) -> dict[int, Times]:
     for texts in options.batch:
         measured = max(1, min(layers, CACHE_BYTES // (2 * kv_heads * texts * keys * dim * 4)))
         pairs = [torch.randn(2 * kv_heads, texts * keys, dim) for _ in range(measured)]
-        wholes = [pair.view(2, kv_heads, texts, keys, dim).transpose(1, 2).contiguous() for pair in pairs]
-        read = Runs(torch.tensor([[text * keys, keys] for text in range(texts)]), torch.arange(1, texts + 1))
+        wholes = [
+            pair.view(2, kv_heads, texts, keys, dim).transpose(1, 2).contiguous() for pair in pairs
+        ]
+        read = Runs(
+            torch.tensor([[text * keys, keys] for text in range(texts)]), torch.arange(1, texts + 1)
+        )
         queries = torch.randn(texts, heads, dim)
         times: Times = ([], [])
         for _ in range(1 + options.rounds):
@@ -126,14 +130,22 @@ def main() -> None:
     options = parser.parse_args()
     own = kernels()
     if own is None:
-        parser.error(f"there are no kernels to measure: {built().problem or f'{SWITCH} is off, or cores are too few'}")
+        parser.error(
+            f"there are no kernels to measure: {built().problem or f'{SWITCH} is off, or cores are too few'}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         found = passes(random_model(Path(folder), options.size), options)
     print("\n".join(lines(("batch", "ms of a pass", "PyTorch's operations"), found)))
     print()
     print("\n".join(lines(("tokens", "ms of all products", "oneDNN's"), products(options))))
     print()
-    print("\n".join(lines(("texts", f"ms of attention, {options.keys} keys", "PyTorch's"), attentions(own, options))))
+    print(
+        "\n".join(
+            lines(
+                ("texts", f"ms of attention, {options.keys} keys", "PyTorch's"), attentions(own, options)
+            )
+        )
+    )
 
 
 if __name__ == "__main__":

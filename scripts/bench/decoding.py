@@ -93,7 +93,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("-o", "--output", type=Path, help="write the tables here too, every round beside it as JSON")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="write the tables here too, every round beside it as JSON"
+    )
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -113,7 +115,9 @@ def prompts_of(folder: Path, count: int, length: int) -> list[list[int]]:
 def format_section(title: str, options: argparse.Namespace, table: Sequence[str], ranks: int) -> str:
     """A table below its title and the sizes that were measured."""
     sizes = f"Prompt {options.prompt}, {options.new} new tokens, {options.rounds} rounds. Times are ms per pass."
-    load = f"{threads_per_rank(ranks)} thread per rank; load average {os.getloadavg()[0]:.1f} at the end."
+    load = (
+        f"{threads_per_rank(ranks)} thread per rank; load average {os.getloadavg()[0]:.1f} at the end."
+    )
     return "\n".join([f"### {title}", "", sizes, "", *table, "", f"{load}\n"])
 
 

@@ -94,7 +94,9 @@ def export_factors(source: Path, keep: float, folder: Path) -> Path:
     return folder
 
 
-def candidates(source: Path, factored: dict[float, Path], ranks: int, tokens: int) -> dict[Compared, Plan]:
+def candidates(
+    source: Path, factored: dict[float, Path], ranks: int, tokens: int
+) -> dict[Compared, Plan]:
     """The dense model, then every way of every keep."""
     found = {Compared(DENSE, None, DENSE): make_plan(source, ranks, tokens)}
     for keep, folder in factored.items():
@@ -109,7 +111,9 @@ def rate(result: Result) -> float:
     return float(1e3 * result.load.batch / bench_table([result])["per_token_ms"].iloc[0])
 
 
-def rows(found: dict[Compared, Plan], results: Sequence[Result], options: argparse.Namespace) -> Iterator[list[object]]:
+def rows(
+    found: dict[Compared, Plan], results: Sequence[Result], options: argparse.Namespace
+) -> Iterator[list[object]]:
     by_name = {(one.name, one.load.batch): one for one in results}
     for batch in options.batch:
         dense = by_name[DENSE, batch]
@@ -143,18 +147,25 @@ def draw(found: dict[Compared, Plan], measured: dict[str, list[Result]], path: P
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.2 * len(measured), 3.7), layout="constrained")
-    for axes, (way, results) in zip(figure.subplots(1, len(measured), squeeze=False)[0], measured.items(), strict=True):
+    for axes, (way, results) in zip(
+        figure.subplots(1, len(measured), squeeze=False)[0], measured.items(), strict=True
+    ):
         first = results[0].load.batch
         rates = {one.name: rate(one) for one in results if one.load.batch == first}
         for how, marker in zip(WAYS, "os^", strict=True):
             points = [(one.keep, rates[one.name]) for one in found if one.how == how]
             axes.plot(*zip(*points, strict=True), marker=marker, label=how)
         axes.axhline(rates[DENSE], color="gray", linestyle="--", label=DENSE)
-        axes.set(title=way.replace("shared memory and a ", ""), xlabel="keep: share of parameters", ylim=(0, None))
+        axes.set(
+            title=way.replace("shared memory and a ", ""),
+            xlabel="keep: share of parameters",
+            ylim=(0, None),
+        )
         axes.invert_xaxis()
     figure.axes[0].set_ylabel(f"tokens/s, batch {first}")
     lines, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside lower center", ncols=len(labels))  # inside it would hide a line
+    # Inside it would hide a line.
+    figure.legend(lines, labels, loc="outside lower center", ncols=len(labels))
     figure.savefig(path, dpi=120)
 
 
@@ -169,16 +180,23 @@ def main() -> None:
     measured: dict[str, list[Result]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         source = random_model(Path(temporary) / "random")
-        factored = {keep: export_factors(source, keep, Path(temporary) / f"keep{keep:g}") for keep in options.keeps}
+        factored = {
+            keep: export_factors(source, keep, Path(temporary) / f"keep{keep:g}")
+            for keep in options.keeps
+        }
         found = candidates(source, factored, options.ranks, options.prompt + options.new)
         plans = {one.name: plan for one, plan in found.items()}
         for way in options.links:
             with Ranks(RankOptions(options.ranks, collectives=way.collectives, link=way.link)) as ranks:
                 results = measured[way.name] = measure_plans(ranks, plans, way.name, options)
             table = format_table(COLUMNS, rows(found, results, options), left=(2,))
-            texts.append(format_section(f"{way.name}, {options.ranks} ranks", options, table, options.ranks))
+            texts.append(
+                format_section(f"{way.name}, {options.ranks} ranks", options, table, options.ranks)
+            )
             print(texts[-1], flush=True)
-    write_tables(options.output, texts, {way: bench_record(results) for way, results in measured.items()})
+    write_tables(
+        options.output, texts, {way: bench_record(results) for way, results in measured.items()}
+    )
     if options.output is not None:
         draw(found, measured, options.output.with_suffix(".png"))
 

@@ -88,7 +88,10 @@ def edits(model: Model, ranks: int) -> dict[str, str]:
         "every third left out": without(dense, inner[1::3]),
     }
     if ranks > 1 and model.config.num_key_value_heads % ranks == 0:
-        found |= {"tracks, D = 4": tracks(dense, inner, ranks, 4), TRACKS: tracks(dense, inner, ranks, len(inner))}
+        found |= {
+            "tracks, D = 4": tracks(dense, inner, ranks, 4),
+            TRACKS: tracks(dense, inner, ranks, len(inner)),
+        }
     return {name: str(program) for name, program in found.items()}
 
 
@@ -126,7 +129,9 @@ def decoded(
     sampling = Sampling(temperature=asked.drawn, max_new_tokens=asked.new, ignore_end=True)
     drafting = way != DENSE and not way.endswith(ALONE)
     name = DENSE if way == LOOKUP else way
-    found = decode_together(started, name, prompts, sampling, drafting, way == LOOKUP, asked.draft_tokens)
+    found = decode_together(
+        started, name, prompts, sampling, drafting, way == LOOKUP, asked.draft_tokens
+    )
     return Run(**vars(found), place=place, batch=len(prompts), way=way, turn=turn)
 
 
@@ -143,7 +148,15 @@ def beside_dense(found: Sequence[Run]) -> pd.DataFrame:
 
 def table(found: Sequence[Run]) -> list[str]:
     """Medians by place, batch and way."""
-    columns = ["where", "texts", "way", "x dense (range)", "tokens/s", "accepted", "tokens of a text per pass"]
+    columns = [
+        "where",
+        "texts",
+        "way",
+        "x dense (range)",
+        "tokens/s",
+        "accepted",
+        "tokens of a text per pass",
+    ]
     rows = []
     for key, own in beside_dense(found).groupby(["place", "batch", "way"], sort=False):
         drafted = own["drafted"].sum()
@@ -164,7 +177,12 @@ def table(found: Sequence[Run]) -> list[str]:
 
 def shortcomings(found: Sequence[Run]) -> Iterator[str]:
     """What is not as good as it should be."""
-    speeds = beside_dense(found).groupby(["place", "batch", "way"], sort=False)["ratio"].median().reset_index()
+    speeds = (
+        beside_dense(found)
+        .groupby(["place", "batch", "way"], sort=False)["ratio"]
+        .median()
+        .reset_index()
+    )
     speeds = speeds[~speeds["way"].str.endswith(ALONE)]  # whose text is another one
     for one in speeds[speeds["ratio"] < LEAST].itertuples():
         yield f"{one.place}, {one.batch}, {one.way}: {one.ratio:.2f}"
@@ -184,19 +202,36 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--links", nargs="*", default=["0us", "200us", "1ms", GLOO], help="delays of links, and gloo")
-    parser.add_argument("--batch", nargs="*", type=int, default=[1, 4, 8])
-    parser.add_argument("--draft", nargs="*", action="extend", default=[], metavar="NAME=DRAFT", help="besides its own")
-    parser.add_argument("--draft-tokens", type=int, default=0, metavar="N", help="always; by default as many as pay")
     parser.add_argument(
-        "--only", nargs="*", action="extend", default=[], metavar="NAME", help="of the drafts it has; none: none"
+        "--links", nargs="*", default=["0us", "200us", "1ms", GLOO], help="delays of links, and gloo"
     )
-    parser.add_argument("--drawn", type=float, default=0.0, metavar="TEMPERATURE", help="drawn texts, not greedy ones")
+    parser.add_argument("--batch", nargs="*", type=int, default=[1, 4, 8])
+    parser.add_argument(
+        "--draft", nargs="*", action="extend", default=[], metavar="NAME=DRAFT", help="besides its own"
+    )
+    parser.add_argument(
+        "--draft-tokens", type=int, default=0, metavar="N", help="always; by default as many as pay"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="of the drafts it has; none: none",
+    )
+    parser.add_argument(
+        "--drawn", type=float, default=0.0, metavar="TEMPERATURE", help="drawn texts, not greedy ones"
+    )
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warm", type=int, default=2, metavar="N", help="rounds before, in which passes are recorded")
-    parser.add_argument("-o", "--output", type=Path, help="write the table here too, every run beside it as JSON")
+    parser.add_argument(
+        "--warm", type=int, default=2, metavar="N", help="rounds before, in which passes are recorded"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, help="write the table here too, every run beside it as JSON"
+    )
     options = parser.parse_args()
     logging.disable_progress_bar()
     model = open_model(options.model)
@@ -213,7 +248,13 @@ def main() -> None:
         else:
             found += runs(model, SHARED, RankOptions(options.ranks, "cpu"), drafts, options)
     programs = [f"- {name}: `{draft}`" for name, draft in drafts.items()]
-    texts = ["\n".join(table(found)), "", *programs, "", f"Load average at the end: {os.getloadavg()[0]:.1f}."]
+    texts = [
+        "\n".join(table(found)),
+        "",
+        *programs,
+        "",
+        f"Load average at the end: {os.getloadavg()[0]:.1f}.",
+    ]
     print("\n".join(texts))
     write_tables(options.output, texts, {"runs": [asdict(run) for run in found]})
     if short := list(shortcomings(found)):

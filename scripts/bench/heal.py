@@ -69,7 +69,8 @@ def recipe_of(operations: str) -> Recipe:
 def lp(pairs: int) -> list[Recipe]:
     """Every stretch of so many pairs."""
     return [
-        recipe_of(f'{{pair: {{layers: "{first}:{first + 2 * pairs}"}}}}') for first in range(LAYERS - 2 * pairs + 1)
+        recipe_of(f'{{pair: {{layers: "{first}:{first + 2 * pairs}"}}}}')
+        for first in range(LAYERS - 2 * pairs + 1)
     ]
 
 
@@ -84,10 +85,13 @@ ROWS: dict[str, list[Recipe]] = {
         f"tracks-{depth}": [recipe_of(f'{{tracks: {{layers: "0:16", count: 2, depth: {depth}}}}}')]
         for depth in (1, 2, 4)
     },
-    "prune-3": [recipe_of(f'{{prune: {{layers: "{first}:{first + 3}"}}}}') for first in range(LAYERS - 2)],
+    "prune-3": [
+        recipe_of(f'{{prune: {{layers: "{first}:{first + 3}"}}}}') for first in range(LAYERS - 2)
+    ],
 }
 CONTROL = "control"
-COLUMNS = ("original_nll", "edited_nll", "edited_divergence", "healed_nll", "healed_divergence")  # of windows.csv
+# Of windows.csv.
+COLUMNS = ("original_nll", "edited_nll", "edited_divergence", "healed_nll", "healed_divergence")
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,9 @@ class Bench:
         found = []
         for recipe in recipes:
             program = recipe_program(recipe, self.original.config)
-            quality = text_quality(logits_of(edit(edited, program)), ids, logits_of(self.original), bar=False)
+            quality = text_quality(
+                logits_of(edit(edited, program)), ids, logits_of(self.original), bar=False
+            )
             found.append((quality.divergence, recipe))
         return min(found, key=lambda one: (one[0] is None, one[0]))[1]
 
@@ -165,12 +171,21 @@ class Bench:
         settings = run.settings(self.arguments.steps, self.arguments.batch)
         student = edit(copy.deepcopy(self.original), program)
         values = self._edited_values(student, str(program))
-        identity = {"original": self.model_hash, "program": str(program), "row": run.row, "method": run.method}
-        healed = train(student, texts, settings, folder, lambda: copy.deepcopy(self.original), program, identity)
+        identity = {
+            "original": self.model_hash,
+            "program": str(program),
+            "row": run.row,
+            "method": run.method,
+        }
+        healed = train(
+            student, texts, settings, folder, lambda: copy.deepcopy(self.original), program, identity
+        )
         assert healed is not None
         assert healed.original is not None
         nll = text_values(self._original, texts.held_out.ids, bar=False)["nll"]
-        table = pd.DataFrame(dict(zip(COLUMNS, [nll, *values, *self._values(healed.model)], strict=True)))
+        table = pd.DataFrame(
+            dict(zip(COLUMNS, [nll, *values, *self._values(healed.model)], strict=True))
+        )
         write_table(folder / WINDOWS, table)
         record = provenance(
             DEMO,
@@ -233,7 +248,10 @@ def measure(bench: Bench, row: str, methods: Sequence[str], seeds: int, rates: d
 
 def _rates(text: str) -> list[tuple[str, float]]:
     """Methods and learning rates from lora=3e-3,full=5e-4."""
-    return [(method, float(rate)) for method, _, rate in (entry.partition("=") for entry in text.split(",") if entry)]
+    return [
+        (method, float(rate))
+        for method, _, rate in (entry.partition("=") for entry in text.split(",") if entry)
+    ]
 
 
 def _parse() -> argparse.Namespace:

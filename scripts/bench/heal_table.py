@@ -70,7 +70,9 @@ class Runs:
 
     def spread(self) -> str:
         """The shares of divergence of the single seeds."""
-        shares = [1 - one["healed_divergence"].mean() / one["edited_divergence"].mean() for one in self.windows]
+        shares = [
+            1 - one["healed_divergence"].mean() / one["edited_divergence"].mean() for one in self.windows
+        ]
         if len(shares) > 1:
             return f" (seeds {min(shares):.0%} to {max(shares):.0%})"
         return ""
@@ -138,7 +140,8 @@ def _sentences(runs: list[Runs]) -> Iterator[str]:
         plain = by_name.get((row, "full"))
         if method == "distilled" and plain is not None:
             nll, divergence = (
-                _difference(one.mean[name], plain.mean[name]) for name in ("healed_nll", "healed_divergence")
+                _difference(one.mean[name], plain.mean[name])
+                for name in ("healed_nll", "healed_divergence")
             )
             yield f"- {row}, distilled less full: log-perplexity {nll}, divergence {divergence}"
 

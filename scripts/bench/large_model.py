@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-BLOCK = 1_000_003  # random numbers, of which all values are made, which is quick; a prime, so that rows differ
+# Random numbers, of which all values are made, which is quick; a prime, so that rows differ.
+BLOCK = 1_000_003
 
 
 def make_model(folder: Path, config: LlamaConfig, shard: int) -> None:
@@ -28,7 +29,8 @@ def make_model(folder: Path, config: LlamaConfig, shard: int) -> None:
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
     block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0))
-    places = {name: place for place, name in enumerate(outline)}  # so that no two layers are the same one
+    # So that no two layers are the same one.
+    places = {name: place for place, name in enumerate(outline)}
     shards = in_shards({name: tensor.nbytes for name, tensor in outline.items()}, shard)
     weight_map = {}
     for number, names in enumerate(shards, start=1):
@@ -36,7 +38,10 @@ def make_model(folder: Path, config: LlamaConfig, shard: int) -> None:
         tensors = {name: _values(outline[name].shape, block.roll(places[name])) for name in names}
         save_file(tensors, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": sum(t.nbytes for t in outline.values())}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in outline.values())},
+        "weight_map": weight_map,
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 

@@ -59,7 +59,9 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._ended.wait(EVERY_SECONDS):
-            self.peaks = [max(peak, anonymous(pid)) for peak, pid in zip(self.peaks, self._pids, strict=True)]
+            self.peaks = [
+                max(peak, anonymous(pid)) for peak, pid in zip(self.peaks, self._pids, strict=True)
+            ]
 
     def end(self) -> None:
         """Stop looking."""
@@ -69,7 +71,9 @@ class Watch:
 
 def main() -> None:
     goal = f"a rank took more than {MOST} times its share"
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog=f"Exit status {MISSED}: {goal}.")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], epilog=f"Exit status {MISSED}: {goal}."
+    )
     parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=4096)
@@ -100,7 +104,9 @@ def main() -> None:
             watch.end()
             after = [anonymous(pid) for pid in ranks.pids]
         shares = footprint(plan).weights
-    title = f"{arguments.layers} layers of {arguments.hidden}, {arguments.dtype}, loaded in {seconds:.0f} s"
+    title = (
+        f"{arguments.layers} layers of {arguments.hidden}, {arguments.dtype}, loaded in {seconds:.0f} s"
+    )
     held = pd.DataFrame({"share": shares, "before": before, "peak": watch.peaks, "after": after})
     shown = held.map(show_size).assign(ratio=(held["peak"] / held["share"]).map("{:.3f}".format))
     print_table(title, ["rank", *held, "peak / share"], shown.itertuples(), left=())

@@ -89,7 +89,9 @@ WAYS = (
 class Bench:
     """One model, its texts, and what is known of its matrices."""
 
-    def __init__(self, model: str, data: str, separator: str | None, folder: Path, arguments: Any) -> None:
+    def __init__(
+        self, model: str, data: str, separator: str | None, folder: Path, arguments: Any
+    ) -> None:
         tokens = arguments.tokens
         wanted = arguments.calibration_tokens
         self.subject: Subject = open_subject(model, data, tokens, separator=separator)
@@ -107,11 +109,15 @@ class Bench:
         """Damage is measured on the calibration text's last windows: allocation does not see the other text, either."""
         size = self.text.ids.shape[1]
         last = max(1, tokens // size)
-        measured = Windows(self.text.ids[-last:], "calibration", f"the last {last} windows of {self.text.digest}")
+        measured = Windows(
+            self.text.ids[-last:], "calibration", f"the last {last} windows of {self.text.digest}"
+        )
         self.damaged = measured
         rest = replace(self.text, ids=self.text.ids[:-last])
         wanted = request(self.model.config, ranks=parse_ranks(DAMAGE_RANKS))
-        return spectrum(replace(self.subject, windows=measured), rest, self.folder / "spectrum", wanted).curves
+        return spectrum(
+            replace(self.subject, windows=measured), rest, self.folder / "spectrum", wanted
+        ).curves
 
     def measure(self, way: Way, keep: float) -> dict[str, Any]:
         """A row of the table."""
@@ -146,7 +152,9 @@ class Bench:
 
         for node in self.dense.nodes:
             roles = {"A": ("q", "o"), "F": ("up", "down")}
-            matrices = [Matrix(one, role) for one in Program((node,)).sublayers() for role in roles[one.kind]]
+            matrices = [
+                Matrix(one, role) for one in Program((node,)).sublayers() for role in roles[one.kind]
+            ]
             run.step([run.see(part, matrices, seen) for part in run.parts])
         return {matrix.inputs: moment for matrix, moment in sums.items()}
 
@@ -210,9 +218,13 @@ def main() -> None:
         table = table_of(bench, keeps, WAYS)
         base = bench.reference.nll()
         record: Mapping[str, Any] = bench.subject.provenance(
-            calibration=bench.text.source, calibration_hash=bench.text.digest, calibration_tokens=bench.text.ids.numel()
+            calibration=bench.text.source,
+            calibration_hash=bench.text.digest,
+            calibration_tokens=bench.text.ids.numel(),
         )
-        write_json(bench.folder / "lowrank.json", {**record, "base_perplexity": float(np.exp(base.mean()))})
+        write_json(
+            bench.folder / "lowrank.json", {**record, "base_perplexity": float(np.exp(base.mean()))}
+        )
         show(table, f"{bench.subject.opened.label}: base perplexity {np.exp(base.mean()):.2f}")
 
 

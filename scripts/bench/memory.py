@@ -80,13 +80,17 @@ def largest_difference(one: pd.DataFrame, other: pd.DataFrame) -> float:
     """The largest relative difference of perplexities and divergences (absolute where these are next to nothing)."""
     assert (one[["operation", "first", "last"]] == other[["operation", "first", "last"]]).all(axis=None)
     perplexity = (one["perplexity"] / other["perplexity"] - 1).abs().max()
-    divergence = ((one["divergence"] - other["divergence"]).abs() / np.maximum(other["divergence"], 0.01)).max()
+    divergence = (
+        (one["divergence"] - other["divergence"]).abs() / np.maximum(other["divergence"], 0.01)
+    ).max()
     return float(max(perplexity, divergence))
 
 
 def main() -> None:
     goal = "the scan with a limit took more"
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog=f"Exit status {MISSED}: {goal}.")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], epilog=f"Exit status {MISSED}: {goal}."
+    )
     parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
     parser.add_argument("--limit", default="1500MB")
     parser.add_argument("--layers", type=int, default=22)

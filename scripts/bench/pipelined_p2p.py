@@ -69,7 +69,9 @@ class Pace:
 class Message:
     """A send or a receive that was posted."""
 
-    def __init__(self, work: Any, until: Callable[[], float], what: str, op: Any, traffic: Traffic) -> None:
+    def __init__(
+        self, work: Any, until: Callable[[], float], what: str, op: Any, traffic: Traffic
+    ) -> None:
         self.work = work
         self.until = until
         self.what = what
@@ -116,7 +118,8 @@ class Traffic:
     def _post(self, ops: Sequence[Any], post: Callable[[], list[Any]]) -> list[Message]:
         begun = [self._begin(op) for op in ops]
         return [
-            Message(work, until, what, op, self) for work, op, (until, what) in zip(post(), ops, begun, strict=True)
+            Message(work, until, what, op, self)
+            for work, op, (until, what) in zip(post(), ops, begun, strict=True)
         ]
 
     def _begin(self, op: Any) -> tuple[Callable[[], float], str]:

@@ -28,7 +28,11 @@ from surgeon.checkpoint.read import read_json
 from surgeon.processes.files import write_json
 from surgeon.runtime.comm.link import Link
 
-SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+}
 INTERLEAVED_STAGES = 2  # of a rank
 INITIAL = "initial.safetensors"
 WINDOWS = "windows.safetensors"
@@ -81,10 +85,14 @@ class Rank:
         self.parameters: dict[str, nn.Parameter] = {}
         for stage in range(rank, len(spans), job.ranks):
             stretch = load_stretch(job.config, spans[stage], folder / INITIAL)
-            stages.append(TracedStage(stretch, stage, len(spans), torch.device("cpu"), trace=self.trace, pace=pace))
+            stages.append(
+                TracedStage(stretch, stage, len(spans), torch.device("cpu"), trace=self.trace, pace=pace)
+            )
             self.parameters |= {whole_name(name): one for name, one in stretch.named_parameters()}
         given = stages if interleaved else stages[0]
-        self.schedule = SCHEDULES[job.schedule](given, job.optimisation.micro_batches, loss_fn=self._loss)
+        self.schedule = SCHEDULES[job.schedule](
+            given, job.optimisation.micro_batches, loss_fn=self._loss
+        )
         self.optimiser, self.rates = job.optimisation.optimiser(list(self.parameters.items()))
 
     def _loss(self, logits: Tensor, ids: Tensor) -> Tensor:
@@ -122,10 +130,14 @@ class Rank:
 
     def _take_step(self) -> None:
         """As the Trainer does: gradients cut to a norm, AdamW, the next learning rate."""
-        own = nn.utils.get_total_norm([one.grad for one in self.parameters.values() if one.grad is not None])
+        own = nn.utils.get_total_norm(
+            [one.grad for one in self.parameters.values() if one.grad is not None]
+        )
         norm = self.traffic.sum(float(own) ** 2) ** 0.5
         begun = time.perf_counter()
-        nn.utils.clip_grads_with_norm_(self.parameters.values(), self.job.optimisation.norm, torch.tensor(norm))
+        nn.utils.clip_grads_with_norm_(
+            self.parameters.values(), self.job.optimisation.norm, torch.tensor(norm)
+        )
         self.optimiser.step()
         self.rates.step()
         self.optimiser.zero_grad()
@@ -177,7 +189,9 @@ def start_ranks(count: int, target: Any, arguments: Sequence[Any]) -> None:
     """
     context = multiprocessing.get_context("forkserver")  # importing torch is most of what a rank costs
     context.set_forkserver_preload([target.__module__])
-    ranks = [context.Process(target=target, args=(*arguments, rank), daemon=True) for rank in range(count)]
+    ranks = [
+        context.Process(target=target, args=(*arguments, rank), daemon=True) for rank in range(count)
+    ]
     for one in ranks:
         one.start()
     try:

@@ -22,7 +22,13 @@ from surgeon.models.edit import edit
 from surgeon.runtime.comm.link import Link
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.rack_log import TIMELINE_FILE, TRAFFIC_FILE, RackPace
-from surgeon.training.racks.run_files import PLAN_FILE, RESULT_FILE, ProcessOptions, RacksToTrain, rack_folder
+from surgeon.training.racks.run_files import (
+    PLAN_FILE,
+    RESULT_FILE,
+    ProcessOptions,
+    RacksToTrain,
+    rack_folder,
+)
 from surgeon.training.racks.supervisor import train_in_processes
 from surgeon.training.texts import TrainTexts
 
@@ -35,9 +41,20 @@ WARM = 1  # steps
 MEASURED = 2
 SLOW_RANK = 1
 SLOWNESS = 2.0
-LINKS = {"none": None, "1ms": Link(0.001), "10MB/s": Link(0.0, 10e6), "1MB/s": Link(0.0, 1e6), "slow": None}
+LINKS = {
+    "none": None,
+    "1ms": Link(0.001),
+    "10MB/s": Link(0.0, 10e6),
+    "1MB/s": Link(0.0, 1e6),
+    "slow": None,
+}
 RACKS = "racks"
-NAMES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", RACKS: "local, surgeon's processes"}
+NAMES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+    RACKS: "local, surgeon's processes",
+}
 WAITING = ("wait_input", "wait_room")
 
 
@@ -105,7 +122,13 @@ class Bench:
         if cell.link == "slow":
             factors[SLOW_RANK] = SLOWNESS
         return Job(
-            cell.way, cell.ranks, self.config, self.optimisation, LINKS[cell.link], tuple(factors), unit=self.unit
+            cell.way,
+            cell.ranks,
+            self.config,
+            self.optimisation,
+            LINKS[cell.link],
+            tuple(factors),
+            unit=self.unit,
         )
 
     def measure(self, todo: Sequence[Cell], rounds: int, minutes: float) -> None:
@@ -119,7 +142,10 @@ class Bench:
                     continue
                 if time.monotonic() - begun > 60 * minutes:
                     left_out = folder.relative_to(self.output)
-                    print(f"{minutes:g} minutes are over: {left_out} and what follows is left out", flush=True)
+                    print(
+                        f"{minutes:g} minutes are over: {left_out} and what follows is left out",
+                        flush=True,
+                    )
                     return
                 if cell.way == RACKS:
                     run_racks(self.job(cell), model, self.texts, folder)
@@ -218,7 +244,9 @@ def run_racks(job: Job, model: PreTrainedModel, texts: TrainTexts, folder: Path)
     options = ProcessOptions(ahead=AHEAD, link=job.link, pace=tuple(paces), threads=1)
     whole = edit(copy.deepcopy(model), program)
     settings = job.optimisation.settings()
-    train_in_processes(RacksToTrain(whole, racks, texts, settings, folder, seed=job.optimisation.seed), options)
+    train_in_processes(
+        RacksToTrain(whole, racks, texts, settings, folder, seed=job.optimisation.seed), options
+    )
 
 
 def paced_seconds(job: Job, rank: int) -> float:

@@ -213,5 +213,7 @@ class Optimisation:
         free = [one for name, one in named if any(part in name for part in NO_DECAY)]
         decayed = [one for name, one in named if not any(part in name for part in NO_DECAY)]
         groups = [{"params": decayed, "weight_decay": self.decay}, {"params": free, "weight_decay": 0.0}]
-        optimiser = torch.optim.AdamW([group for group in groups if group["params"]], lr=self.rate, fused=True)
+        optimiser = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=self.rate, fused=True
+        )
         return optimiser, get_scheduler(self.schedule, optimiser, self.warmup, self.steps)

@@ -37,7 +37,15 @@ from scripts.bench.rack_bench import HIDDEN, LINKS, NAMES, Bench, Cell, Figures,
 from scripts.commands import make_parser
 from scripts.markdown import format_table
 
-COLUMNS = ["ranks", "link", "way", "tokens/s (low, high)", "to 1F1B", "MB a step forward, back", "idle mean, most"]
+COLUMNS = [
+    "ranks",
+    "link",
+    "way",
+    "tokens/s (low, high)",
+    "to 1F1B",
+    "MB a step forward, back",
+    "idle mean, most",
+]
 COLUMNS += ["resident, MB", "computing over time"]
 
 
@@ -45,9 +53,17 @@ def show(bench: Bench, todo: Sequence[Cell]) -> None:
     """Print the table of what is there."""
     found = {cell: rounds for cell in todo if (rounds := list(bench.rounds(cell)))}
     layers = bench.config.num_hidden_layers
-    took = f"computing takes {1000 * bench.unit:g} ms per layer" if bench.unit else "computing takes what it takes"
-    print(f"\n{layers} layers x {HIDDEN}, {bench.optimisation.micro_batches} micro-batches a step, {took}\n")
-    rows = [row_of(cell, rounds, found.get(replace(cell, way="1f1b"), [])) for cell, rounds in found.items()]
+    took = (
+        f"computing takes {1000 * bench.unit:g} ms per layer"
+        if bench.unit
+        else "computing takes what it takes"
+    )
+    print(
+        f"\n{layers} layers x {HIDDEN}, {bench.optimisation.micro_batches} micro-batches a step, {took}\n"
+    )
+    rows = [
+        row_of(cell, rounds, found.get(replace(cell, way="1f1b"), [])) for cell, rounds in found.items()
+    ]
     print("\n".join(format_table(COLUMNS, rows, left=range(len(COLUMNS)))))
 
 
@@ -72,10 +88,14 @@ def _parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ranks", default="4,2", type=lambda text: [int(each) for each in text.split(",")])
+    parser.add_argument(
+        "--ranks", default="4,2", type=lambda text: [int(each) for each in text.split(",")]
+    )
     parser.add_argument("--links", default=",".join(LINKS), type=lambda text: text.split(","))
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--compute", type=float, default=0.024, help="seconds per layer and micro-batch, forward")
+    parser.add_argument(
+        "--compute", type=float, default=0.024, help="seconds per layer and micro-batch, forward"
+    )
     parser.add_argument("--minutes", type=float, default=40.0)
     parser.add_argument("--table", action="store_true", help="print what is there, and run nothing")
     return parser.parse_args()

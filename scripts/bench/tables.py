@@ -101,13 +101,22 @@ def worse(before: str, now: str, tolerance: float, anywhere: bool) -> list[Worse
     Args:
         anywhere: whether the pages are of different machines, on which only ratios can be compared.
     """
-    return sorted(_changes(numbers_of(before), numbers_of(now), tolerance, anywhere), key=lambda one: -one.times)
+    return sorted(
+        _changes(numbers_of(before), numbers_of(now), tolerance, anywhere), key=lambda one: -one.times
+    )
 
 
-def _changes(before: dict[Cell, float], now: dict[Cell, float], tolerance: float, anywhere: bool) -> Iterable[Worse]:
+def _changes(
+    before: dict[Cell, float], now: dict[Cell, float], tolerance: float, anywhere: bool
+) -> Iterable[Worse]:
     for cell in before.keys() & now.keys():
         way = direction(cell.column, anywhere)
         old = before[cell]
         new = now[cell]
-        if way and old > 0 and new > 0 and (times := old / new if way > 0 else new / old) > 1 + tolerance:
+        if (
+            way
+            and old > 0
+            and new > 0
+            and (times := old / new if way > 0 else new / old) > 1 + tolerance
+        ):
             yield Worse(cell, old, new, times)

@@ -75,12 +75,21 @@ class Models:
         """All that is compared, the dense model first."""
         dense = Program.dense(LAYERS)
         programs = [(DENSE, self.dense, dense)]
-        programs += [(f"native, D = {d}", self.native, track_program(LAYERS, self.ranks, d)[0]) for d in depths]
-        programs += [(f"sliced, D = {d}", self.dense, tracks(dense, range(LAYERS), self.ranks, d)) for d in depths]
-        return {name: make_plan(folder, self.ranks, tokens, str(program)) for name, folder, program in programs}
+        programs += [
+            (f"native, D = {d}", self.native, track_program(LAYERS, self.ranks, d)[0]) for d in depths
+        ]
+        programs += [
+            (f"sliced, D = {d}", self.dense, tracks(dense, range(LAYERS), self.ranks, d)) for d in depths
+        ]
+        return {
+            name: make_plan(folder, self.ranks, tokens, str(program))
+            for name, folder, program in programs
+        }
 
 
-def measure_link(models: Models, delay: float, until: float, options: argparse.Namespace) -> list[Result]:
+def measure_link(
+    models: Models, delay: float, until: float, options: argparse.Namespace
+) -> list[Result]:
     """Every program at every batch over one link, in rounds that begin before a time of the monotonic clock."""
     link = Link(delay=delay / 1e3) if delay else None
     plans = models.plans(options.depths, options.prompt + options.new)
@@ -98,7 +107,9 @@ def measure_link(models: Models, delay: float, until: float, options: argparse.N
     return results
 
 
-def lines(models: Models, delay: float, results: Sequence[Result], options: argparse.Namespace) -> Iterator[str]:
+def lines(
+    models: Models, delay: float, results: Sequence[Result], options: argparse.Namespace
+) -> Iterator[str]:
     native = narrow(CONFIG, models.ranks, 1)[0]
     sizes = {name: count_parameters(config) for name, config in (("dense", CONFIG), ("native", native))}
     said = (f"{name} {size.layers / 1e6:.2f}M + {size.ends / 1e6:.2f}M" for name, size in sizes.items())
@@ -117,7 +128,12 @@ def rows(results: Sequence[Result]) -> Iterator[list[object]]:
         changes = (1 / one.first_token_speedup, 1 / one.per_token_speedup, one.tokens_per_second_speedup)
         first, each, whole = ("" if one.program == DENSE else f"{change - 1:+.0%}" for change in changes)
         yield [
-            *(one.batch, one.program, one.decode_all_reduces, f"{one.decode_bytes / one.batch / 1e3:.1f}"),
+            *(
+                one.batch,
+                one.program,
+                one.decode_all_reduces,
+                f"{one.decode_bytes / one.batch / 1e3:.1f}",
+            ),
             *(f"{one.first_token_ms:.1f}", first, f"{one.per_token_ms:.1f}", each),
             *(f"{one.tokens_per_second:.1f}", whole),
         ]
@@ -126,13 +142,19 @@ def rows(results: Sequence[Result]) -> Iterator[list[object]]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--links", nargs="+", type=float, default=[0.0, 0.2, 1.0], help="delays in ms; 0 is none")
+    parser.add_argument(
+        "--links", nargs="+", type=float, default=[0.0, 0.2, 1.0], help="delays in ms; 0 is none"
+    )
     parser.add_argument("--depths", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new", type=int, default=12)
-    parser.add_argument("--minutes", type=float, default=10.0, help="to share out; at least one round is run of each")
-    parser.add_argument("-o", "--output", type=Path, help="write the tables here too, every round beside it as JSON")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="to share out; at least one round is run of each"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, help="write the tables here too, every round beside it as JSON"
+    )
     options = parse(parser)
     began = time.monotonic()
     texts: list[str] = []

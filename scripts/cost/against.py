@@ -29,7 +29,9 @@ def lines(cells: pd.DataFrame, note: str) -> Iterator[str]:
     yield f"{len(cells)} kinds of passes: {summary(cells)}."
     yield ""
     columns = ["", "passes", "off, median", "worst", "noise, median", "worst"]
-    groups = ((f"{name} {value}", own) for name in WHERE for value, own in cells.groupby(name, sort=False))
+    groups = (
+        (f"{name} {value}", own) for name in WHERE for value, own in cells.groupby(name, sort=False)
+    )
     yield from format_table(columns, (_group(name, own) for name, own in groups))
     yield ""
     shown = cells.assign(program=cells["program"].str.replace("|", "\\|"))
@@ -37,7 +39,18 @@ def lines(cells: pd.DataFrame, note: str) -> Iterator[str]:
         shown[name] = (1e3 * cells[name]).map("{:.2f}".format)
     for name in KINDS:
         shown[name] = cells[name].map("{:+.0%}".format)
-    columns = ["model", "ranks", "link", "program", "batch", "pass", "predicted ms", "measured ms", "off", "noise"]
+    columns = [
+        "model",
+        "ranks",
+        "link",
+        "program",
+        "batch",
+        "pass",
+        "predicted ms",
+        "measured ms",
+        "off",
+        "noise",
+    ]
     values = shown[[*WHERE, "predicted", "measured", *KINDS]].itertuples(index=False)
     yield from format_table(columns, values, left=(0, 2, 3, 5))
     yield ""
@@ -72,18 +85,24 @@ def draw(cells: pd.DataFrame, path: Path) -> None:
     axes.plot(ends, ends, color="black", linewidth=0.8)
     for part, alpha in ((WORST, 0.12), (AIM, 0.2)):
         low, high = ([each * factor for each in ends] for factor in (1 - part, 1 + part))
-        axes.fill_between(ends, low, high, color="gray", alpha=alpha, linewidth=0, label=f"within {part:.0%}")
+        axes.fill_between(
+            ends, low, high, color="gray", alpha=alpha, linewidth=0, label=f"within {part:.0%}"
+        )
     for (program, some), color in zip(cells.groupby("program", sort=False), COLORS, strict=False):
         for phase, marker in MARKERS.items():
             own = seconds.loc[some.index[some["phase"] == phase]]
             style = {"s": 18, "color": color, "marker": marker, "alpha": 0.7, "linewidths": 0}
             axes.scatter(own["measured"], own["predicted"], label=f"{program}, {phase}", **style)
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="predicted, ms")
+    axes.set(
+        xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="predicted, ms"
+    )
     axes.set_aspect("equal")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
     off = cells["off"].abs()
-    axes.set_title(f"{len(cells)} kinds of passes: off by {off.median():.1%} (median), {off.max():.0%} at worst")
+    axes.set_title(
+        f"{len(cells)} kinds of passes: off by {off.median():.1%} (median), {off.max():.0%} at worst"
+    )
     axes.legend(fontsize=8, loc="upper left")
     figure.savefig(path, dpi=130)

@@ -14,7 +14,8 @@ from typing import Any, Literal
 Measure = Literal["first", "token", "rate", "compute", "exchange", "total"]
 
 TRAINING = (
-    "training"  # the use of rows that are no speeds of inference; scripts/cost/racks.py and scripts/gpu have these
+    # The use of rows that are no speeds of inference; scripts/cost/racks.py and scripts/gpu have these.
+    "training"
 )
 _SLICES = "tracks as slices of the dense model"
 NOTES = {
@@ -124,7 +125,9 @@ def _with_speedup(case: Case, printed: Mapping[Run, float]) -> Case:
     if unit == "times dense":
         return replace(case, speedup=value)
     if unit == "percent improvement":
-        return replace(case, speedup=1 + value / 100 if case.run.measure == "rate" else 1 / (1 - value / 100))
+        return replace(
+            case, speedup=1 + value / 100 if case.run.measure == "rate" else 1 / (1 - value / 100)
+        )
     if case.baseline not in printed:
         raise ValueError(f"the baseline of {case.text!r} is not among the rows")
     base = printed[case.baseline]
@@ -148,7 +151,9 @@ def _pairs(run: Run, pairs: int) -> tuple[Run, Run]:
 
 
 def _lp_depth(text: str, _row: Row) -> tuple[Run, Run]:
-    model, layers, depth = _matched(r"(\S+), (\d+) layers, effective depth (\d+), 2 x A100 SXM4 80GB", text).groups()
+    model, layers, depth = _matched(
+        r"(\S+), (\d+) layers, effective depth (\d+), 2 x A100 SXM4 80GB", text
+    ).groups()
     return _pairs(replace(_LP, model=model), int(layers) - int(depth))
 
 
@@ -159,7 +164,9 @@ def _lp_token(text: str, _row: Row) -> tuple[Run, Run]:
 
 def _lp_four(text: str, _row: Row) -> tuple[Run, Run]:
     model, delta = _matched(r"(\S+), delta (\d+), 4 x A100 PCIe", text).groups()
-    return _pairs(replace(_LP, model=model, hardware="a100-pcie", ranks=4, stack="forward"), int(delta) // 2)
+    return _pairs(
+        replace(_LP, model=model, hardware="a100-pcie", ranks=4, stack="forward"), int(delta) // 2
+    )
 
 
 _PARTS: dict[str, Measure] = {"total": "total", "all-reduce": "exchange", "compute": "compute"}
@@ -167,7 +174,9 @@ _PARTS: dict[str, Measure] = {"total": "total", "all-reduce": "exchange", "compu
 
 def _lp_profile(text: str, _row: Row) -> tuple[Run, Run | None]:
     way, part = _matched(r"two layers, (tp|lp), (total|all-reduce|compute), 2 x RTX 4090", text).groups()
-    base = replace(_LP, model="llama3.2-3b", hardware="rtx-4090", graphs=True, stack="graphs", prompt=128)
+    base = replace(
+        _LP, model="llama3.2-3b", hardware="rtx-4090", graphs=True, stack="graphs", prompt=128
+    )
     base = replace(base, measure=_PARTS[part], per_layers=2)
     if way == "tp":
         return (base, None)
@@ -195,7 +204,9 @@ def _ladder_sizes(text: str, _row: Row) -> tuple[Run, Run]:
 
 
 def _ladder_phases(text: str, _row: Row) -> tuple[Run, Run]:
-    pattern = r"70b, (upper|parallel|ladder) (p2p|no p2p), batch 1, TP 8, H100, (prefill|decode|tokens/s)"
+    pattern = (
+        r"70b, (upper|parallel|ladder) (p2p|no p2p), batch 1, TP 8, H100, (prefill|decode|tokens/s)"
+    )
     system, p2p, phase = _matched(pattern, text).groups()
     measures: dict[str, Measure] = {"prefill": "first", "decode": "token", "tokens/s": "rate"}
     base = replace(_LADDER, batch=1, link=_P2P[p2p], measure=measures[phase])
@@ -210,7 +221,9 @@ def _tracks(text: str, _row: Row) -> tuple[Run, Run | None]:
     pattern = r"30b \(.*\), (trtllm|vllm)_(throughput|ttft_ms|tpot_ms), (\d+)(?:/(\d+))?, (dense|D(\d)), 8 x H100"
     stack, measure, prompt, new, _, depth = _matched(pattern, text).groups()
     measures: dict[str, Measure] = {"throughput": "rate", "ttft_ms": "first", "tpot_ms": "token"}
-    base = replace(_TRACKS, stack=stack, prompt=int(prompt), new=int(new or 1), measure=measures[measure])
+    base = replace(
+        _TRACKS, stack=stack, prompt=int(prompt), new=int(new or 1), measure=measures[measure]
+    )
     base = replace(base, batch=256 if measure == "throughput" else 1)
     if depth is None:
         return (base, None)
@@ -234,7 +247,9 @@ def _deinfer_serving(text: str, _row: Row) -> tuple[Run, Run | None]:
 
 
 def _deinfer_layer(text: str, _row: Row) -> tuple[Run, Run | None]:
-    pattern = r"llama3-70b layer at 40%, TP (\d), (no NVLink|NVLink), A800, (base|deinfer) (compute|comm)"
+    pattern = (
+        r"llama3-70b layer at 40%, TP (\d), (no NVLink|NVLink), A800, (base|deinfer) (compute|comm)"
+    )
     ranks, wires, way, part = _matched(pattern, text).groups()
     base = replace(_DEINFER, ranks=int(ranks), link=_WIRES[wires], batch=16, new=1, per_layers=1)
     base = replace(base, measure="compute" if part == "compute" else "exchange")

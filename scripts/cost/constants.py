@@ -14,7 +14,8 @@ from scripts.cost.cases import Run
 from surgeon.cost.hardware import Algorithm, Figure, Hardware, Interconnect, Shares
 
 Apply = Callable[[Hardware, float, Run], Hardware]
-LOW_LATENCY = 3.2e-6  # seconds: rings whose messages take less are NCCL's LL; those of its Simple protocol take longer
+# Seconds: rings whose messages take less are NCCL's LL; those of its Simple protocol take longer.
+LOW_LATENCY = 3.2e-6
 MOST = 0.97  # of a peak
 
 
@@ -46,7 +47,9 @@ def _shares(**names: bool) -> Apply:
     def apply(hardware: Hardware, factor: float, _: Run) -> Hardware:
         shares: Shares = hardware.device.shares
         changed = {
-            name: scaled(figure, factor, MOST) for name in names if (figure := getattr(shares, name)) is not None
+            name: scaled(figure, factor, MOST)
+            for name in names
+            if (figure := getattr(shares, name)) is not None
         }
         return replace(hardware, device=replace(hardware.device, shares=replace(shares, **changed)))
 
@@ -78,7 +81,9 @@ def _links(change: Callable[[Algorithm, float], Algorithm], staged: bool) -> App
 
     def apply(hardware: Hardware, factor: float, _: Run) -> Hardware:
         links = {
-            name: replace(link, algorithms=tuple(changed(each, name, factor) for each in link.algorithms))
+            name: replace(
+                link, algorithms=tuple(changed(each, name, factor) for each in link.algorithms)
+            )
             for name, link in hardware.links.items()
         }
         return replace(hardware, links=links)
@@ -162,7 +167,9 @@ SHARED = (
 # Of each stack of software that a paper used, not of hardware: how many times what a kernel's launch takes, seconds of
 # a pass besides its kernels, and those for each text of a server's. No hardware file has them.
 STACKS = (
-    Constant("launch, eager PyTorch", 10.0, 3.0, _host(launch=True, collective=True), _of("eager", "forward")),
+    Constant(
+        "launch, eager PyTorch", 10.0, 3.0, _host(launch=True, collective=True), _of("eager", "forward")
+    ),
     Constant("launch, DeInfer's vLLM", 6.0, 1.5, _host(launch=True, collective=True), _of("deinfer")),
     Constant("eager PyTorch, a pass", 1e-3, 3.0, _forward, _of("eager")),
     Constant("gpt-fast, a pass", 1e-4, 3.0, _forward, _of("graphs")),

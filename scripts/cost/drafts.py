@@ -44,7 +44,9 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--shapes", default=str(SHAPES / "llama-70b-64kv.json"))
     parser.add_argument("--hardware", default="h200-sxm")
-    parser.add_argument("--drafts", default="ladder-over-lp,half", help="variants of the model, or half of its layers")
+    parser.add_argument(
+        "--drafts", default="ladder-over-lp,half", help="variants of the model, or half of its layers"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, help="the picture")
     asked = parser.parse_args()
     layers = open_model(asked.shapes, weights=False).num_layers
@@ -54,7 +56,9 @@ def main() -> None:
         results = pool.map(predicted, [half(layers) if name == HALF else name for name in names])
         found = dict(zip(names, results, strict=True))
     speeds = {name: table for name, (table, _) in found.items()}
-    pd.concat([table.assign(draft=name) for name, table in speeds.items()]).to_csv(sys.stdout, index=False)
+    pd.concat([table.assign(draft=name) for name, table in speeds.items()]).to_csv(
+        sys.stdout, index=False
+    )
     for line in dict.fromkeys(line for _, refused in found.values() for line in refused):
         print(f"refused: {line}", file=sys.stderr)
     title = f"Lossless drafting: {Path(asked.shapes).stem} on {asked.hardware}, times dense"

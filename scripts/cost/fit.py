@@ -55,12 +55,17 @@ def fit(
     return problem.values(place), without
 
 
-def _best(residuals: Array, jacobian: Array, place: Array, chosen: NDArray[np.bool_], reach: float) -> Array:
+def _best(
+    residuals: Array, jacobian: Array, place: Array, chosen: NDArray[np.bool_], reach: float
+) -> Array:
     """Where lines through a place are smallest together, large residuals counting less than their squares."""
     low = np.maximum(place - reach, -FARTHEST - 1e-9)
     high = np.minimum(place + reach, FARTHEST + 1e-9)
     found = least_squares(
-        lambda at: (residuals + jacobian @ (at - place))[chosen], place, bounds=(low, high), loss="soft_l1"
+        lambda at: (residuals + jacobian @ (at - place))[chosen],
+        place,
+        bounds=(low, high),
+        loss="soft_l1",
     )
     return np.asarray(found.x)
 
@@ -93,7 +98,9 @@ class _Problem:
             moved = {**values, constant.name: values[constant.name] * math.exp(STEP)}
             for row, case in enumerate(self.cases):
                 if _concerned(case, constant):
-                    table[row, column] = (self._residual(case, moved) - self._residual(case, values)) / step
+                    table[row, column] = (
+                        self._residual(case, moved) - self._residual(case, values)
+                    ) / step
             table[len(self.cases) + column, column] = 1
         return table
 
@@ -113,4 +120,6 @@ def speedup(case: Case, seconds: Seconds, values: Values) -> float:
 
 
 def _concerned(case: Case, constant: Constant) -> bool:
-    return constant.concerns(case.run) or (case.baseline is not None and constant.concerns(case.baseline))
+    return constant.concerns(case.run) or (
+        case.baseline is not None and constant.concerns(case.baseline)
+    )

@@ -77,7 +77,9 @@ def plans(folder: Path, factored: Path, ranks: int, tokens: int) -> dict[str, Pl
     return made | {"low rank": make_plan(factored, ranks, tokens, low_rank="gather")}
 
 
-def cells(name: str, folder: Path, factored: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def cells(
+    name: str, folder: Path, factored: Path, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """Measurements of a model beside predictions (against.py)."""
     found: dict[int, dict[str, Plan]] = {}
     for ranks in options.ranks:
@@ -97,12 +99,16 @@ def cells(name: str, folder: Path, factored: Path, options: argparse.Namespace) 
                 yield from compared(shapes, hardware, ranks, way, result)
 
 
-def compared(shapes: ModelShapes, hardware: Hardware, ranks: int, way: Way, result: Result) -> Iterator[dict[str, Any]]:
+def compared(
+    shapes: ModelShapes, hardware: Hardware, ranks: int, way: Way, result: Result
+) -> Iterator[dict[str, Any]]:
     """Both kinds of passes of a program under a load."""
     deployment = Deployment(ranks, result.plan.dtype, emulated=way.link, low_rank="gather")
     prediction = predict(shapes, Program.parse(result.plan.program), hardware, result.load, deployment)
     for kind, decode in (("prefill", False), ("decode", True)):
-        rounds = [median(one.seconds for one in runs[0].passes if one.decode == decode) for runs in result.runs]
+        rounds = [
+            median(one.seconds for one in runs[0].passes if one.decode == decode) for runs in result.runs
+        ]
         where = (shapes.name, ranks, way.name, result.name, result.load.batch, kind)
         predicted = getattr(prediction, kind).seconds
         measured = median(rounds)
@@ -146,7 +152,11 @@ def main() -> None:
             rows += cells(name, folder, factored, options)
     found = pd.DataFrame(rows)
     threads = ", ".join(f"{ranks} ranks: {threads_per_rank(ranks)}" for ranks in options.ranks)
-    text = "\n".join(lines(found, f"threads of each rank: {threads}; load average {os.getloadavg()[0]:.1f} at the end"))
+    text = "\n".join(
+        lines(
+            found, f"threads of each rank: {threads}; load average {os.getloadavg()[0]:.1f} at the end"
+        )
+    )
     print(text)
     write_text(options.output / "machine.md", text + "\n")
     record = {"command": sys.argv, "versions": versions(), "cells": rows}

@@ -26,7 +26,8 @@ FILES = {
     "opt-30b": "opt-30b",
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    model: json.loads((SHAPES / f"{file}.json").read_text(encoding="utf-8")) for model, file in FILES.items()
+    model: json.loads((SHAPES / f"{file}.json").read_text(encoding="utf-8"))
+    for model, file in FILES.items()
 }
 
 ASSUMED = {

@@ -36,7 +36,9 @@ from scripts.markdown import format_table
 TABLES = Path(__file__).resolve().parents[2] / "docs" / "papers-tables.json"
 
 
-def compare(cases: Sequence[Case], seconds: Seconds, values: Values, crossed: Mapping[str, Values]) -> pd.DataFrame:
+def compare(
+    cases: Sequence[Case], seconds: Seconds, values: Values, crossed: Mapping[str, Values]
+) -> pd.DataFrame:
     """Every row predicted, with constants of all papers' fitted rows (`speedup`) and of the other papers' alone.
 
     `miss` and `crossed_miss` are points above the printed speedup. A `part` is of a layer's time, which is no speed.
@@ -74,13 +76,24 @@ def constant_table(values: Values, crossed: Mapping[str, Values]) -> list[str]:
     """The fitted constants."""
     columns = ["constant", "before", "fitted", *(f"without {paper}" for paper in crossed)]
     fits = [values, *crossed.values()]
-    rows = [[one.name, f"{one.start:.3g}", *(f"{each[one.name]:.3g}" for each in fits)] for one in CONSTANTS]
+    rows = [
+        [one.name, f"{one.start:.3g}", *(f"{each[one.name]:.3g}" for each in fits)] for one in CONSTANTS
+    ]
     return format_table(columns, rows)
 
 
 def row_table(rows: pd.DataFrame) -> list[str]:
     """Every row, in the tables' order, with what is said of its table."""
-    columns = ["row", "use", "printed", "predicted", "as speedup", "predicted", "miss", "cross-validated"]
+    columns = [
+        "row",
+        "use",
+        "printed",
+        "predicted",
+        "as speedup",
+        "predicted",
+        "miss",
+        "cross-validated",
+    ]
     lines: list[str] = []
     for group, some in rows.groupby("group", sort=False):
         lines += ["", f"### {group}", "", NOTES.get(str(group), ""), ""]
@@ -133,7 +146,12 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
     for (paper, some), (colour, mark) in zip(speeds.groupby("paper", sort=False), styles, strict=False):
         for use, face in (("fit", "none"), ("check", colour)):
             own = some[some["use"] == use]
-            style = {"color": colour, "markerfacecolor": face, "markersize": 5, "label": f"{paper}, {use}"}
+            style = {
+                "color": colour,
+                "markerfacecolor": face,
+                "markersize": 5,
+                "label": f"{paper}, {use}",
+            }
             axes.plot(own["printed"], own["speedup"], mark, **style)
     ends = (0.9, 6.0)
     axes.plot(ends, ends, color="#999999", linewidth=0.8)
@@ -151,7 +169,9 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("tables", type=Path, nargs="?", default=TABLES, help="the papers' rows, as JSON")
     parser.add_argument("-o", "--output", type=Path, help="a file for the page; printed otherwise")
-    parser.add_argument("--rounds", type=int, default=5, help="of least squares; 0 keeps the constants as shipped")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="of least squares; 0 keeps the constants as shipped"
+    )
     options = parser.parse_args()
     cases = read_cases(json.loads(options.tables.read_text(encoding="utf-8"))["rows"])
     seconds = Predictor()

@@ -32,7 +32,8 @@ from surgeon.models.shapes import ModelShapes
 
 Values = Mapping[str, float]
 UNFUSED = ("eager", "forward")  # PyTorch's modules: an addition and a norm are launched apart
-Times = NDArray[np.float64]  # of a pass: seconds, and of them computing, waiting for launches, waiting for collectives
+# Of a pass: seconds, and of them computing, waiting for launches, waiting for collectives.
+Times = NDArray[np.float64]
 
 
 @cache
@@ -105,7 +106,10 @@ class Predictor:
         if name == "lp":
             pairs = min(int(numbers[0]), layers // 2)
             plain = self._long(replace(run, system="dense"), hardware, prefill, layers - 2 * pairs)
-            few, more = (self._short(replace(run, system=f"lp:{n}:{2 * n}"), hardware, prefill, 2 * n) for n in (2, 4))
+            few, more = (
+                self._short(replace(run, system=f"lp:{n}:{2 * n}"), hardware, prefill, 2 * n)
+                for n in (2, 4)
+            )
             return plain + (more - few) * (pairs / 2)
         unit = int(numbers[0]) if name == "tracks" else 4
         first = self._short(run, hardware, prefill, unit)
@@ -116,7 +120,9 @@ class Predictor:
         shapes = shapes_of(run.model, layers)
         program = program_of(run.system, layers, layer_shapes_of(run.model))
         deployment = _deployment(run)
-        plan = plan_on_paper(shapes, program, run.ranks, run.prompt + run.new, "bfloat16", deployment.low_rank, "full")
+        plan = plan_on_paper(
+            shapes, program, run.ranks, run.prompt + run.new, "bfloat16", deployment.low_rank, "full"
+        )
         ranks = PredictedRanks(shapes, plan, hardware, deployment)
         if prefill:
             cost = ranks.forward(Forward(run.batch, run.prompt), graphs=run.stack == "graphs")

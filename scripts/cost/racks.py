@@ -30,7 +30,8 @@ from scripts.markdown import format_table
 from surgeon.cost.hardware import load_hardware
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "train" / "papers"
-SIZES = {"1B": "racks-1b", "3B": "racks-2.8b", "7B": "racks-7b", "13B": "racks-13b"}  # the article's, by recipe
+# The article's, by recipe.
+SIZES = {"1B": "racks-1b", "3B": "racks-2.8b", "7B": "racks-7b", "13B": "racks-13b"}
 TOKENS = 4 * 2048  # of a microbatch
 EACH_WAY = 540e9  # bytes that the article counts for a pipeline
 RECEIVED = 38e9  # and for local training
@@ -183,7 +184,12 @@ def speed_table(microbatches: int, coda: int) -> list[str]:
 
 def traffic_table(coda: int) -> list[str]:
     """The article's bytes, for each of its sizes on four racks."""
-    columns = ["size", "a token crosses a boundary with", "tokens in 540 GB each way", "averagings of codas in 38 GB"]
+    columns = [
+        "size",
+        "a token crosses a boundary with",
+        "tokens in 540 GB each way",
+        "averagings of codas in 38 GB",
+    ]
     rows = []
     for size in SIZES:
         training = case(size, 4, 8, coda)
@@ -199,7 +205,9 @@ def draw(path: Path, microbatches: int, coda: int) -> None:
     figure = Figure(figsize=(6.5, 3.6), layout="constrained", dpi=160)
     axes = figure.subplots()
     gains = [compared(racks, microbatches, coda) for racks in RACKS]
-    for name, colour, style in zip(gains[0], ("#33638d", "#f0a04b", "#4aa36c"), ("-", ":", "--"), strict=True):
+    for name, colour, style in zip(
+        gains[0], ("#33638d", "#f0a04b", "#4aa36c"), ("-", ":", "--"), strict=True
+    ):
         axes.plot(RACKS, [each[name] for each in gains], style, color=colour, marker="o", label=name)
     axes.plot([4], [1.38], "k*", markersize=11, label="measured in the article")
     axes.axhline(1, color="#999999", linewidth=0.8)
@@ -214,7 +222,9 @@ def draw(path: Path, microbatches: int, coda: int) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("-o", "--output", type=Path, help="a file for the tables; a picture goes beside it")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="a file for the tables; a picture goes beside it"
+    )
     parser.add_argument("--coda", type=int, default=2, help="layers of each rack's coda")
     parser.add_argument("--microbatches", type=int, default=8, help="between two updates of the weights")
     options = parser.parse_args()

@@ -37,7 +37,9 @@ ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = Path(__file__).resolve().parents[2] / "surgeon" / "demo" / "model"
     parser.add_argument("-o", "--output", type=Path, default=default)
     parser.add_argument("--steps", type=int, default=2400)
@@ -58,7 +60,9 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
@@ -137,18 +141,27 @@ def load_state(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW
 def held_out_perplexity(model: LlamaForCausalLM, stream: torch.Tensor) -> float:
     """Exp of the mean negative log-likelihood per predicted token over windows of CONTEXT tokens."""
     windows = stream[: len(stream) // CONTEXT * CONTEXT].view(-1, CONTEXT)
-    losses = [model(input_ids=chunk, labels=chunk).loss.item() * len(chunk) for chunk in windows.split(BATCH)]
+    losses = [
+        model(input_ids=chunk, labels=chunk).loss.item() * len(chunk) for chunk in windows.split(BATCH)
+    ]
     return math.exp(sum(losses) / len(windows))
 
 
-def train(args: argparse.Namespace, model: LlamaForCausalLM, stream: torch.Tensor, held_out: torch.Tensor) -> float:
+def train(
+    args: argparse.Namespace, model: LlamaForCausalLM, stream: torch.Tensor, held_out: torch.Tensor
+) -> float:
     """Train to the last step; returns the seconds this call took."""
     optimizer = build_optimizer(model)
     state = args.output / "state" / "training.safetensors"
     state.parent.mkdir(parents=True, exist_ok=True)
     start = load_state(state, model, optimizer) if state.exists() else 0
     begun = time.monotonic()
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    ]
     with Progress(*columns) as progress:
         task = progress.add_task("training", total=args.steps, completed=start)
         for step in range(start, args.steps):
@@ -179,7 +192,9 @@ def main() -> None:
     stream = token_stream(tokenizer, texts)
     held_out = token_stream(tokenizer, held_out_texts)
     model = build_model(args.seed)
-    print(f"{model.num_parameters():,} parameters, {len(stream):,} training tokens, {len(held_out):,} held out")
+    print(
+        f"{model.num_parameters():,} parameters, {len(stream):,} training tokens, {len(held_out):,} held out"
+    )
     seconds = train(args, model, stream, held_out)
     facts = {
         "data": f"standard library of Python {platform.python_version()}, tests and data tables left out",

@@ -78,7 +78,9 @@ def card(subject: Subject) -> str:
     rows = [_row(name, program, measured[program]) for name, program in named.items()]
     facts = json.loads((demo_model() / "training.json").read_text(encoding="utf-8"))
     perplexities = ", ".join(f"{measured[program].perplexity:.4g}" for program in dropped)
-    return CARD.format(**facts, tokens=subject.windows.ids.numel(), rows="\n".join(rows), dropped=perplexities)
+    return CARD.format(
+        **facts, tokens=subject.windows.ids.numel(), rows="\n".join(rows), dropped=perplexities
+    )
 
 
 def _row(name: str, program: Program, measured: Quality) -> str:
@@ -86,7 +88,9 @@ def _row(name: str, program: Program, measured: Quality) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     text = card(open_subject("demo", "demo", tokens=TOKENS))
     (demo_model() / "README.md").write_text(text, encoding="utf-8")
     print(text)

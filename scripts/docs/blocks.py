@@ -21,7 +21,8 @@ _INDENTED = re.compile(r"(?<=\n\n) {4}[^\n]*\n(?: {4}[^\n]*\n|\n(?= {4}))*")
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _NOT_RUN = re.compile(r"<!-- not run: ([^\n]*) -->\s*\Z")
 _BETWEEN = {"&", "&&", "|", "||", ";", ">", ">>", "<", "2>"}
-_BEFORE = re.compile(r"\w+=.*|exec|time|nice|bash|python3?|\S*/bin/python")  # what stands in front of a command
+# What stands in front of a command.
+_BEFORE = re.compile(r"\w+=.*|exec|time|nice|bash|python3?|\S*/bin/python")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ class Block:
 
 def pages() -> list[str]:
     """The pages for readers, by their paths from the project's folder; the changelog tells of commands that were."""
-    found = (path.relative_to(PROJECT).as_posix() for pattern in PATTERNS for path in PROJECT.glob(pattern))
+    found = (
+        path.relative_to(PROJECT).as_posix() for pattern in PATTERNS for path in PROJECT.glob(pattern)
+    )
     return sorted(page for page in found if page != "CHANGELOG.md")
 
 
@@ -57,7 +60,9 @@ def blocks(page: str) -> list[Block]:
     found = []
     for place, fence in enumerate(fences):
         behind = fences[place + 1] if place + 1 < len(fences) else None
-        output = _outdented(behind[3], len(behind[1])) if behind is not None and behind[2] == "text" else None
+        output = (
+            _outdented(behind[3], len(behind[1])) if behind is not None and behind[2] == "text" else None
+        )
         before = _NOT_RUN.search(text[: fence.start()])
         line = text.count("\n", 0, fence.start()) + 2
         code = _outdented(fence[3], len(fence[1]))

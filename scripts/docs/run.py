@@ -30,7 +30,9 @@ from scripts.docs.blocks import PROJECT, Block, blocks, pages
 RUN = ("bash", "python")
 TESTED = ("docs/extending.md",)  # whose code the tests run
 TEXT = 400_000  # characters of text.txt
-RECIPE = 'surgeon: 1\nmodel: demo\noperations:\n  - pair: {layers: "2:8"}\nexpect: {effective_depth: 13}\n'
+RECIPE = (
+    'surgeon: 1\nmodel: demo\noperations:\n  - pair: {layers: "2:8"}\nexpect: {effective_depth: 13}\n'
+)
 APART = 0.05
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 
@@ -59,12 +61,22 @@ def run(block: Block, folder: Path, seconds: float) -> str:
     """
     python = shlex.quote(sys.executable)
     ours = f'surgeon() {{ {python} -m surgeon.commands "$@"; }}\npython() {{ {python} "$@"; }}\nset -e\n'
-    command = ["bash", "-c", ours + block.code] if block.language == "bash" else [sys.executable, "-c", block.code]
+    command = (
+        ["bash", "-c", ours + block.code]
+        if block.language == "bash"
+        else [sys.executable, "-c", block.code]
+    )
     paths = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, timeout=seconds, capture_output=True, text=True, check=False
+            command,
+            cwd=folder,
+            env=environment,
+            timeout=seconds,
+            capture_output=True,
+            text=True,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"took longer than {seconds:g} s") from error
@@ -109,7 +121,9 @@ def run_page(page: str, folder: Path, seconds: float) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--only", action="append", metavar="PAGE", help="a page, such as docs/quick-start.md")
+    parser.add_argument(
+        "--only", action="append", metavar="PAGE", help="a page, such as docs/quick-start.md"
+    )
     parser.add_argument("--list", action="store_true", help="say what would run, and what not, and why")
     parser.add_argument("--seconds", type=float, default=900, help="for a block (default: %(default)s)")
     parser.add_argument("-o", "--output", type=Path, help="keep the pages' folders here")

@@ -147,7 +147,9 @@ def spread(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
             first = "cuda:0"
             second = "cuda:1" if setup.gpus > 1 else "cpu"
         places = {f"model.layers.{k}": second if k in range(2, 9) else first for k in range(16)}
-        places |= dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), first)
+        places |= dict.fromkeys(
+            ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), first
+        )
         dispatch_model(model, places, main_device=first, offload_dir=Path(setup.folder) / "offloaded")
     for name, program in ({"low rank": programs()["low rank"]} | derived()).items():
         yield f"{name} on two devices", logits_of(surgeon.edit(model, program), ids)[:, ::13].tolist()
@@ -164,7 +166,10 @@ def decoded(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
             engine = open_engine(setup.demo, texts, setup.device, way, Program.parse(program))
             continued(engine, texts)  # records passes
             tokens, seconds = continued(engine, texts)
-            yield f"{name}: {way} passes", {"tokens": tokens, "ms": 1e3 * sorted(seconds)[len(seconds) // 2]}
+            yield (
+                f"{name}: {way} passes",
+                {"tokens": tokens, "ms": 1e3 * sorted(seconds)[len(seconds) // 2]},
+            )
             del engine
 
 
@@ -176,7 +181,10 @@ def without_kernels(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
         with Ranks(RankOptions(1, setup.device, "gloo")) as rank:
             for name, program in programs().items():
                 for way in setup.ways:
-                    yield f"{name}: {way}, no kernels", {"tokens": _on(rank, setup, program, 1, decoding=way)}
+                    yield (
+                        f"{name}: {way}, no kernels",
+                        {"tokens": _on(rank, setup, program, 1, decoding=way)},
+                    )
         for how in setup.collectives:
             with _two_ranks(setup, how) as ranks:
                 for name, program in programs().items():
@@ -230,7 +238,9 @@ def benched(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
 def generated(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     """The command that continues texts."""
     prompts = ("--prompt", "def main(", "--prompt", "import os\n\nclass Path")
-    said = _command("generate", setup.demo, *prompts, "--max-new-tokens", 16, "--json", "--device", setup.on(side))
+    said = _command(
+        "generate", setup.demo, *prompts, "--max-new-tokens", 16, "--json", "--device", setup.on(side)
+    )
     yield "generate", {"tokens": [json.loads(line)["tokens"] for line in said.splitlines()]}
 
 
@@ -238,7 +248,9 @@ def scanned(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     """The command that draws heatmaps."""
     folder = Path(setup.folder) / f"scan-{side}"
     maps = ("--operation", "merge", "--operation", "2-parallel", "--layers", "3:6")
-    _command("scan", setup.demo, "--data", "demo", "--tokens", 1024, "--window", 128, *maps, "-o", folder)
+    _command(
+        "scan", setup.demo, "--data", "demo", "--tokens", 1024, "--window", 128, *maps, "-o", folder
+    )
     cells = list(csv.DictReader((folder / "cells.csv").open()))
     keys = ("operation", "first", "last")
     yield "scan", {" ".join(cell[key] for key in keys): float(cell["perplexity"]) for cell in cells}
@@ -272,7 +284,11 @@ def checks(setup: Setup) -> dict[str, Check]:
     kinds = list(programs())
     more = list(forms())
     same = judge_error(EXACT)
-    both = {f"{name}: {what}": judge for name in more for what, judge in (("logits", same), ("tokens", judge_tokens))}
+    both = {
+        f"{name}: {what}": judge
+        for name in more
+        for what, judge in (("logits", same), ("tokens", judge_tokens))
+    }
     ways = {f"{name}: {way} passes": f"{name}: tokens" for name in more for way in setup.ways}
     plainly = (*setup.ways, *setup.collectives)
     plain = {f"{name}: {way}, no kernels": f"{name}: tokens" for name in kinds for way in plainly}
@@ -321,5 +337,7 @@ def _command(*arguments: object) -> str:
     with redirect_stdout(said):
         code = surgeon_command(list(map(str, arguments)))
     if code:
-        raise RuntimeError(f"surgeon {arguments[0]} ended with {code}: {said.getvalue().strip()} (see the log)")
+        raise RuntimeError(
+            f"surgeon {arguments[0]} ended with {code}: {said.getvalue().strip()} (see the log)"
+        )
     return said.getvalue()

@@ -83,7 +83,9 @@ class Load:
     def prompts(self, vocabulary: int) -> list[list[int]]:
         """Random token ids, the same every time."""
         generator = torch.Generator().manual_seed(0)
-        found: list[list[int]] = torch.randint(vocabulary, (self.batch, self.prompt), generator=generator).tolist()
+        found: list[list[int]] = torch.randint(
+            vocabulary, (self.batch, self.prompt), generator=generator
+        ).tolist()
         return found
 
 
@@ -139,15 +141,19 @@ def continued(engine: RankEngine, texts: Load) -> tuple[list[list[int]], list[fl
     prompts = texts.prompts(engine.plan.vocabulary)
     cache = engine.reusable_cache(texts.batch * texts.blocks)
     rows = [
-        Row(0, prompt, ([(text * texts.blocks, texts.blocks)],), Wanted.BEST) for text, prompt in enumerate(prompts)
+        Row(0, prompt, ([(text * texts.blocks, texts.blocks)],), Wanted.BEST)
+        for text, prompt in enumerate(prompts)
     ]
-    together = max(1, PASS_TOKENS[engine.device.type] // texts.prompt)  # prompts in one pass, as ranks take them
+    # Prompts in one pass, as ranks take them.
+    together = max(1, PASS_TOKENS[engine.device.type] // texts.prompt)
     passes = (rows[first : first + together] for first in range(0, texts.batch, together))
     newest = [token for few in passes for token in engine.step(few, cache).best]
     found = [newest]
     seconds = []
     for start in range(texts.prompt, texts.tokens - 1):
-        rows = [row._replace(start=start, tokens=[token]) for row, token in zip(rows, newest, strict=True)]
+        rows = [
+            row._replace(start=start, tokens=[token]) for row, token in zip(rows, newest, strict=True)
+        ]
         began = time.perf_counter()
         newest = engine.step(rows, cache).best  # tokens on the host: the device is done
         seconds.append(time.perf_counter() - began)
@@ -171,7 +177,10 @@ def bytes_read(engine: RankEngine, texts: Load) -> int:
             token_bytes += 2 * made.kv_heads * made.head_dim * engine.plan.dtype_bytes
         else:
             matrices += [made.up.product.weight, made.down.product.weight]
-    return sum(matrix.nbytes for matrix in matrices) + texts.batch * (texts.prompt + texts.new // 2) * token_bytes
+    return (
+        sum(matrix.nbytes for matrix in matrices)
+        + texts.batch * (texts.prompt + texts.new // 2) * token_bytes
+    )
 
 
 def free(device: str) -> None:
@@ -183,7 +192,10 @@ def free(device: str) -> None:
 def continued_by(ranks: Ranks, plan: Plan, texts: Load) -> list[list[int]]:
     """New tokens of every text, from ranks that load the plan."""
     sampling = Sampling(max_new_tokens=texts.new, ignore_end=True)
-    requests = [Request(number, tuple(text), sampling) for number, text in enumerate(texts.prompts(plan.vocabulary))]
+    requests = [
+        Request(number, tuple(text), sampling)
+        for number, text in enumerate(texts.prompts(plan.vocabulary))
+    ]
     found: list[list[int]] = [[] for _ in requests]
     ranks.call(load, plan)
     limits = Limits(texts.batch, plan.max_tokens, pass_tokens=texts.batch * texts.prompt)

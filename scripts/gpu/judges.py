@@ -44,7 +44,9 @@ def judge_numbers(most: float) -> Callable[[Numbers, Numbers], Judgement]:
     def judge(expected: Numbers, found: Numbers) -> Judgement:
         errors = [abs(found[name] / expected[name] - 1) for name in expected if name in found]
         far = math.nan if any(map(math.isnan, errors)) else max(errors, default=math.inf)
-        shown = f"{len(expected)} numbers" if len(expected) > 1 else f"{next(iter(expected.values())):.5g}"
+        shown = (
+            f"{len(expected)} numbers" if len(expected) > 1 else f"{next(iter(expected.values())):.5g}"
+        )
         right = found.keys() == expected.keys() and far <= most
         return Judgement(f"{shown}, to {most:g}", f"{far:.1e} off", right)
 
@@ -70,7 +72,9 @@ def judge_tokens(expected: Any, found: Any) -> Judgement:
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    return next((place for place, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]), None)
+    return next(
+        (place for place, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]), None
+    )
 
 
 def judge_bench(expected: Any, found: Any) -> Judgement:

@@ -105,7 +105,9 @@ class Shared:
         sizes = footprint(plan, self.shapes)
         chunk = min(spec.batch * spec.prompt, self.settings.pass_tokens)
         blocks = sizes.blocks(spec.batch, spec.load.length, chunk)
-        needed = max(weights + blocks * block for weights, block in zip(sizes.weights, sizes.block, strict=True))
+        needed = max(
+            weights + blocks * block for weights, block in zip(sizes.weights, sizes.block, strict=True)
+        )
         needed += activation_bytes(self.shapes, plan, spec.batch, chunk)
         if needed <= self.settings.free:
             return None
@@ -160,7 +162,9 @@ class Running:
 def measure(settings: Settings, specs: Sequence[Spec]) -> Iterator[tuple[Spec, Measured | str]]:
     """What each spec came to, or why there is nothing; those of one model on the same ranks one after the other."""
     for (ranks, p2p), some in _grouped(specs, lambda one: (one.ranks, one.p2p)):
-        models = {model: Shared(settings, own) for (model,), own in _grouped(some, lambda one: (one.model,))}
+        models = {
+            model: Shared(settings, own) for (model,), own in _grouped(some, lambda one: (one.model,))
+        }
         possible: deque[Spec] = deque()
         for model, shared in models.items():
             reasons = {spec: shared.why_not(spec) for spec in shared.specs}
@@ -174,10 +178,16 @@ def measure(settings: Settings, specs: Sequence[Spec]) -> Iterator[tuple[Spec, M
                     while possible:
                         yield possible[0], running.measure(models[possible[0].model], possible[0])
                         possible.popleft()
-            except (RankFailed, ValueError) as error:  # the ranks are gone; others go on, unless torchrun's were they
+            except (
+                RankFailed,
+                ValueError,
+            ) as error:  # the ranks are gone; others go on, unless torchrun's were they
                 yield possible.popleft(), f"failed: {first_line(error)}"
                 if settings.started is not None:
-                    yield from ((spec, f"not run: {spec.ranks} ranks of torchrun's have ended") for spec in possible)
+                    yield from (
+                        (spec, f"not run: {spec.ranks} ranks of torchrun's have ended")
+                        for spec in possible
+                    )
                     return
 
 

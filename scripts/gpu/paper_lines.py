@@ -39,7 +39,11 @@ class Line:
     note: str
 
     def __str__(self) -> str:
-        ranks = str(self.ranks) if self.ranks == self.printed_ranks else f"{self.ranks} of {self.printed_ranks}"
+        ranks = (
+            str(self.ranks)
+            if self.ranks == self.printed_ranks
+            else f"{self.ranks} of {self.printed_ranks}"
+        )
         numbers = (self.printed, self.here, self.printed_speedup, self.here_speedup)
         printed, here, *speedups = ("" if one != one else f"{one:.4g}" for one in numbers)
         cells = [self.table, self.row, ranks, printed, here, self.unit, *speedups, self.note]
@@ -48,9 +52,16 @@ class Line:
 
 def write(folder: Path, lines: Sequence[Line], heading: str) -> None:
     """What is sent back, beside the runs."""
-    read = [f"- {table}: {NOTES[table]}" for table in dict.fromkeys(line.table for line in lines) if table in NOTES]
+    read = [
+        f"- {table}: {NOTES[table]}"
+        for table in dict.fromkeys(line.table for line in lines)
+        if table in NOTES
+    ]
     notes = ["", "How rows are read, of which a paper does not say all:", "", *read] if read else []
     write_text(folder / "table.md", "\n".join([heading, "", HEAD, *map(str, lines), *notes]) + "\n")
     write_table(folder / "rows.csv", pd.DataFrame([asdict(line) for line in lines]))
-    records = [{name: None if value != value else value for name, value in asdict(line).items()} for line in lines]
+    records = [
+        {name: None if value != value else value for name, value in asdict(line).items()}
+        for line in lines
+    ]
     write_text(folder / "rows.json", json.dumps(records, indent=1) + "\n")

@@ -81,7 +81,10 @@ class RackJob:
 def jobs(racks: int, device: str, small: bool) -> list[tuple[RackJob, RackJob]]:
     """What the rows need: every size, the smallest first, as a pipeline and as racks."""
     window = 32 if small else 2048
-    pipelines = [RackJob(size, PIPELINE, racks, device, small, window) for size in list(SIZES)[: 1 if small else None]]
+    pipelines = [
+        RackJob(size, PIPELINE, racks, device, small, window)
+        for size in list(SIZES)[: 1 if small else None]
+    ]
     return [(one, replace(one, way=LOCAL)) for one in pipelines]
 
 
@@ -96,7 +99,9 @@ class Rack(nn.Module):
         super().__init__()
         self.stretch = stretch
         if stretch.lm_head is None:
-            config = LlamaConfig.from_dict(stretch.config.to_dict() | {"num_hidden_layers": max(1, depth)})
+            config = LlamaConfig.from_dict(
+                stretch.config.to_dict() | {"num_hidden_layers": max(1, depth)}
+            )
             private: Any = build(config, 1000 + stretch.span.start)
             self.layers = private.model.layers[:depth]
             self.norm = private.model.norm
@@ -224,12 +229,18 @@ class RackRank:
                 handed = passed.detach().contiguous()
                 leaving.append((dist.isend(handed, self.rank + 1), handed))
                 self.sent["forward"] += handed.nbytes
-            self.marked(lambda out=passed, of=ids: (next_token_loss(self.rack.predict(out), of) / len(rows)).backward())
+            self.marked(
+                lambda out=passed, of=ids: (
+                    next_token_loss(self.rack.predict(out), of) / len(rows)
+                ).backward()
+            )
         for message, _ in leaving:
             message.wait()
 
     def _ask(self) -> tuple[Tensor, Any]:
-        room = torch.empty(1, self.job.window, self.job.config.hidden_size, dtype=self.dtype, device=self.device)
+        room = torch.empty(
+            1, self.job.window, self.job.config.hidden_size, dtype=self.dtype, device=self.device
+        )
         return room, dist.irecv(room, self.rank - 1)
 
 
@@ -241,10 +252,14 @@ class MarkedStage(PipelineStage):
         self.rack_rank = rank
 
     def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
-        return self.rack_rank.marked(lambda: PipelineStage.forward_one_chunk(self, *arguments, **options))
+        return self.rack_rank.marked(
+            lambda: PipelineStage.forward_one_chunk(self, *arguments, **options)
+        )
 
     def backward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
-        return self.rack_rank.marked(lambda: PipelineStage.backward_one_chunk(self, *arguments, **options))
+        return self.rack_rank.marked(
+            lambda: PipelineStage.backward_one_chunk(self, *arguments, **options)
+        )
 
 
 def be_rank(job: RackJob, folder: Path, rank: int) -> None:

@@ -49,7 +49,12 @@ class Spec:
     @property
     def key(self) -> str:
         """A name for a file."""
-        parts = [self.model, self.system, f"{self.ranks}-ranks", f"{self.batch}x{self.prompt}+{self.new}"]
+        parts = [
+            self.model,
+            self.system,
+            f"{self.ranks}-ranks",
+            f"{self.batch}x{self.prompt}+{self.new}",
+        ]
         parts += [] if self.p2p else ["no-p2p"]
         parts += [] if self.layers is None else [f"{self.layers}-layers"]
         return re.sub(r"[^A-Za-z0-9.+x-]", "_", "-".join(parts))
@@ -141,7 +146,9 @@ def timed(measured: Measured, run: Run) -> float:
     if run.measure == "rate":
         return float(spec["batch"] * spec["new"] / median(one["rate"] for one in rounds))
     splits = [one["prefill_pass" if spec["new"] == 1 else "decode_pass"] for one in rounds]
-    parts = {"compute": ("compute",), "exchange": ("waiting",), "total": ("compute", "waiting")}[run.measure]
+    parts = {"compute": ("compute",), "exchange": ("waiting",), "total": ("compute", "waiting")}[
+        run.measure
+    ]
     return median(sum(split[part] for part in parts) for split in splits)
 
 
@@ -182,7 +189,9 @@ class Place:
             pairs, end = (int(number) for number in system.split(":")[1:])
             end = min(layers, max(2, -(-end * layers // printed)))
             system = f"lp:{min(max(1, pairs * layers // printed), end // 2)}:{end}"
-        spec = Spec(model, system, self.ranks(run.ranks), self.small or run.link != "nvlink-off", **sizes)
+        spec = Spec(
+            model, system, self.ranks(run.ranks), self.small or run.link != "nvlink-off", **sizes
+        )
         if run.per_layers:
             return (spec, self._half(spec, layers // 2))
         return (spec,)
@@ -221,7 +230,11 @@ class Place:
             "vocab_size": 512,
             "max_position_embeddings": 512,
         }
-        return entries | {name: size for name, size in sizes.items() if name in entries} | {"dtype": "float32"}
+        return (
+            entries
+            | {name: size for name, size in sizes.items() if name in entries}
+            | {"dtype": "float32"}
+        )
 
     def write_config(self, folder: Path, model: str) -> Path:
         """The configuration as a file, which stands for a model with random weights."""
@@ -233,4 +246,9 @@ class Place:
 
 def record_of(spec: Spec, program: Program, rounds: Sequence[Any], **more: Any) -> dict[str, Any]:
     """What is stored of a measured spec, as JSON has it."""
-    return {"spec": asdict(spec), "program": str(program), "rounds": [asdict(one) for one in rounds], **more}
+    return {
+        "spec": asdict(spec),
+        "program": str(program),
+        "rounds": [asdict(one) for one in rounds],
+        **more,
+    }

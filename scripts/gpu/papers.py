@@ -120,7 +120,9 @@ def run(settings: Settings, rows: Sequence[Row], results: Results, say: Callable
 
     say_known()
     specs = dict.fromkeys(spec for row in rows for spec in row.specs if not results.knows(spec))
-    for spec, measured in measure(settings, sorted(specs, key=lambda one: (one.load.length * one.batch, one.key))):
+    for spec, measured in measure(
+        settings, sorted(specs, key=lambda one: (one.load.length * one.batch, one.key))
+    ):
         results.add(spec.key, measured)
         say_known()
 
@@ -139,7 +141,9 @@ def run_racks(settings: Settings, results: Results, say: Callable[[str], None]) 
             except RuntimeError as error:
                 results.add(job.key, f"failed: {first_line(error)}")
         reasons = [results.reasons[job.key] for job in (pipeline, local) if job.key in results.reasons]
-        for row, here in zip(printed, paper_racks.values(results.found, pipeline, local, printed), strict=True):
+        for row, here in zip(
+            printed, paper_racks.values(results.found, pipeline, local, printed), strict=True
+        ):
             text = f"{row['what']}, {pipeline.size}"
             numbers = (row["value"], here, row["unit"], NOTHING, NOTHING)
             lines.append(
@@ -184,9 +188,15 @@ def check_folder(folder: Path, settings: Settings) -> None:
     make_folder(folder / "runs")
     facts = machine(settings)
     file = folder / "machine.json"
-    if file.exists() and (before := read_json(file)) and any(before.get(key) != facts[key] for key in facts):
+    if (
+        file.exists()
+        and (before := read_json(file))
+        and any(before.get(key) != facts[key] for key in facts)
+    ):
         changed = ", ".join(key for key in facts if before.get(key) != facts[key])
-        raise ValueError(f"{folder} has runs of other {changed} (see its machine.json); give another folder with -o")
+        raise ValueError(
+            f"{folder} has runs of other {changed} (see its machine.json); give another folder with -o"
+        )
     write_json(file, facts | {"command": command_line()})
 
 
@@ -195,10 +205,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("paper", choices=list(PAPERS), help="which")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="to send back")
     parser.add_argument("--small", action="store_true", help="tiny shapes on two CPU ranks")
-    parser.add_argument("--exact", action="store_true", help="on as many ranks as a row is printed for, or not at all")
-    parser.add_argument("--model", metavar="SHAPE", help="a file of docs/shapes in place of the rows' own models")
+    parser.add_argument(
+        "--exact", action="store_true", help="on as many ranks as a row is printed for, or not at all"
+    )
+    parser.add_argument(
+        "--model", metavar="SHAPE", help="a file of docs/shapes in place of the rows' own models"
+    )
     parser.add_argument("--only", metavar="TEXT", help="rows in which this stands")
-    parser.add_argument("--list", action="store_true", help="say what can be measured here, and measure nothing")
+    parser.add_argument(
+        "--list", action="store_true", help="say what can be measured here, and measure nothing"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of prompts in a pass")
     parser.add_argument("--decoding", default="auto", help="auto (recorded passes), static, dynamic")
@@ -220,7 +236,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = Settings(place, shapes, "cpu", 1, SMALL_PASS, options.decoding, started)
     else:
         place = Place(started or torch.cuda.device_count(), options.exact, False, options.model)
-        settings = Settings(place, shapes, "cuda", options.rounds, options.chunk, options.decoding, started)
+        settings = Settings(
+            place, shapes, "cuda", options.rounds, options.chunk, options.decoding, started
+        )
     try:
         rows = rows_of(options, place)
         if torchrun is not None:
@@ -233,7 +251,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(HEAD, flush=True)
     if options.list and options.paper == RACKS:
         for job in (job for pair in _rack_jobs(settings) for job in pair):
-            print(f"| {job.key} | {paper_racks.why_not(job, place.gpus, settings.free) or 'can be measured'} |")
+            print(
+                f"| {job.key} | {paper_racks.why_not(job, place.gpus, settings.free) or 'can be measured'} |"
+            )
         return 0
     if options.list:
         listed(settings, rows, results)
@@ -285,9 +305,15 @@ def rows_of(options: argparse.Namespace, place: Place) -> list[Row]:
     if options.paper == RACKS:
         return []
     cases = read_cases(tables["rows"])
-    chosen = [case for case in cases if case.paper == PAPERS[options.paper] and (options.only or "") in case.text]
+    chosen = [
+        case
+        for case in cases
+        if case.paper == PAPERS[options.paper] and (options.only or "") in case.text
+    ]
     if not chosen:
-        raise ValueError(f"no row of {PAPERS[options.paper]} has {options.only!r} in it; see docs/papers-tables.json")
+        raise ValueError(
+            f"no row of {PAPERS[options.paper]} has {options.only!r} in it; see docs/papers-tables.json"
+        )
     return place.rows(chosen)
 
 

@@ -29,7 +29,8 @@ from typing import Any
 from unittest import mock
 from unittest.mock import MagicMock
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: there is no GPU to compile for
+# Before anything imports triton: there is no GPU to compile for.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not be installed
 
 import torch
@@ -51,7 +52,18 @@ from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.worker.worker import ENGINE, complete
 from tests.pretended import pretended_gpus
 
-FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox")
+FAMILIES = (
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "opt",
+    "gpt2",
+    "gpt_neo",
+    "gpt_neox",
+)
 FAMILIES += ("smollm3", "granite", "olmo3", "glm4", "cohere2", "ministral3")
 DECODINGS: dict[str, Any] = {"dynamic": "dynamic", "static": "static", "captured": "auto"}
 WAYS = tuple(DECODINGS)
@@ -65,16 +77,23 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 INTERPRETED = (4, 17), 2  # prompts and new tokens where kernels are: it takes seconds
 WAITS_OF_PASS = 1  # of one that adds a token to each text: for the tokens
-LAUNCHES_OF_LAYER = {"dynamic": 18, "static": 16, "kernels": 9}  # at most, of such passes with three texts
+# At most, of such passes with three texts.
+LAUNCHES_OF_LAYER = {"dynamic": 18, "static": 16, "kernels": 9}
 
 
-def passes(stage: Stage, program: str | None, way: str, family: str = "llama", kernels: bool = False) -> str:
+def passes(
+    stage: Stage, program: str | None, way: str, family: str = "llama", kernels: bool = False
+) -> str:
     """One rank: every kind of pass gives what it gives on the CPU; passes that add a token wait once."""
     texts = INTERPRETED if kernels else (PROMPTS, NEW)
-    expected = continued(RankEngine(stage.plan("cpu", program, family), Alone(), torch.device("cpu")), None, *texts)
+    expected = continued(
+        RankEngine(stage.plan("cpu", program, family), Alone(), torch.device("cpu")), None, *texts
+    )
     with pretended_gpus(1, kernels=kernels) as noted:
         engine = RankEngine(
-            stage.plan("cuda", program, family, decoding=DECODINGS[way]), Alone(), torch.device("cuda", 0)
+            stage.plan("cuda", program, family, decoding=DECODINGS[way]),
+            Alone(),
+            torch.device("cuda", 0),
         )
         assert (engine.model.program.graphs is not None) == (way == "captured")
         found = continued(engine, noted, *texts)
@@ -97,7 +116,9 @@ def launches(stage: Stage, way: str, kernels: bool = False) -> str:
     texts = INTERPRETED if kernels else (PROMPTS, NEW)
     for program in (PROGRAMS["dense"], PROGRAMS["pruned"]):
         with pretended_gpus(1, kernels=kernels) as noted:
-            engine = RankEngine(stage.plan("cuda", program, decoding=DECODINGS[way]), Alone(), torch.device("cuda", 0))
+            engine = RankEngine(
+                stage.plan("cuda", program, decoding=DECODINGS[way]), Alone(), torch.device("cuda", 0)
+            )
             counts.append(continued(engine, noted, *texts).launches.total())
     each = (counts[0] - counts[1]) / 2
     outside = 2 * counts[1] - counts[0]
@@ -114,7 +135,9 @@ def unconnected(stage: Stage, program: str, way: str, rank: int = 0, **more: Any
     plan = partial(stage.plan, program=program, ranks=2, **more)
     expected = continued(RankEngine(plan("cpu"), collectives, torch.device("cpu")))
     with pretended_gpus(2) as noted:
-        engine = RankEngine(plan("cuda", decoding=DECODINGS[way]), collectives, torch.device("cuda", rank))
+        engine = RankEngine(
+            plan("cuda", decoding=DECODINGS[way]), collectives, torch.device("cuda", rank)
+        )
         found = continued(engine, noted)
     found.require(expected)
     return _of_a_pass(found, way)
@@ -136,7 +159,9 @@ def over_gloo(stage: Stage, program: str, **more: Any) -> str:
     """Two ranks that add up: the tokens of two on the CPU, on every rank, in passes of any and of fixed shapes."""
     compression = more.pop("compression", None)
     plans = [stage.plan("cpu", program, ranks=2, **more)]
-    plans += [stage.plan("cuda", program, ranks=2, decoding=way, **more) for way in ("dynamic", "static")]
+    plans += [
+        stage.plan("cuda", program, ranks=2, decoding=way, **more) for way in ("dynamic", "static")
+    ]
     try:
         made = stage.ranks.call(on_rank, plans, compression)
     except BaseException:
@@ -159,7 +184,9 @@ def recorded_at_start(stage: Stage, program: str) -> str:
         return record(recorder, compute)
 
     with pretended_gpus(1) as noted, mock.patch.object(CudaRecorder, "__call__", counting):
-        engine = RankEngine(stage.plan("cuda", program, decoding="auto"), Alone(), torch.device("cuda", 0))
+        engine = RankEngine(
+            stage.plan("cuda", program, decoding="auto"), Alone(), torch.device("cuda", 0)
+        )
         continued(engine, noted, ahead=lambda: counts.append(0)).require(expected)
     assert counts[0] > 0 == counts[1], f"{counts[0]} recorded at the start, {counts[1]} when texts came"
     return f"{counts[0]} graphs at the start, none later"
@@ -167,12 +194,18 @@ def recorded_at_start(stage: Stage, program: str) -> str:
 
 def through_symmetric_memory(stage: Stage, program: str) -> str:
     """Two ranks choose ways for small sums alike, late ones go beside the current stream, and tokens are the CPU's."""
-    plans = [stage.plan("cpu", program, ranks=2), stage.plan("cuda", program, ranks=2, decoding="static")]
+    plans = [
+        stage.plan("cpu", program, ranks=2),
+        stage.plan("cuda", program, ranks=2, decoding="static"),
+    ]
     made = stage.ranks.call(through_memory, plans)
     for expected, found, said, memory in made:
         found.require(expected)
         assert said == "one shot up to 4MB, NCCL above", said
-        assert {(name, aside) for name, _, aside in memory.sums} >= {("one shot", False), ("one shot", True)}
+        assert {(name, aside) for name, _, aside in memory.sums} >= {
+            ("one shot", False),
+            ("one shot", True),
+        }
     sums = [memory.sums for *_, memory in made]
     assert sums[0] == sums[1], "the ranks go different ways"
     return f"{len(sums[0])} sums, {sum(aside for *_, aside in sums[0])} aside"
@@ -189,7 +222,9 @@ def requests(stage: Stage) -> str:
 
     def texts(device: str) -> Any:
         engine = RankEngine(stage.plan(device, None), Alone(), torch.device(device))
-        rank: Any = SimpleNamespace(rank=0, engines={ENGINE: engine}, sender=MagicMock(), notify=lambda _: None)
+        rank: Any = SimpleNamespace(
+            rank=0, engines={ENGINE: engine}, sender=MagicMock(), notify=lambda _: None
+        )
         outputs = complete(rank, asked, 4 * blocks_for(LONGEST), Limits(4, LONGEST, pass_tokens=16))[0]
         return [(one.request, one.token) for one in outputs]
 
@@ -210,7 +245,10 @@ def parts() -> dict[str, Part]:
         found |= {f"{name}: {way} passes": partial(passes, program=program, way=way) for way in WAYS}
         found[f"inside transformers, {name}"] = partial(edited, program=program)
     for family in FAMILIES:
-        found |= {f"{family}: {way} passes": partial(passes, program=None, way=way, family=family) for way in WAYS}
+        found |= {
+            f"{family}: {way} passes": partial(passes, program=None, way=way, family=family)
+            for way in WAYS
+        }
     found |= {f"launches of {way} passes": partial(launches, way=way) for way in ("dynamic", "static")}
     if triton.missing() is None:
         found["launches of static passes, by kernels"] = partial(launches, way="static", kernels=True)
@@ -224,14 +262,17 @@ def parts() -> dict[str, Part]:
     of_ranks = {name: (program, {}) for name, program in PROGRAMS.items()}
     of_ranks |= {name: (PROGRAMS[program], more) for name, (program, more) in SHARED.items()}
     for name, (program, more) in of_ranks.items():
-        if name != "low rank":  # whether first factors are gathered follows from times, and here numbers from that
+        # Whether first factors are gathered follows from times, and here numbers from that.
+        if name != "low rank":
             found[f"rank 1 of 2, {name}: captured"] = partial(
                 unconnected, program=program, way="captured", rank=1, **more
             )
         found[f"two ranks over gloo, {name}"] = partial(over_gloo, program=program, **more)
     return found | {
         "recorded at the start": partial(recorded_at_start, program=PROGRAMS["ladder over a pair"]),
-        "two ranks over gloo, symmetric memory": partial(through_symmetric_memory, program=PROGRAMS["ladder"]),
+        "two ranks over gloo, symmetric memory": partial(
+            through_symmetric_memory, program=PROGRAMS["ladder"]
+        ),
         "factors gathered or not, measured": measured_ways,
         "drawn and scored texts": requests,
         "factors": partial(made_factors, calibration={}),
@@ -266,12 +307,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, prog="scripts/gpu/rehearse")
     parser.add_argument("--environment", metavar="DIR", help="where the environment lies, or is made")
     parser.add_argument("--here", action="store_true", help="make no environment")
-    parser.add_argument("--only", nargs="+", metavar="TEXT", default=[""], help="parts whose names have one of these")
+    parser.add_argument(
+        "--only", nargs="+", metavar="TEXT", default=[""], help="parts whose names have one of these"
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the table here, too")
     options = parser.parse_args(arguments)
     asked = [name for name in parts() if any(text in name for text in options.only)]
     if not asked:
-        parser.error(f"no part has {' or '.join(options.only)} in its name; they are {', '.join(parts())}")
+        parser.error(
+            f"no part has {' or '.join(options.only)} in its name; they are {', '.join(parts())}"
+        )
     lines: list[str] = []
 
     def say(line: str) -> None:

@@ -52,7 +52,9 @@ class Found:
 
     def require(self, expected: Found) -> None:
         """See that it is what was expected."""
-        assert self.tokens == expected.tokens, f"other tokens: {self.tokens} in place of {expected.tokens}"
+        assert self.tokens == expected.tokens, (
+            f"other tokens: {self.tokens} in place of {expected.tokens}"
+        )
         require_close(self.logits, expected.logits)
 
 
@@ -77,7 +79,9 @@ def continued(
     """
     groups = cache_groups(engine.plan).windows
     blocks = blocks_for(LONGEST)
-    cache = engine.new_cache(len(groups) * (len(prompts) + 1) * blocks, len(prompts) + 1, grouped=len(groups) > 1)
+    cache = engine.new_cache(
+        len(groups) * (len(prompts) + 1) * blocks, len(prompts) + 1, grouped=len(groups) > 1
+    )
     if ahead is not None:
         for passed in engine.passes_to_record(cache, len(prompts)):
             engine.record_ahead(passed, cache)
@@ -167,7 +171,9 @@ def through_memory(rank: Rank, plans: Sequence[Plan]) -> tuple[Found, Found, str
 
     with pretended_gpus(2), ExitStack() as stack:
         device = torch.device("cuda", rank.rank)
-        stack.enter_context(mock.patch.multiple(symmetric, empty=memory.empty, rendezvous=memory.rendezvous))
+        stack.enter_context(
+            mock.patch.multiple(symmetric, empty=memory.empty, rendezvous=memory.rendezvous)
+        )
         ways = {name: memory.way(name) for name in ("one shot", "two shots")}
         stack.enter_context(mock.patch.dict(symmetric_memory.OPERATIONS, ways, clear=True))
         collectives = symmetric_memory.with_symmetric_memory(rank.collectives, device)

@@ -22,7 +22,12 @@ from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import Program
 from surgeon.opened import open_model
 from surgeon.quality.data import Windows, digest_of
-from surgeon.training.arguments import describe_devices, join_processes, share_of_batch, training_arguments
+from surgeon.training.arguments import (
+    describe_devices,
+    join_processes,
+    share_of_batch,
+    training_arguments,
+)
 from surgeon.training.settings import TrainSettings
 from tests.pretended import pretended_gpus
 
@@ -43,7 +48,9 @@ def similar(stage: Stage) -> str:
     """How alike streams are, and what becomes of angles and influence."""
 
     def numbers(where: str) -> torch.Tensor:
-        found = surgeon.similarity(stage.model(), stage.text, stage.folder / f"alike-{where}", tokens=240, window=24)
+        found = surgeon.similarity(
+            stage.model(), stage.text, stage.folder / f"alike-{where}", tokens=240, window=24
+        )
         return torch.tensor(found.table().select_dtypes("number").fillna(0).to_numpy())
 
     expected = numbers("cpu")
@@ -59,17 +66,23 @@ def made_factors(stage: Stage, calibration: dict[str, Any]) -> str:
     program = Program.parse(PROGRAMS["low rank"])
     ids = torch.randint(3, 60, (4, 24), generator=torch.Generator().manual_seed(1))
     windows = Windows(ids, "random", digest_of(ids))
-    targets = [Matrix(replace(one, piece=None), role) for one in program.sublayers() for role, _ in one.ranks]
+    targets = [
+        Matrix(replace(one, piece=None), role) for one in program.sublayers() for role, _ in one.ranks
+    ]
 
     def made(device: str) -> list[float]:
         model = surgeon.load(stage.model()).to(device)
         folder = stage.folder / f"factors-{device}"
         shutil.rmtree(folder, ignore_errors=True)
-        plan = FactorPlan(program, {one: Making("whitened") for one in targets}, Calibration(**calibration))
+        plan = FactorPlan(
+            program, {one: Making("whitened") for one in targets}, Calibration(**calibration)
+        )
         factors = make_factors(model, plan, windows, folder, model_hash="x")
         options = MeasureOptions(2, factors=factors.source)
         parts = measure(model, ids, share([Program.parse(PROGRAMS["dense"]), program]), options)
-        divergences = [float(part.quality["divergence"].mean()) for part in parts if part.program == program]
+        divergences = [
+            float(part.quality["divergence"].mean()) for part in parts if part.program == program
+        ]
         return [*(one.loss for one in factors.facts.values()), *divergences]
 
     expected = made("cpu")
@@ -85,14 +98,18 @@ def scanned(stage: Stage, room: int, layer_by_layer: bool) -> str:
     def cells(where: str) -> list[float]:
         folder = stage.folder / f"scan-{where}-{room}"
         text = {"tokens": 240, "window": 24}
-        found = surgeon.scan(stage.model(), stage.text, folder, operations=["merge", "width"], layers="1:4", **text)
+        found = surgeon.scan(
+            stage.model(), stage.text, folder, operations=["merge", "width"], layers="1:4", **text
+        )
         return [float(one) for one in found.cells["perplexity"]]
 
     expected = cells("cpu")
     with pretended_gpus(1, room), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = cells("cuda")
-    assert layer_by_layer == any("read layer by layer" in str(one.message) for one in said), "read otherwise"
+    assert layer_by_layer == any("read layer by layer" in str(one.message) for one in said), (
+        "read otherwise"
+    )
     require_close(found, expected)
     return f"{len(found)} cells"
 
@@ -101,7 +118,9 @@ def evaluated(stage: Stage, program: str) -> str:
     """Perplexity of an edited model whose layers lie on two GPUs, as none has room for all of them."""
 
     def perplexity(device: str) -> float:
-        found = surgeon.evaluate(stage.model(), stage.text, program=program, tokens=240, window=24, device=device)
+        found = surgeon.evaluate(
+            stage.model(), stage.text, program=program, tokens=240, window=24, device=device
+        )
         assert found.text is not None
         return found.text.perplexity
 

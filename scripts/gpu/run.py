@@ -108,7 +108,11 @@ class Processes:
         command = [sys.executable, str(CHILD), side, str(self.folder / "setup.json"), str(lines), *names]
         with log.open("ab") as output, lines.open(encoding="utf-8") as said:
             process = subprocess.Popen(
-                command, env=self.environment | hidden, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                command,
+                env=self.environment | hidden,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
             try:
                 began = time.monotonic()
@@ -145,7 +149,9 @@ def _how_it_ended(code: int, log: Path) -> str:
     return ": ".join([how, *last])
 
 
-def judged(check: Check, name: str, expected: Results, found: Results) -> Iterator[tuple[str, Judgement, float]]:
+def judged(
+    check: Check, name: str, expected: Results, found: Results
+) -> Iterator[tuple[str, Judgement, float]]:
     """The rows of a check, with the seconds that each took where it was to be found."""
     for row, judge in check.rows.items():
         wanted = expected.values.get(check.key(row))
@@ -162,7 +168,9 @@ def table_line(what: str, expected: str, found: str, seconds: str, verdict: str)
     return f"{what:<30}{expected:<21} {found:<24} {seconds:>5} {verdict}".rstrip()
 
 
-def compare(setup: Setup, names: Sequence[str], processes: Processes, say: Callable[[str], None]) -> dict[str, bool]:
+def compare(
+    setup: Setup, names: Sequence[str], processes: Processes, say: Callable[[str], None]
+) -> dict[str, bool]:
     """Say the table of comparisons row by row; returns which of them are right."""
     every = checks(setup)
     expected = Results()
@@ -178,7 +186,12 @@ def compare(setup: Setup, names: Sequence[str], processes: Processes, say: Calla
     for name in processes.run("found", names, found):
         for row, judgement, seconds in judged(every[name], name, expected, found):
             rights[row] = judgement.right
-            said = judgement.expected, judgement.found, f"{seconds:.1f}", "right" if judgement.right else "WRONG"
+            said = (
+                judgement.expected,
+                judgement.found,
+                f"{seconds:.1f}",
+                "right" if judgement.right else "WRONG",
+            )
             say(table_line(row, *said))
     return rights
 
@@ -207,15 +220,21 @@ def place_of(setup: Setup) -> str:
         return "the CPU itself, in place of a GPU"
     ranks = " and ".join(setup.collectives)
     lacking = "" if setup.gpus > 1 else " (NCCL wants two GPUs)"
-    return f"{describe_gpu(torch.device('cuda', 0))}, {setup.gpus} in all; two ranks over {ranks}{lacking}"
+    return (
+        f"{describe_gpu(torch.device('cuda', 0))}, {setup.gpus} in all; two ranks over {ranks}{lacking}"
+    )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, prog="scripts/gpu/check")
     known = [*checks(Setup("cpu", 0, "")), *SPEEDS]
     parser.add_argument("--small", action="store_true", help="on the CPU, in place of a GPU")
-    parser.add_argument("--only", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
-    parser.add_argument("--folder", type=Path, help="where to keep models, results and logs; removed by default")
+    parser.add_argument(
+        "--only", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known)
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where to keep models, results and logs; removed by default"
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the table here, too")
     options = parser.parse_args(arguments)
     if not options.small and not torch.cuda.is_available():
@@ -238,7 +257,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             setup = Setup("cpu", 0, str(folder.resolve()))
         else:
             setup = Setup("cuda", torch.cuda.device_count(), str(folder.resolve()))
-        say(f"{place_of(setup)}; {', '.join(f'{name} {version}' for name, version in versions().items())}")
+        say(
+            f"{place_of(setup)}; {', '.join(f'{name} {version}' for name, version in versions().items())}"
+        )
         processes = Processes(setup, folder, time.monotonic() + LIMIT_SECONDS)
         compared = [name for name in options.only if name in checks(setup)]
         measured = [name for name in options.only if name in SPEEDS]

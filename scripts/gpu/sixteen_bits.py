@@ -56,7 +56,9 @@ class Drawn:
         return torch.randperm(count, generator=self.generator).to(self.device)
 
 
-def attend(drawn: Drawn, window: int | None = None, softcap: float | None = None, sinks: bool = False) -> Tensor:
+def attend(
+    drawn: Drawn, window: int | None = None, softcap: float | None = None, sinks: bool = False
+) -> Tensor:
     """Of the newest token of each text."""
     blocks = -(-max(TEXTS) // BLOCK_TOKENS)
     tables = drawn.order(len(TEXTS) * blocks).view(len(TEXTS), blocks)
@@ -183,7 +185,10 @@ def passes_in_16_bits(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     ids = token_ids(model, len(PROMPTS), max(PROMPTS) + NEW)
     for dtype in MODEL_ERRORS:
         if side == "expected":
-            behind = [logits_of(model, ids[[text], : prompt + NEW])[0, prompt:] for text, prompt in enumerate(PROMPTS)]
+            behind = [
+                logits_of(model, ids[[text], : prompt + NEW])[0, prompt:]
+                for text, prompt in enumerate(PROMPTS)
+            ]
             yield f"passes in {dtype}", torch.stack(behind, 1).tolist()
         else:
             yield f"passes in {dtype}", _decoded(setup, ids.tolist(), dtype).tolist()
@@ -191,13 +196,17 @@ def passes_in_16_bits(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
 
 def _decoded(setup: Setup, ids: list[list[int]], dtype: str) -> Tensor:
     """Logits of passes that add a given token to each text, (NEW, texts, vocabulary)."""
-    plan = make_plan(setup.wide, 1, max(PROMPTS) + NEW, None, setup.device, dtype=dtype, decoding=setup.ways[-1])
+    plan = make_plan(
+        setup.wide, 1, max(PROMPTS) + NEW, None, setup.device, dtype=dtype, decoding=setup.ways[-1]
+    )
     engine = RankEngine(plan, Alone(), torch.device(setup.device))
     blocks = -(-(max(PROMPTS) + NEW) // BLOCK_TOKENS)
     cache = engine.reusable_cache(blocks * len(PROMPTS))
     found = []
     tables = [([(text * blocks, blocks)],) for text in range(len(PROMPTS))]
-    prompts = [Row(0, ids[text][:prompt], tables[text], Wanted.BEST) for text, prompt in enumerate(PROMPTS)]
+    prompts = [
+        Row(0, ids[text][:prompt], tables[text], Wanted.BEST) for text, prompt in enumerate(PROMPTS)
+    ]
     engine.step(prompts, cache)
     for new in range(NEW):
         rows = [
@@ -214,7 +223,9 @@ def rows_in_16_bits() -> dict[str, dict[str, Judge]]:
     """The rows of these three, and how each is judged."""
     return {
         "kernels": {
-            f"{name} in {dtype}": judge_error(most) for dtype, most in KERNEL_ERRORS.items() for name in KERNELS
+            f"{name} in {dtype}": judge_error(most)
+            for dtype, most in KERNEL_ERRORS.items()
+            for name in KERNELS
         },
         "attention": {"attention in bfloat16": judge_error(MODEL_ERRORS["bfloat16"])},
         "passes": {f"passes in {dtype}": judge_error(most) for dtype, most in MODEL_ERRORS.items()},

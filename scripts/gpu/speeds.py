@@ -45,7 +45,8 @@ from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Decoding, Plan
 
 MEMORY = "memory bandwidth"
-LARGE_BYTES = 24 << 30  # of free memory that the larger model, its cache and another library's buffers want
+# Of free memory that the larger model, its cache and another library's buffers want.
+LARGE_BYTES = 24 << 30
 LOADS = {"cuda": (Load(1, 64, 64), Load(32, 1000, 32)), "cpu": (Load(1, 20, 6), Load(2, 40, 6))}
 ROUNDS = {"cuda": 3, "cpu": 1}
 VLLM_SECONDS = 170.0  # less than what a row may take, so that no process of vLLM's stays behind
@@ -67,7 +68,9 @@ def model_of(setup: Setup, in_pairs: bool = False) -> Path:
     made = Path(setup.folder) / ("speed-model-fused" if in_pairs else "speed-model")
     if not made.exists():
         config = config_of(setup.device)
-        make_model(made.with_suffix(".part"), fused(config) if in_pairs else config, setup.device).rename(made)
+        make_model(
+            made.with_suffix(".part"), fused(config) if in_pairs else config, setup.device
+        ).rename(made)
         free(setup.device)
     return made
 
@@ -78,7 +81,9 @@ def measured_bandwidth(setup: Setup) -> Rows:
     free(setup.device)
 
 
-def decoded(setup: Setup, who: str, folder: Path, decoding: Decoding, program: Program | None = None) -> Rows:
+def decoded(
+    setup: Setup, who: str, folder: Path, decoding: Decoding, program: Program | None = None
+) -> Rows:
     """One rank in this process."""
     avoid_cudnn_attention()  # as ranks do
     on_gpu = setup.device == "cuda"
@@ -87,7 +92,10 @@ def decoded(setup: Setup, who: str, folder: Path, decoding: Decoding, program: P
             torch.cuda.reset_peak_memory_stats()
         engine = open_engine(folder, load, setup.device, decoding, program)
         found = {"batch": load.batch, "seconds": pass_seconds(engine, load, ROUNDS[setup.device])}
-        found |= {"bytes": bytes_read(engine, load), "planned": planned_bytes(engine.plan, setup.device, load)}
+        found |= {
+            "bytes": bytes_read(engine, load),
+            "planned": planned_bytes(engine.plan, setup.device, load),
+        }
         if on_gpu:
             found["peak"] = torch.cuda.max_memory_allocated()
         yield row_name(who, load), found
@@ -140,7 +148,8 @@ def by_transformers(setup: Setup, compiled: bool = False) -> Rows:
     avoid_cudnn_attention()
     model = AutoModelForCausalLM.from_pretrained(model_of(setup), dtype="auto", device_map=setup.device)
     model.generation_config.eos_token_id = None  # no text ends early
-    backend = "inductor" if setup.device == "cuda" else "eager"  # to try the script no compiler is needed
+    # To try the script no compiler is needed.
+    backend = "inductor" if setup.device == "cuda" else "eager"
     config = CompileConfig(backend=backend, mode="reduce-overhead")
     config._compile_all_devices = True  # type: ignore[assignment]
     way: dict[str, Any] = {"compile_config": config} if compiled else {"disable_compile": True}
@@ -186,7 +195,8 @@ def row_name(who: str, load: Load) -> str:
     return f"{who}, {load.batch} x {load.prompt}"
 
 
-SPEEDS: dict[str, tuple[Callable[[Setup], Rows], Sequence[str]]] = {  # by name, with whom it has a row of each load for
+# By name, with whom it has a row of each load for.
+SPEEDS: dict[str, tuple[Callable[[Setup], Rows], Sequence[str]]] = {
     "bandwidth": (measured_bandwidth, ()),
     "surgeon": (by_surgeon, ("surgeon",)),
     "dynamic": (in_any_shape, ("dynamic passes",)),

@@ -69,5 +69,7 @@ class Stage:
         """Two of them, whose sums go through main memory."""
         return self.ended.enter_context(Ranks(RankOptions(2, "cpu", "gloo")))
 
-    def plan(self, device: str, program: str | None, family: str = "llama", ranks: int = 1, **more: Any) -> Plan:
+    def plan(
+        self, device: str, program: str | None, family: str = "llama", ranks: int = 1, **more: Any
+    ) -> Plan:
         return make_plan(self.model(family), ranks, LONGEST, program, device, dtype="float32", **more)

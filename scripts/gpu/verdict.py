@@ -9,7 +9,9 @@ from scripts.gpu.speeds import MEMORY
 from surgeon.memory import show_size
 
 Speeds = Mapping[str, Mapping[str, Any]]  # by row, as speeds.py yields them
-SPEED_HEAD = f"{'speed':<38}{'tokens/s':>9} {'ms each':>8} {'of bandwidth':>13}  most allocated (planned)"
+SPEED_HEAD = (
+    f"{'speed':<38}{'tokens/s':>9} {'ms each':>8} {'of bandwidth':>13}  most allocated (planned)"
+)
 
 
 def speed_line(row: str, speeds: Speeds) -> str:

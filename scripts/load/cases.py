@@ -37,7 +37,9 @@ def make_cases(options: argparse.Namespace) -> list[Case]:
             text = files[number % len(files)].read_text(encoding="utf-8", errors="ignore")
             length = generator.randint(options.prompt_tokens // 8 + 1, options.prompt_tokens)
             tokens = tokenizer(text[: 20 * length]).input_ids[:length]
-            sampled: Any = model.generate(torch.tensor([tokens]), do_sample=False, max_new_tokens=options.max_tokens)
+            sampled: Any = model.generate(
+                torch.tensor([tokens]), do_sample=False, max_new_tokens=options.max_tokens
+            )
             before = tokenizer.decode(tokens, skip_special_tokens=True)
             answer = tokenizer.decode(sampled[0].tolist(), skip_special_tokens=True)[len(before) :]
             found.append(Case(tokens, answer))

@@ -105,7 +105,9 @@ def figures_of(tally: Tally, seconds: float) -> dict[str, float]:
     figures = {"requests/s": tally.answers / seconds, "tokens/s": tally.tokens / seconds}
     for name, times in (("TTFT", tally.first), ("TPOT", tally.each)):
         for percent in PERCENTILES:
-            figures[f"{name} p{percent} ms"] = 1000 * float(np.percentile(times, percent)) if times else float("nan")
+            figures[f"{name} p{percent} ms"] = (
+                1000 * float(np.percentile(times, percent)) if times else float("nan")
+            )
     return figures
 
 
@@ -118,11 +120,15 @@ def show(tally: Tally, figures: dict[str, float]) -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("model", nargs="?", default="demo", help="a checkpoint folder, a hub name, or demo")
+    parser.add_argument(
+        "model", nargs="?", default="demo", help="a checkpoint folder, a hub name, or demo"
+    )
     parser.add_argument("--tp", type=int, default=2, help="ranks")
     parser.add_argument("--program", help="run this one instead of the checkpoint's own")
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=60.0, help="for how long clients begin new requests")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="for how long clients begin new requests"
+    )
     parser.add_argument("--prompts", type=int, default=24, help="different prompts")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of the longest prompt")
     parser.add_argument("--max-tokens", type=int, default=48, help="of an answer")
@@ -135,7 +141,9 @@ def main() -> int:
     options = parse()
     transformers.utils.logging.disable_progress_bar()
     cases = make_cases(options)
-    with serving(options, "--max-batch", str(options.max_batch), "--max-waiting", str(options.clients)) as server:
+    with serving(
+        options, "--max-batch", str(options.max_batch), "--max-waiting", str(options.clients)
+    ) as server:
         tally, seconds = asyncio.run(load(server.url, cases, options))
         after = server.metrics()
     figures = figures_of(tally, seconds)

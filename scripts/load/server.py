@@ -12,7 +12,12 @@ from contextlib import contextmanager
 
 import httpx2
 
-COMMAND = [sys.executable, "-c", "from surgeon.commands.app import main; raise SystemExit(main())", "serve"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from surgeon.commands.app import main; raise SystemExit(main())",
+    "serve",
+]
 COMPLETIONS = "/v1/completions"
 LONGEST_SECONDS = 300
 

@@ -25,7 +25,8 @@ from surgeon.opened import open_model
 from tests.checkpoint.helpers import IDS, plain_logits, save_source
 
 NEW_TOKENS = 8
-PAIRS = dict.fromkeys(("gpt_neo", "smollm3", "cohere2", "ministral"), (1, 3))  # layers of one kind of attention
+# Layers of one kind of attention.
+PAIRS = dict.fromkeys(("gpt_neo", "smollm3", "cohere2", "ministral"), (1, 3))
 DEFAULT_PAIR = (2, 3)
 SET = {"gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}}  # transformers 5.16 reads no others
 
@@ -35,14 +36,26 @@ def programs_of(family: Family) -> dict[str, str]:
     first, second = PAIRS.get(family.model_type, DEFAULT_PAIR)
     plain = "A0 F0 A2 F2 A1 F1" if family.steps_per_layer == 2 else "[A0 F0] [A2 F2] [A1 F1]"
     pair = f"[A{first} A{second}] [F{first} F{second}]"
-    if family.mixture is not None:  # of which there are no averages; where heads share what they have, no factors
+    # Of which there are no averages; where heads share what they have, no factors.
+    if family.mixture is not None:
         first = "A0@q5,v3" if family.attention.kept is None else "A0"
-        return {"plain": plain, "program": f"{first} F0 >A1 >F1!e0,e3 {{A2 F2 | A0 F1}} A0~A1 >[A2 A3] >[F2 F3!e1,e2]"}
+        return {
+            "plain": plain,
+            "program": f"{first} F0 >A1 >F1!e0,e3 {{A2 F2 | A0 F1}} A0~A1 >[A2 A3] >[F2 F3!e1,e2]",
+        }
     if family.mlp.norms_output:  # neither slices nor fusing are exact then
         return {"plain": plain, "program": f"A0@q5,v3 F0 >A1 >F1@up9,down7 {{A2 F2 | A0 F1}} >{pair}"}
     sliced = "{A2/2:0 F2/2:0 | A2/2:1 F2/2:1}"
-    fused = f"A0 F0 {pair}" if family.steps_per_layer == 2 else f"[A0 F0] [A{first} F{first} A{second} F{second}]"
-    return {"plain": plain, "program": f"A0@q5,v3 F0 >A1 >F1@up9,down7 {sliced} A0~A1 {pair}", "fused": fused}
+    fused = (
+        f"A0 F0 {pair}"
+        if family.steps_per_layer == 2
+        else f"[A0 F0] [A{first} F{first} A{second} F{second}]"
+    )
+    return {
+        "plain": plain,
+        "program": f"A0@q5,v3 F0 >A1 >F1@up9,down7 {sliced} A0~A1 {pair}",
+        "fused": fused,
+    }
 
 
 def write_cases(folder: Path) -> None:
@@ -57,7 +70,9 @@ def write_cases(folder: Path) -> None:
             plan = plan_export(open_model(source), Program.parse(program), form)
             write_export(plan, folder / name, overwrite=True)
             edited = surgeon.edit(surgeon.load(source), program)
-            tokens = edited.generate(IDS, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+            tokens = edited.generate(
+                IDS, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
             expected[name] = {"logits": plain_logits(model, program), "tokens": tokens}
             cases.append({"name": name, "family": model_type, "form": form, "program": program})
             print(f"{name}: {program}", flush=True)

@@ -45,14 +45,17 @@ class Case:
         if self.form != "plain":
             options["trust_remote_code"] = True
         options.setdefault("dtype", torch.float32)
-        if "gemma2" in self.folder.name:  # transformers 5.16 leaves the cap on attention scores out of sdpa
+        # Transformers 5.16 leaves the cap on attention scores out of sdpa.
+        if "gemma2" in self.folder.name:
             options["attn_implementation"] = "eager"
         return AutoModelForCausalLM.from_pretrained(folder or self.folder, **options).eval()
 
     @torch.no_grad()
     def error(self, model: Any) -> float:
         """How far the model's logits are from the expected ones, relative to their scale."""
-        return ((model(input_ids=self.ids).logits - self.logits).abs().max() / self.logits.abs().max()).item()
+        return (
+            (model(input_ids=self.ids).logits - self.logits).abs().max() / self.logits.abs().max()
+        ).item()
 
     def generate(self, model: Any, ids: Tensor | None = None, **options: Any) -> Tensor:
         """The prompt and its continuation."""
@@ -91,8 +94,11 @@ def check_generation(case: Case) -> None:
     assert torch.equal(case.generate(model, use_cache=False), case.tokens)
     # Stock classes: GPT-Neo's computes something else with a static cache, Llama 4's of transformers 5.16 fails.
     if not case.folder.name.startswith(("gpt_neo-", "llama4_text-")):
-        assert torch.equal(case.generate(model, cache_implementation="static"), case.tokens), "static cache"
-    for cached in (True, False):  # by their scores: which beam is kept of two that are equal may be either's
+        assert torch.equal(case.generate(model, cache_implementation="static"), case.tokens), (
+            "static cache"
+        )
+    # By their scores: which beam is kept of two that are equal may be either's.
+    for cached in (True, False):
         options = {"return_dict_in_generate": True, "output_scores": True, "use_cache": cached}
         beams: Any = case.generate(model, num_beams=3, **options)
         with torch.no_grad():
@@ -133,7 +139,9 @@ def check_gradients(case: Case) -> None:
         model.zero_grad()
         torch.manual_seed(0)  # the same dropout
         model(input_ids=case.ids, labels=case.ids).loss.backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        found.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
         model.gradient_checkpointing_enable()
     assert found[0]
     assert found[0].keys() == found[1].keys()
@@ -193,7 +201,9 @@ def run(folder: Path) -> int:
             try:
                 check(case)
             except Exception as error:  # noqa: BLE001 - whatever it is, the other checks go on
-                failed.append(f"{name} ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})")
+                failed.append(
+                    f"{name} ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+                )
         failures += len(failed)
         print(f"{entry['name']:20} {'; '.join(failed) or 'passed'}", flush=True)
     return failures
@@ -205,7 +215,9 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    print(f"transformers {transformers.__version__}, torch {torch.__version__}: {len(CHECKS)} checks each")
+    print(
+        f"transformers {transformers.__version__}, torch {torch.__version__}: {len(CHECKS)} checks each"
+    )
     failures = run(Path(sys.argv[1]))
     print(f"{failures} checks failed" if failures else "all checks passed")
     sys.exit(failures > 0)

@@ -47,10 +47,18 @@ def bitsandbytes(matrix: Tensor) -> Iterator[Comparison]:
     functional: Any = import_module("bitsandbytes.functional")
     for table in ("nf4", "fp4"):
         for nested in (False, True):
-            packed, state = functional.quantize_4bit(matrix, blocksize=64, compress_statistics=nested, quant_type=table)
-            tensors = {"m.weight": packed} | {f"m.weight.{k}": v for k, v in state.as_dict(packed=True).items()}
+            packed, state = functional.quantize_4bit(
+                matrix, blocksize=64, compress_statistics=nested, quant_type=table
+            )
+            tensors = {"m.weight": packed} | {
+                f"m.weight.{k}": v for k, v in state.as_dict(packed=True).items()
+            }
             config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": table}
-            yield f"{table}, nested: {nested}", read(config, tensors), functional.dequantize_4bit(packed, state)
+            yield (
+                f"{table}, nested: {nested}",
+                read(config, tensors),
+                functional.dequantize_4bit(packed, state),
+            )
     codes, scales, _ = functional.int8_vectorwise_quant(matrix.half())
     config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     theirs = functional.int8_vectorwise_dequant(codes, scales)
@@ -65,7 +73,10 @@ def compressed_tensors(matrix: Tensor) -> Iterator[Comparison]:
     for form, said in (
         ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
         ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
-        ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, GROUP]}),
+        (
+            "float-quantized",
+            {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, GROUP]},
+        ),
         ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
         ("int-quantized", {"num_bits": 8, "symmetric": False, **grouped}),
         ("pack-quantized", {"num_bits": 4, **grouped}),
@@ -103,7 +114,12 @@ def gptqmodel(_: Tensor) -> Iterator[Comparison]:
     for bits in (2, 4, 8):
         for act_order in (False, True):
             module = linear(
-                bits=bits, sym=False, desc_act=act_order, pack_dtype=torch.int32, register_buffers=True, **sizes
+                bits=bits,
+                sym=False,
+                desc_act=act_order,
+                pack_dtype=torch.int32,
+                register_buffers=True,
+                **sizes,
             )
             module.qweight.copy_(words(*module.qweight.shape))
             module.qzeros.copy_(words(*module.qzeros.shape))
@@ -114,7 +130,8 @@ def gptqmodel(_: Tensor) -> Iterator[Comparison]:
             names = ("qweight", "qzeros", "scales", "g_idx")
             config = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": act_order}
             ours = read(
-                config | {"checkpoint_format": "gptq_v2"}, {f"m.{name}": getattr(module, name) for name in names}
+                config | {"checkpoint_format": "gptq_v2"},
+                {f"m.{name}": getattr(module, name) for name in names},
             )
             yield f"{bits} bits, act-order: {act_order}", ours, module.dequantize_weight().T
 
@@ -125,7 +142,11 @@ def awq(_: Tensor) -> Iterator[Comparison]:
     assert spec.submodule_search_locations is not None
     path = Path(spec.submodule_search_locations[0]) / "utils" / "packing_utils.py"
     own: dict[str, Any] = {"torch": torch}
-    kept = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.Assign)]
+    kept = [
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.Assign)
+    ]
     exec(compile(ast.Module(kept, []), str(path), "exec"), own)
     codes = words(COLUMNS, ROWS // 8)
     zeros = words(COLUMNS // GROUP, ROWS // 8)

@@ -47,9 +47,13 @@ READ_BY = {
 def read(folder: Path, package: str) -> Any:
     """The model by the quantiser of a package."""
     config = (
-        {"quantization_config": CompressedTensorsConfig(dequantize=True)} if package.startswith("compressed") else {}
+        {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+        if package.startswith("compressed")
+        else {}
     )
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True, **config).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=True, **config
+    ).eval()
 
 
 def main() -> int:
@@ -70,7 +74,9 @@ def main() -> int:
             quantised.quantise_folder(source, scheme)
             for what, program in PROGRAMS.items():
                 run_export(source, Path(name) / what, program)
-                apart = relative_error(logits_of(read(Path(name) / what, package)), logits_of(load(Path(name) / what)))
+                apart = relative_error(
+                    logits_of(read(Path(name) / what, package)), logits_of(load(Path(name) / what))
+                )
                 wrong += not apart <= tolerance
                 print(f"{scheme:12}{what:20}{apart:.1e} of the largest logit apart")
     return int(wrong > 0)

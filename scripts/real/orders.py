@@ -21,14 +21,18 @@ def correlations(similarity: pd.DataFrame, terms: pd.DataFrame) -> pd.DataFrame:
     kinds = terms["edit"].str.replace(r" \d+:\d+", "", regex=True)
     found = {}
     for kind, edits in terms.groupby(kinds):
-        measures = similarity.set_index("layer")[[*MEASURES]].reindex(edits["last"]).reset_index(drop=True)
+        measures = (
+            similarity.set_index("layer")[[*MEASURES]].reindex(edits["last"]).reset_index(drop=True)
+        )
         damage = edits["divergence"].reset_index(drop=True)
         found[f"{kind} ({len(edits)})"] = measures.corrwith(damage, method="spearman")
     return pd.DataFrame(found).T.round(2)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("similarity", type=Path)
     parser.add_argument("searches", type=Path, nargs="+")
     options = parser.parse_args()

@@ -61,7 +61,9 @@ def each_text(rows: pd.DataFrame) -> Table:
     """A line for every program and stage: perplexity, divergence and greedy acceptance on every text."""
     texts = list(dict.fromkeys(rows.loc[rows["metric"] == "perplexity", "on"]))
     lines = []
-    for (goal, method, stage), found in rows[rows["on"].isin(texts)].groupby(["goal", "method", "stage"], sort=False):
+    for (goal, method, stage), found in rows[rows["on"].isin(texts)].groupby(
+        ["goal", "method", "stage"], sort=False
+    ):
         cells = []
         for text in texts:
             values = found[found["on"] == text].set_index("metric")["value"]
@@ -91,7 +93,9 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
     from matplotlib import pyplot
 
     places = [place for place in PLACES if (rows["place"] == place).any()]
-    figure, panels = pyplot.subplots(1, len(places), figsize=(4.2 * len(places), 3.8), sharey=True, squeeze=False)
+    figure, panels = pyplot.subplots(
+        1, len(places), figsize=(4.2 * len(places), 3.8), sharey=True, squeeze=False
+    )
     styles: dict[str, Any] = {method: f"C{place}" for place, method in enumerate(METHODS)}
     for panel, place in zip(panels[0], places, strict=True):
         for method, colour in styles.items():
@@ -102,23 +106,39 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
                     label = method if stage == found["stage"].iloc[-1] else None
                     filled = colour if stage == "healed" else "white"
                     panel.plot(
-                        *zip(*points, strict=True), line, marker="o", ms=5, mfc=filled, color=colour, label=label
+                        *zip(*points, strict=True),
+                        line,
+                        marker="o",
+                        ms=5,
+                        mfc=filled,
+                        color=colour,
+                        label=label,
                     )
         panel.set_yscale("log")
         low, high = panel.get_ylim()
         panel.set_yticks([tick for tick in TICKS if low < tick < high], minor=False)
         panel.yaxis.set_major_formatter("{x:g}")
         panel.minorticks_off()
-        panel.set_title({"size": "stored smaller", "NVLink": "on NVLink", "1 ms link": "behind a link of 1 ms"}[place])
-        panel.set_xlabel("share of the parameters" if place == "size" else "times as fast as dense (predicted)")
+        panel.set_title(
+            {"size": "stored smaller", "NVLink": "on NVLink", "1 ms link": "behind a link of 1 ms"}[
+                place
+            ]
+        )
+        panel.set_xlabel(
+            "share of the parameters" if place == "size" else "times as fast as dense (predicted)"
+        )
         if place == "size":
             panel.invert_xaxis()
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("divergence, nats per token")
     handles = {
-        label: handle for panel in panels[0] for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+        label: handle
+        for panel in panels[0]
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncol=5, frameon=False, fontsize=8)
+    figure.legend(
+        handles.values(), handles.keys(), loc="lower center", ncol=5, frameon=False, fontsize=8
+    )
     figure.tight_layout(rect=(0, 0.12, 1, 1))
     figure.savefig(path, dpi=110)
 
@@ -127,17 +147,26 @@ def points_of(found: pd.DataFrame) -> Iterator[tuple[float, float]]:
     for _, own in found.groupby("goal"):
         value = mean(own)
         if value == value:
-            yield (1 / own["times"].iloc[0] if own["place"].iloc[0] == "size" else own["reached"].iloc[0]), value
+            yield (
+                (1 / own["times"].iloc[0] if own["place"].iloc[0] == "size" else own["reached"].iloc[0]),
+                value,
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("table", type=Path)
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     rows = read(options.table)
     dense = rows[rows["method"] == DENSE]
-    print("dense:", ", ".join(f"{one.on} {one.metric} {one.value:.4g}" for one in dense.itertuples()), end="\n\n")
+    print(
+        "dense:",
+        ", ".join(f"{one.on} {one.metric} {one.value:.4g}" for one in dense.itertuples()),
+        end="\n\n",
+    )
     for place in PLACES:
         if (rows["place"] == place).any():
             print(overview(rows, place).markdown, end="\n\n")

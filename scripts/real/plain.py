@@ -53,9 +53,13 @@ class Plain:
         logits: Tensor = self.model.lm_head(inner.norm(stream))
         return logits
 
-    def perplexity(self, text: str, tokens: int, window: int, after: int = 0, program: str | None = None) -> float:
+    def perplexity(
+        self, text: str, tokens: int, window: int, after: int = 0, program: str | None = None
+    ) -> float:
         """On windows of a text file, behind its first tokens."""
-        ids = self.tokenizer(Path(text).read_text(encoding="utf-8")[: 20 * (after + tokens)])["input_ids"]
+        ids = self.tokenizer(Path(text).read_text(encoding="utf-8")[: 20 * (after + tokens)])[
+            "input_ids"
+        ]
         losses = []
         for row in torch.tensor(ids[after : after + tokens]).view(-1, 1, window):
             logits = self.logits(row, program)[0, :-1]
@@ -85,7 +89,9 @@ class Plain:
         for prompt in prompts:
             asked = self.tokenizer(prompt, return_tensors="pt")
             tokens = self.model.generate(**asked, do_sample=False, max_new_tokens=new)
-            texts.append(self.tokenizer.decode(tokens[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))
+            texts.append(
+                self.tokenizer.decode(tokens[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+            )
         return texts
 
     def likelihoods(self, rows: list[dict[str, Any]]) -> list[list[float]]:

@@ -145,11 +145,19 @@ class Way:
 
     def recipe(self, operation: str, layers: str) -> Path:
         path = self.folder / f"{operation}.yaml"
-        path.write_text(f'surgeon: 1\nmodel: {self.model}\noperations:\n  - {operation}: {{layers: "{layers}"}}\n')
+        path.write_text(
+            f'surgeon: 1\nmodel: {self.model}\noperations:\n  - {operation}: {{layers: "{layers}"}}\n'
+        )
         return path
 
     def perplexity(self, tokens: int, after: int = 0, program: str | None = None) -> float:
-        asked = {"text": str(self.text), "tokens": tokens, "window": WINDOW, "after": after, "program": program}
+        asked = {
+            "text": str(self.text),
+            "tokens": tokens,
+            "window": WINDOW,
+            "after": after,
+            "program": program,
+        }
         return float(self.plain.ask("perplexity", **asked))
 
 
@@ -168,15 +176,21 @@ def check_perplexity(way: Way) -> Iterator[Row]:
 
 def check_scan(way: Way) -> Iterator[Row]:
     output = way.folder / "scan"
-    ran = way.surgeon("scan", way.model, *on_text(way, 512), "--operation", "prune,lp", "--every", 6, "-o", output)
+    ran = way.surgeon(
+        "scan", way.model, *on_text(way, 512), "--operation", "prune,lp", "--every", 6, "-o", output
+    )
     cells = Scan.read(output).cells.set_index(["operation", "first", "last"])["perplexity"]
     pruned = [(6, 11), (12, 17), (24, 29)]
     asked = {"text": str(way.text), "tokens": 512, "window": WINDOW}
     plain = [way.plain.ask("without", first=first, last=last, **asked) for first, last in pruned]
-    yield perplexity_row(f"scan: {len(plain)} pruned cells", plain, [cells["prune", *ends] for ends in pruned])
+    yield perplexity_row(
+        f"scan: {len(plain)} pruned cells", plain, [cells["prune", *ends] for ends in pruned]
+    )
     pairs = [(6, 17), (24, 29)]
     plain = [way.perplexity(512, program=paired(first, last + 1)) for first, last in pairs]
-    yield perplexity_row(f"scan: {len(plain)} cells of LP", plain, [cells["lp", *ends] for ends in pairs])
+    yield perplexity_row(
+        f"scan: {len(plain)} cells of LP", plain, [cells["lp", *ends] for ends in pairs]
+    )
     yield memory_row("scan: most memory", ran)
 
 
@@ -192,30 +206,49 @@ def check_search(way: Way) -> Iterator[Row]:
 
 def check_export(way: Way) -> Iterator[Row]:
     forms = {
-        "plain": ("prune", PRUNED, program(layer(number) for number in range(LAYERS) if number not in (26, 27))),
+        "plain": (
+            "prune",
+            PRUNED,
+            program(layer(number) for number in range(LAYERS) if number not in (26, 27)),
+        ),
         "fused": ("pair", PAIRS, paired(24, 28)),
-        "program": ("ladder", LADDER, program(layer(number, number in range(20, 28)) for number in range(LAYERS))),
+        "program": (
+            "ladder",
+            LADDER,
+            program(layer(number, number in range(20, 28)) for number in range(LAYERS)),
+        ),
     }
     for form, (operation, layers, text) in forms.items():
         output = way.folder / form
         stored = ["--dtype", "float32"] if form == "fused" else []  # norms are folded into its matrices
         way.surgeon("export", way.recipe(operation, layers), "--form", form, *stored, "-o", output)
-        found = way.plain.ask("exported", folder=str(output), program=text, text=PROMPTS[0] + " " + PROMPTS[1])
+        found = way.plain.ask(
+            "exported", folder=str(output), program=text, text=PROMPTS[0] + " " + PROMPTS[1]
+        )
         stock = found["class"] == "LlamaForCausalLM"
         right = found["error"] < CLOSE_LOGITS and stock == (form == "plain")
         said = f"{found['error']:.1e} ({found['class'].removesuffix('ForCausalLM')})"
-        yield Row(f"export: {form}, {operation} {layers}", f"logits within {CLOSE_LOGITS:g}", said, right)
+        yield Row(
+            f"export: {form}, {operation} {layers}", f"logits within {CLOSE_LOGITS:g}", said, right
+        )
 
 
 def check_generate(way: Way) -> Iterator[Row]:
     plain = way.plain.ask("greedy", prompts=PROMPTS, new=NEW_TOKENS)
     for ranks in (1, 3):
-        yield texts_row(f"generate: {ranks} rank{'s' if ranks > 1 else ''}", plain, generated(way, "--tp", ranks))
+        yield texts_row(
+            f"generate: {ranks} rank{'s' if ranks > 1 else ''}", plain, generated(way, "--tp", ranks)
+        )
     ran = way.surgeon("generate", way.model, *writing(), "--tp", 2, refused=True)
     if ran.code == 0:
         yield texts_row("generate: 2 ranks", plain, texts_of(ran))
     else:
-        yield Row("generate: 2 ranks", "9 heads, 3 KV heads", "refused", None if "divide" in ran.errors else False)
+        yield Row(
+            "generate: 2 ranks",
+            "9 heads, 3 KV heads",
+            "refused",
+            None if "divide" in ran.errors else False,
+        )
 
 
 def check_drafts(way: Way) -> Iterator[Row]:
@@ -224,12 +257,30 @@ def check_drafts(way: Way) -> Iterator[Row]:
     lines = [json.loads(line) for line in ran.said.splitlines()]
     drafted, accepted = (sum(line[name] for line in lines) for name in ("drafted", "accepted"))
     row = texts_row("drafts", plain, texts_of(ran))
-    yield Row(row.what, row.expected, f"{row.found}, {accepted} of {drafted} taken", bool(row.right and drafted))
+    yield Row(
+        row.what,
+        row.expected,
+        f"{row.found}, {accepted} of {drafted} taken",
+        bool(row.right and drafted),
+    )
 
 
 def check_heal(way: Way) -> Iterator[Row]:
     output = way.folder / "healed"
-    asked = ["--steps", 8, "--batch", 2, "--window", 128, "--eval-tokens", 512, "--distill", "logits", "-o", output]
+    asked = [
+        "--steps",
+        8,
+        "--batch",
+        2,
+        "--window",
+        128,
+        "--eval-tokens",
+        512,
+        "--distill",
+        "logits",
+        "-o",
+        output,
+    ]
     way.surgeon("heal", way.recipe("pair", LADDER), "--data", way.text, *asked)
     healing = HealRun.read(output.with_name(output.name + ".run")).healing
     before, after = healing.edited.divergence, healing.healed.divergence
@@ -240,16 +291,26 @@ def check_tasks(way: Way) -> Iterator[Row]:
     rows = []
     for number, (query, *choices) in enumerate(ROWS):
         turn = number % len(choices)  # the right one is not always the first
-        rows.append({"query": query, "choices": choices[-turn:] + choices[:-turn] if turn else choices, "gold": turn})
+        rows.append(
+            {
+                "query": query,
+                "choices": choices[-turn:] + choices[:-turn] if turn else choices,
+                "gold": turn,
+            }
+        )
     path = way.folder / "facts.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     output = way.folder / "tasks"
     way.surgeon("eval", way.model, "--tasks", path, "--log-samples", "-o", output)
     (samples,) = output.glob("samples_facts_*.jsonl")
-    answers = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda answer: int(answer["doc_id"]))
+    answers = sorted(
+        map(json.loads, samples.read_text().splitlines()), key=lambda answer: int(answer["doc_id"])
+    )
     plain = way.plain.ask("likelihoods", rows=rows)
     found = [[float(answer[0]) for answer in each["filtered_resps"]] for each in answers]
-    pairs = [both for row, other in zip(plain, found, strict=True) for both in zip(row, other, strict=True)]
+    pairs = [
+        both for row, other in zip(plain, found, strict=True) for both in zip(row, other, strict=True)
+    ]
     off = max(abs(one - other) for one, other in pairs)
     right = sum(row.index(max(row)) == asked["gold"] for row, asked in zip(found, rows, strict=True))
     said = f"{off:.0e} off, {right} of {len(rows)} known"
@@ -262,7 +323,10 @@ def check_explore(way: Way) -> Iterator[Row]:
     done = Exploration.read(output).record["done"]
     page = (output / "explore.html").is_file()
     yield Row(
-        "explore: two minutes", "a page", f"{len(done)} {'pass' if len(done) == 1 else 'passes'}", bool(done) and page
+        "explore: two minutes",
+        "a page",
+        f"{len(done)} {'pass' if len(done) == 1 else 'passes'}",
+        bool(done) and page,
     )
 
 
@@ -355,11 +419,17 @@ def compare(way: Way, names: Sequence[str], say: Callable[[str], None]) -> list[
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="scripts/real/check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/real/check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", type=Path, help="the .gguf file, or a folder with the model")
-    parser.add_argument("--text", type=Path, help="a UTF-8 text file; default: files of Python's standard library")
-    parser.add_argument("--only", nargs="+", choices=CHECKS, default=[*CHECKS], metavar="NAME", help=", ".join(CHECKS))
+    parser.add_argument(
+        "--text", type=Path, help="a UTF-8 text file; default: files of Python's standard library"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=CHECKS, default=[*CHECKS], metavar="NAME", help=", ".join(CHECKS)
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the table here, too")
     return parser.parse_args(arguments)
 
@@ -380,7 +450,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             text = options.text.resolve()
         told = versions()
-        say(f"{model.name}; surgeon {told['surgeon']}, torch {told['torch']}, transformers {told['transformers']}")
+        say(
+            f"{model.name}; surgeon {told['surgeon']}, torch {told['torch']}, transformers {told['transformers']}"
+        )
         plain = Plain(model, folder / "plain.log")
         try:
             rows = compare(Way(model, text, folder, plain), options.only, say)

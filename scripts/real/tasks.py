@@ -28,7 +28,8 @@ from scripts.gpu.run import table_line
 from scripts.real.get import get_model
 from scripts.real.run import Row
 
-OTHERS = {("arc_easy", "acc"): 54.1, ("arc_challenge", "acc_norm"): 27.7, ("piqa", "acc_norm"): 66.9}  # per cent
+# Per cent.
+OTHERS = {("arc_easy", "acc"): 54.1, ("arc_challenge", "acc_norm"): 27.7, ("piqa", "acc_norm"): 66.9}
 NORMAL = 1.96  # standard errors to either end of a 95% interval
 
 
@@ -47,7 +48,14 @@ def compare(found: pd.DataFrame) -> list[Row]:
 
 def beside_alone(model: Path, rows: Path, count: int, found: pd.DataFrame) -> Row:
     """Whether lm-eval alone finds the same of the first rows of a task."""
-    command = [sys.executable, "-I", str(Path(__file__).with_name("alone.py")), str(model), rows.stem, str(rows)]
+    command = [
+        sys.executable,
+        "-I",
+        str(Path(__file__).with_name("alone.py")),
+        str(model),
+        rows.stem,
+        str(rows),
+    ]
     ran = subprocess.run([*command, str(count)], stdout=subprocess.PIPE, text=True, check=True)
     scores = found.set_index(["task", "metric"])["value"]
     alone = json.loads(ran.stdout)
@@ -59,13 +67,21 @@ def beside_alone(model: Path, rows: Path, count: int, found: pd.DataFrame) -> Ro
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="scripts/real/tasks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/real/tasks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", type=Path, help="the .gguf file, or a folder with the model; default: fetched")
+    parser.add_argument(
+        "--model", type=Path, help="the .gguf file, or a folder with the model; default: fetched"
+    )
     parser.add_argument("--rows", type=Path, metavar="FOLDER", help="of .jsonl files named as the tasks")
     parser.add_argument("--limit", type=int, default=300, help="rows of each task")
-    parser.add_argument("--alone", type=int, metavar="N", help="rows to ask of lm-eval alone, too (with --rows)")
-    parser.add_argument("-o", "--output", type=Path, default=Path("runs/real-tasks"), help="folder for the answers")
+    parser.add_argument(
+        "--alone", type=int, metavar="N", help="rows to ask of lm-eval alone, too (with --rows)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("runs/real-tasks"), help="folder for the answers"
+    )
     options = parser.parse_args(arguments)
     if options.alone and options.rows is None:
         parser.error("--alone needs the rows; give their folder with --rows")
@@ -77,14 +93,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = list(dict.fromkeys(task for task, _ in OTHERS))
     tasks = names if options.rows is None else [options.rows / f"{name}.jsonl" for name in names]
     model = options.model or get_model()
-    found = surgeon.evaluate(model, tasks=tasks, limit=options.limit, batch_size=8, output=options.output)
+    found = surgeon.evaluate(
+        model, tasks=tasks, limit=options.limit, batch_size=8, output=options.output
+    )
     print(table_line("task, rows", "others, unquantised", "surgeon (95%)", "s", "verdict"))
     rows = compare(found.table())
     if options.alone:
-        found = surgeon.evaluate(model, tasks=tasks, limit=options.alone, batch_size=8, output=options.output)
-        rows += [beside_alone(surgeon.open(model).folder, path, options.alone, found.table()) for path in tasks]
+        found = surgeon.evaluate(
+            model, tasks=tasks, limit=options.alone, batch_size=8, output=options.output
+        )
+        rows += [
+            beside_alone(surgeon.open(model).folder, path, options.alone, found.table())
+            for path in tasks
+        ]
     for row in rows:
-        print(table_line(row.what, row.expected, row.found, f"{time.monotonic() - began:.0f}", row.verdict))
+        print(
+            table_line(row.what, row.expected, row.found, f"{time.monotonic() - began:.0f}", row.verdict)
+        )
     return 0 if all(row.right for row in rows) else 1
 
 

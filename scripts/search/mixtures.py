@@ -67,8 +67,12 @@ def main() -> None:
     parser.add_argument("--data", default="demo")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--space", default="pair,ladder,fuse")
-    parser.add_argument("--cost", default="speedup", help="speedup, or one that a budget limits: size, kv_bytes")
-    parser.add_argument("--levels", type=float, nargs="+", help="of a speedup 1.1 to 1.7, of another cost 0.95 to 0.7")
+    parser.add_argument(
+        "--cost", default="speedup", help="speedup, or one that a budget limits: size, kv_bytes"
+    )
+    parser.add_argument(
+        "--levels", type=float, nargs="+", help="of a speedup 1.1 to 1.7, of another cost 0.95 to 0.7"
+    )
     parser.add_argument("--hardware", default="cpu-2")
     parser.add_argument("--link-delay", default="1ms")
     parser.add_argument("--batch", type=int, default=1, help="texts that are computed together")
@@ -78,9 +82,15 @@ def main() -> None:
     known = _known(given)
     spaces = given.space.split(",")
     timed = given.cost == "speedup"
-    levels = given.levels or ([1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7] if timed else [0.95, 0.9, 0.85, 0.8, 0.75, 0.7])
+    levels = given.levels or (
+        [1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7] if timed else [0.95, 0.9, 0.85, 0.8, 0.75, 0.7]
+    )
     named = [*(space[:9] for space in spaces), *([f"no {given.without}"[:9]] if given.without else [])]
-    print(f"{given.cost:>7}" + "".join(f"{name:>10}" for name in named) + f"{'together':>10}{'lower by':>9}  edits")
+    print(
+        f"{given.cost:>7}"
+        + "".join(f"{name:>10}" for name in named)
+        + f"{'together':>10}{'lower by':>9}  edits"
+    )
     won = []
     for level in levels:
         budget = f"speedup>={level}@{given.hardware}" if timed else f"{given.cost}={level}x"
@@ -116,7 +126,8 @@ def _divergence(trial: Trial | None) -> float:
 
 def _row(level: float, alone: Sequence[float], together: Trial | None, won: float) -> str:
     cells = "".join(
-        f"{'-':>10}" if math.isinf(value) else f"{value:>10.4f}" for value in (*alone, _divergence(together))
+        f"{'-':>10}" if math.isinf(value) else f"{value:>10.4f}"
+        for value in (*alone, _divergence(together))
     )
     edits = "" if together is None else ", ".join(map(str, together.choice))
     return f"{level:>7g}{cells}{won:>9.1%}  {edits}"

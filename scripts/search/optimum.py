@@ -127,7 +127,12 @@ def _row(known: Measured, depth: int) -> str:
     additive = next((t.measured.divergence for t in trials if t.source == ADDITIVE), math.nan)
     cells = "".join(f"{_cell(_best(trials[:count]), best):>16}" for count in TRIALS)
     place = next(
-        (n for n, t in enumerate(trials, 1) if t.measured.whole and t.measured.divergence <= best * 1.000001), 0
+        (
+            n
+            for n, t in enumerate(trials, 1)
+            if t.measured.whole and t.measured.divergence <= best * 1.000001
+        ),
+        0,
     )
     at = f"{place} ({place / len(sets):.1%})" if place else "-"
     count = str(len(sets)) if sets else "-"

@@ -66,7 +66,9 @@ class Checks:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder for the database and what the workers say")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder for the database and what the workers say"
+    )
     parser.add_argument("--quick", action="store_true", help="leave out the demo model")
     options = parser.parse_args()
     work = options.work.resolve()
@@ -101,13 +103,18 @@ def killed(server: Server, work: Path, check: Checks) -> None:
         held = len(study.get_trials(states=[TrialState.RUNNING]))
         doomed.process.send_signal(signal.SIGKILL)
         doomed.process.wait()
-        print(f"{time.monotonic() - begun:5.1f} s  worker {index} killed; {held} trials were running", flush=True)
+        print(
+            f"{time.monotonic() - begun:5.1f} s  worker {index} killed; {held} trials were running",
+            flush=True,
+        )
     wait_for(study, 20)
     server.kill()
     print(f"{time.monotonic() - begun:5.1f} s  database killed", flush=True)
     time.sleep(SECONDS_AWAY)
     server.start()
-    print(f"{time.monotonic() - begun:5.1f} s  database back, with {finished_of(study)} trials", flush=True)
+    print(
+        f"{time.monotonic() - begun:5.1f} s  database back, with {finished_of(study)} trials", flush=True
+    )
     for worker in (workers[0], workers[3]):
         wait_until(lambda ending=worker: ending.process.poll() is not None)
         check(worker.process.returncode != 0, f"{worker.log.stem} ends when the database is away")
@@ -115,7 +122,10 @@ def killed(server: Server, work: Path, check: Checks) -> None:
     for worker in back:
         wait_until(lambda ending=worker: ending.process.poll() is not None)
         said = worker.messages.read_text()
-        check(worker.process.returncode == 0, f"{worker.log.stem} ends well{said if worker.process.returncode else ''}")
+        check(
+            worker.process.returncode == 0,
+            f"{worker.log.stem} ends well{said if worker.process.returncode else ''}",
+        )
     print(f"{time.monotonic() - begun:5.1f} s  all ended", flush=True)
     judge(study, check)
     said = "".join(worker.messages.read_text() for worker in [*workers, *back])
@@ -135,7 +145,10 @@ def demo(server: Server, work: Path, check: Checks) -> None:
     wait_until(lambda: finished_of(study) >= 3)
     for child in psutil.Process(four.process.pid).children()[:2]:
         child.kill()
-        print(f"{time.monotonic() - begun:5.1f} s  worker killed, with {finished_of(study)} trials", flush=True)
+        print(
+            f"{time.monotonic() - begun:5.1f} s  worker killed, with {finished_of(study)} trials",
+            flush=True,
+        )
     wait_until(lambda: finished_of(study) >= 8)
     server.kill()
     print(f"{time.monotonic() - begun:5.1f} s  database killed", flush=True)
@@ -144,18 +157,28 @@ def demo(server: Server, work: Path, check: Checks) -> None:
     wait_until(lambda: four.process.poll() is not None)
     print(f"{time.monotonic() - begun:5.1f} s  ended", flush=True)
     said = four.messages.read_text()
-    check(said.count("was ended by SIGKILL; the others go on") == 2, "it says that two workers were killed")
+    check(
+        said.count("was ended by SIGKILL; the others go on") == 2, "it says that two workers were killed"
+    )
     check("the same command goes on from there" in said, "it says that the database was away")
     four = search(work, "demo-four", "--storage", server.address, "--study", "demo", "--workers", "4")
     wait_until(lambda: four.process.poll() is not None)
     check(four.process.returncode == 0, f"the same command goes on: {four.messages.read_text()}")
     joined = search(work, "demo-joined", "--storage", server.address, "--study", "demo")
     wait_until(lambda: joined.process.poll() is not None)
-    tables = [pd.read_csv(work / name / "trials.csv") for name in ("demo-one", "demo-four", "demo-joined")]
+    tables = [
+        pd.read_csv(work / name / "trials.csv") for name in ("demo-one", "demo-four", "demo-joined")
+    ]
     merged = tables[0].merge(tables[1], on="program", suffixes=("", "_four"))
     apart = np.abs(merged["divergence"] / merged["divergence_four"] - 1)
-    check(len(tables[1]) == len(tables[0]) == tables[1]["program"].nunique(), f"{len(tables[1])} programs, each once")
-    check(len(merged) > 0 and apart.max() < 1e-5, f"divergences of {len(merged)} are at most {apart.max():.1e} apart")
+    check(
+        len(tables[1]) == len(tables[0]) == tables[1]["program"].nunique(),
+        f"{len(tables[1])} programs, each once",
+    )
+    check(
+        len(merged) > 0 and apart.max() < 1e-5,
+        f"divergences of {len(merged)} are at most {apart.max():.1e} apart",
+    )
     best = [table.loc[table["whole"], "divergence"].min() for table in tables[:2]]
     check(best[1] <= 1.05 * best[0], f"as good as one worker's: {best[1]:.5f} and {best[0]:.5f}")
     check(tables[1].equals(tables[2]), "the same command in another folder gives the same table")
@@ -169,7 +192,18 @@ def finished_of(study: optuna.Study) -> int:
 
 def search(work: Path, name: str, *arguments: str) -> Worker:
     """A `surgeon search` of the demo model, in a folder of its own."""
-    question = ["search", "demo", "--budget", "depth=12", "--data", "demo", "--tokens", "1024", "--trials", "16"]
+    question = [
+        "search",
+        "demo",
+        "--budget",
+        "depth=12",
+        "--data",
+        "demo",
+        "--tokens",
+        "1024",
+        "--trials",
+        "16",
+    ]
     command = [sys.executable, "-m", "surgeon.commands", *question, "-o", str(work / name), *arguments]
     messages = work / f"{name}.txt"
     with messages.open("wb") as file:
@@ -182,8 +216,13 @@ def judge(study: optuna.Study, check: Checks) -> None:
     live = [trial for trial in stored if trial.state != TrialState.FAIL]
     check(len(live) == TRIALS, f"{TRIALS} trials")
     check(all(trial.state == TrialState.COMPLETE for trial in live), "none is left running or waiting")
-    check(all(trial.value == divergence(key(trial.params)) for trial in live), "with the values that are right")
-    print(f"      {len(stored)} trials in the database: {len(live)} count, {len(stored) - len(live)} were given up")
+    check(
+        all(trial.value == divergence(key(trial.params)) for trial in live),
+        "with the values that are right",
+    )
+    print(
+        f"      {len(stored)} trials in the database: {len(live)} count, {len(stored) - len(live)} were given up"
+    )
 
 
 def refusals(server: Server, work: Path, check: Checks) -> None:
@@ -191,7 +230,8 @@ def refusals(server: Server, work: Path, check: Checks) -> None:
     right = server.address
     cases = {
         right.replace("/searches", "/nowhere"): "there is no database 'nowhere'",
-        right.replace("surgeon@", "nobody@"): "does not take the password of 'nobody'",  # PostgreSQL does not tell
+        # PostgreSQL does not tell.
+        right.replace("surgeon@", "nobody@"): "does not take the password of 'nobody'",
         right.replace("surgeon@", "surgeon:wrong-word@"): "does not take the password of 'surgeon'",
         right.replace(f":{server.port}", ":9"): "Connection refused",
         right.replace("127.0.0.1", "no.such.host.invalid"): "cannot be reached",
@@ -216,7 +256,15 @@ def refusal(address: str, work: Path) -> str:
 def start(server: Server, work: Path, name: str, seconds: float = SECONDS_A_TRIAL) -> Worker:
     log = work / f"{name}.log"
     messages = work / f"{name}.txt"
-    command = [sys.executable, "-m", "scripts.search.made_up", server.address, "four", str(seconds), str(log)]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.search.made_up",
+        server.address,
+        "four",
+        str(seconds),
+        str(log),
+    ]
     with messages.open("wb") as file:
         return Worker(begin(command, file), log, messages)
 
@@ -234,7 +282,9 @@ def wait_until(holds: Callable[[], bool]) -> None:
     ending = time.monotonic() + PATIENCE
     while not holds():
         if time.monotonic() > ending:
-            raise TimeoutError(f"nothing happened for {PATIENCE:.0f} s; the workers' files say what they do")
+            raise TimeoutError(
+                f"nothing happened for {PATIENCE:.0f} s; the workers' files say what they do"
+            )
         time.sleep(0.05)
 
 

@@ -25,10 +25,14 @@ def program(name: str) -> str:
     Raises:
         FileNotFoundError: if it is not installed.
     """
-    every = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), key=lambda path: int(path.parts[-3]))
+    every = sorted(
+        Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), key=lambda path: int(path.parts[-3])
+    )
     found = str(every[-1]) if every else shutil.which(name)
     if found is None:
-        raise FileNotFoundError(f"{name} of PostgreSQL is not there; install it: apt-get install postgresql")
+        raise FileNotFoundError(
+            f"{name} of PostgreSQL is not there; install it: apt-get install postgresql"
+        )
     return found
 
 
@@ -72,13 +76,22 @@ class Server:
         ending = time.monotonic() + SECONDS
         while time.monotonic() < ending:
             if self.process is None or self.process.poll() is not None:
-                options = ["-p", str(self.port), "-c", "listen_addresses=127.0.0.1", "-k", str(self.folder)]
+                options = [
+                    "-p",
+                    str(self.port),
+                    "-c",
+                    "listen_addresses=127.0.0.1",
+                    "-k",
+                    str(self.folder),
+                ]
                 with (self.folder.parent / "postgres.log").open("ab") as log:
                     command = [program("postgres"), "-D", str(self.folder / "data"), *options]
                     self.process = subprocess.Popen(
                         command, stdout=log, stderr=log, user=self._user, start_new_session=True, cwd="/"
                     )
-            ready = subprocess.run([program("pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port)], check=False)
+            ready = subprocess.run(
+                [program("pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port)], check=False
+            )
             if ready.returncode == 0 and self.process.poll() is None:
                 return
             time.sleep(0.2)
@@ -99,7 +112,13 @@ class Server:
     def _run(self, command: Sequence[str]) -> None:
         environment = os.environ | {"PGPASSWORD": PASSWORD}
         done = subprocess.run(
-            command, env=environment, user=self._user, capture_output=True, text=True, check=False, cwd="/"
+            command,
+            env=environment,
+            user=self._user,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd="/",
         )
         if done.returncode:
             raise OSError(f"{Path(command[0]).name} failed: {done.stderr.strip()}")

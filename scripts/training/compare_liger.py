@@ -38,7 +38,9 @@ def by_surgeon(stream: Tensor, head: OutputHead, task: LogitsTask) -> HeadLoss:
 
 def head_of(vocabulary: int, hidden: int, device: str) -> OutputHead:
     """A random one."""
-    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
     head = OutputHead(LlamaForCausalLM(config))
     head.weight = (torch.randn(vocabulary, hidden, device=device) / hidden**0.5).requires_grad_()
     return head
@@ -63,9 +65,16 @@ def differences(device: str) -> float:
         stream = torch.randn(19, 24, device=device, requires_grad=True)
         labels = torch.randint(53, (19,), device=device)
         task = LogitsTask(
-            None, labels.masked_fill(torch.rand(19, device=device) < share, IGNORED), text=1.0, logits=0.0
+            None,
+            labels.masked_fill(torch.rand(19, device=device) < share, IGNORED),
+            text=1.0,
+            logits=0.0,
         )
-        pairs = zip(gradients(by_liger, stream, head, task), gradients(by_surgeon, stream, head, task), strict=True)
+        pairs = zip(
+            gradients(by_liger, stream, head, task),
+            gradients(by_surgeon, stream, head, task),
+            strict=True,
+        )
         found = max(float((one - other).norm() / other.norm()) for one, other in pairs)
         worst = max(worst, found)
         print(f"bias {has_bias}, scale {scale}, cap {cap}, {share:.0%} not predicted: {found:.1e}")

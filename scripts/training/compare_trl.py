@@ -55,17 +55,26 @@ Coded = list[tuple[list[int], list[int]]]  # of each row its tokens, and 1 for t
 def said(*contents: str, system: str | None = None) -> list[dict[str, str]]:
     """A conversation, of a user and an assistant in turn."""
     first = [] if system is None else [{"role": "system", "content": system}]
-    return first + [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+    return first + [
+        {"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)
+    ]
 
 
 CONVERSATIONS = [
     said("What is 2 + 2?", "4"),
     said("Bonjour à tous", "Schöne Grüße, 你好 🙂", "again", "é", "once more", "日本語"),
     said("def f(x):", "    return x\n\n\n", "And g?", "\n\ndef g(x):\n    return f(x)"),
-    said("Think.", "<think>\nlong\n</think>\n\nDone.", "More.", "<think>\nlonger\n</think>\n\nDone again."),
+    said(
+        "Think.", "<think>\nlong\n</think>\n\nDone.", "More.", "<think>\nlonger\n</think>\n\nDone again."
+    ),
     said("Hello", "Hi", "Bye", "Goodbye", system="Be quick."),
 ]
-TEXTS = [("def f(x):", "\n    return x"), ("2 + 2 =", " 4"), ("Grüße", ": é 🙂"), ("def f(x): return ", "self")]
+TEXTS = [
+    ("def f(x):", "\n    return x"),
+    ("2 + 2 =", " 4"),
+    ("Grüße", ": é 🙂"),
+    ("def f(x): return ", "self"),
+]
 
 
 def tokenizer(template: str, special: str) -> Any:
@@ -80,14 +89,26 @@ def tokenizer(template: str, special: str) -> Any:
 def by_trl(coded: Any, rows: list[Row], marks: bool) -> Coded:
     """What an SFTTrainer makes of rows."""
     trl = import_module("trl")
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(coded), num_hidden_layers=1, **sizes))
     with TemporaryDirectory() as folder:
         settings = trl.SFTConfig(
-            folder, max_length=None, assistant_only_loss=marks, use_cpu=True, bf16=False, report_to="none"
+            folder,
+            max_length=None,
+            assistant_only_loss=marks,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
         )
         data = datasets.Dataset.from_list(rows)
-        prepared = trl.SFTTrainer(model, settings, train_dataset=data, processing_class=coded).train_dataset
+        prepared = trl.SFTTrainer(
+            model, settings, train_dataset=data, processing_class=coded
+        ).train_dataset
     return [(row["input_ids"], [int(label != -100) for label in row["labels"]]) for row in prepared]
 
 
@@ -102,11 +123,18 @@ def ways(name: str) -> Iterator[tuple[str, Any, list[Row], bool]]:
     """Rows of a template in each way: its name, tokenizer, rows, and whether TRL is to go by marks."""
     folder = Path(str(files("trl"))) / "chat_templates"
     own, marked = ((folder / f"{name}{end}.jinja").read_text() for end in ("", "_training"))
-    chosen = [each for each in CONVERSATIONS if name not in WITHOUT_SYSTEM or each[0]["role"] != "system"]
+    chosen = [
+        each for each in CONVERSATIONS if name not in WITHOUT_SYSTEM or each[0]["role"] != "system"
+    ]
     messages = [{"messages": each} for each in chosen]
     yield "messages", tokenizer(own, own), messages, True
     yield "marked", tokenizer(marked, own), messages, True
-    yield "prompt", tokenizer(own, own), [{"prompt": each[:-1], "completion": each[-1:]} for each in chosen], False
+    yield (
+        "prompt",
+        tokenizer(own, own),
+        [{"prompt": each[:-1], "completion": each[-1:]} for each in chosen],
+        False,
+    )
 
 
 def compared(coded: Any, theirs: Coded, ours: Coded) -> tuple[list[int], Counter[str]]:
@@ -115,7 +143,11 @@ def compared(coded: Any, theirs: Coded, ours: Coded) -> tuple[list[int], Counter
     And which tokens TRL alone trains on.
     """
     same = [(ids, a, b) for (ids, a), (others, b) in zip(theirs, ours, strict=True) if ids == others]
-    tokens = [(token, a, b) for ids, first, second in same for token, a, b in zip(ids, first, second, strict=True)]
+    tokens = [
+        (token, a, b)
+        for ids, first, second in same
+        for token, a, b in zip(ids, first, second, strict=True)
+    ]
     numbers = [
         sum(bool(a and b) for _, a, b in tokens),
         sum(a > b for _, a, b in tokens),
@@ -143,7 +175,13 @@ def main() -> int:
     cases = [(name, *way) for name in NAMES for way in ways(name)]
     plain = tokenizer(None, "")
     cases.append(
-        ("none", "texts", plain, [dict(zip(("prompt", "completion"), each, strict=True)) for each in TEXTS], False)
+        (
+            "none",
+            "texts",
+            plain,
+            [dict(zip(("prompt", "completion"), each, strict=True)) for each in TEXTS],
+            False,
+        )
     )
     for name, way, coded, rows, marks in cases:
         numbers, alone = compared(coded, by_trl(coded, rows, marks), by_surgeon(coded, rows))

@@ -48,7 +48,12 @@ def configurations(path: Path) -> Iterator[tuple[str, float, int, dict[str, Any]
     rates = sweep.get("learning_rates", [training.get("learning_rate")])
     seeds = sweep.get("seeds", [training.get("seed", 0)])
     for (program, keys), rate, seed in product(sweep["programs"].items(), rates, seeds):
-        yield program, rate, seed, {**document, **keys, "training": {**training, "learning_rate": rate, "seed": seed}}
+        yield (
+            program,
+            rate,
+            seed,
+            {**document, **keys, "training": {**training, "learning_rate": rate, "seed": seed}},
+        )
 
 
 def train(folder: Path, keys: dict[str, Any], steps: int | None) -> float:
@@ -69,9 +74,15 @@ def summarise(runs: pd.DataFrame) -> list[str]:
     lines = ["| program | rate | seeds | loss | minus the first program's |", "|:--|--:|--:|--:|--:|"]
     for (program, rate), same in runs.groupby(["program", "learning_rate"], sort=False):
         losses = same.set_index("seed")["loss"]
-        reference = runs[(runs["program"] == first) & (runs["learning_rate"] == rate)].set_index("seed")["loss"]
-        difference = "" if program == first else in_words((losses - reference).dropna().to_numpy(), "+.4f")
-        lines.append(f"| {program} | {rate:g} | {len(losses)} | {in_words(losses.to_numpy(), '.4f')} | {difference} |")
+        reference = runs[(runs["program"] == first) & (runs["learning_rate"] == rate)].set_index("seed")[
+            "loss"
+        ]
+        difference = (
+            "" if program == first else in_words((losses - reference).dropna().to_numpy(), "+.4f")
+        )
+        lines.append(
+            f"| {program} | {rate:g} | {len(losses)} | {in_words(losses.to_numpy(), '.4f')} | {difference} |"
+        )
     return lines
 
 

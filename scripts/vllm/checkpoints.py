@@ -16,7 +16,17 @@ from transformers import AutoModelForCausalLM
 from surgeon.checkpoint.forms.program import needs_plugin
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.in_memory import edit
-from surgeon.language.operations import experts, ladder, lowrank, pair, parallel, prune, repeat, tracks, width
+from surgeon.language.operations import (
+    experts,
+    ladder,
+    lowrank,
+    pair,
+    parallel,
+    prune,
+    repeat,
+    tracks,
+    width,
+)
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ROLES, Sublayer
 from surgeon.models.families import family_of
@@ -49,7 +59,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 NARROWEST = 32  # features of a head that vLLM's attention on CPUs has code for
 
 
-Programs = dict[str, Callable[[], Program]]  # by the name of a form; ValueError where surgeon knows that there is none
+# By the name of a form; ValueError where surgeon knows that there is none.
+Programs = dict[str, Callable[[], Program]]
 
 
 @dataclass(frozen=True)
@@ -159,7 +170,10 @@ def low_rank_programs(dense: Program, original: Model) -> Programs:
 
     layers = range(int(config.num_hidden_layers))
     shapes = family.layer_shapes(config)
-    return {"keep 0.6": lambda: lowrank(dense, layers, shapes, keep=0.6), "odd ranks": lambda: dense.renamed(odd)}
+    return {
+        "keep 0.6": lambda: lowrank(dense, layers, shapes, keep=0.6),
+        "odd ranks": lambda: dense.renamed(odd),
+    }
 
 
 def narrow_programs(dense: Program, original: Model) -> Programs:
@@ -189,7 +203,11 @@ def plugin_programs(dense: Program, original: Model) -> Programs:
     mixture = original.family.mixture is not None
     inner = range(1, layers - 1)
     narrow = "A0 F0 >[A1#1 A2#1] >F1!e1 F3!e0" if mixture else "A0 F0#20 >[A1#1 A2#1] >F1#8 F2#20"
-    ranked = "A0@q16,k8,v8,o16 F0@up8,down8 >A1@o12 >F1" if mixture else "A0@q16,k8,v8,o16 F0@up24,down24 >A1@o12 >F1"
+    ranked = (
+        "A0@q16,k8,v8,o16 F0@up8,down8 >A1@o12 >F1"
+        if mixture
+        else "A0@q16,k8,v8,o16 F0@up24,down24 >A1@o12 >F1"
+    )
     return {
         "ladder": lambda: ladder(dense, range(1, layers)),
         "ladder+LP": lambda: ladder(pair(dense, inner), range(1, layers)),
@@ -218,14 +236,18 @@ def with_wide_heads(source: Path, target: Path) -> Path:
     rope = config.get("rope_parameters") or {}
     factor = NARROWEST // narrow
     if config["model_type"] != "llama" or rope.get("rope_type") != "default" or NARROWEST % narrow:
-        raise ValueError(f"{source} has heads of {narrow}, for which vLLM has no attention on CPUs, and which stay so")
+        raise ValueError(
+            f"{source} has heads of {narrow}, for which vLLM has no attention on CPUs, and which stay so"
+        )
     tensors = load_file(source / "model.safetensors")
     kept = torch.arange(narrow).unflatten(0, (2, -1)) + torch.tensor([[0], [(NARROWEST - narrow) // 2]])
     for name, tensor in tensors.items():
         role = name.split(".")[-2][0] if "self_attn" in name else ""
         if role in tuple("qkv"):
             wide = tensor.new_zeros(len(tensor) // narrow, NARROWEST, *tensor.shape[1:])
-            wide[:, kept.flatten()] = tensor.unflatten(0, (-1, narrow)) * (factor**0.5 if role == "q" else 1)
+            wide[:, kept.flatten()] = tensor.unflatten(0, (-1, narrow)) * (
+                factor**0.5 if role == "q" else 1
+            )
             tensors[name] = wide.flatten(0, 1)
         elif role == "o" and tensor.dim() == 2:
             wide = tensor.new_zeros(len(tensor), tensor.shape[1] // narrow, NARROWEST)
@@ -234,5 +256,7 @@ def with_wide_heads(source: Path, target: Path) -> Path:
     target.mkdir()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     rope = rope | {"rope_theta": rope["rope_theta"] ** factor}
-    (target / "config.json").write_text(json.dumps(config | {"head_dim": NARROWEST, "rope_parameters": rope}))
+    (target / "config.json").write_text(
+        json.dumps(config | {"head_dim": NARROWEST, "rope_parameters": rope})
+    )
     return target

@@ -30,7 +30,9 @@ def vllm_python(given: str) -> str:
     """
     found = shutil.which(given)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{given!r} is no program; name the Python of an environment with vLLM")
+        raise argparse.ArgumentTypeError(
+            f"{given!r} is no program; name the Python of an environment with vLLM"
+        )
     return str(Path(found).absolute())  # not resolved: a link is what makes it that environment's
 
 
@@ -40,7 +42,9 @@ def has_plugin() -> bool:
     return any(entry.group == "vllm.general_plugins" for entry in entries)
 
 
-def vllm_environment(ranks: int, cache_gigabytes: int = 1, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+def vllm_environment(
+    ranks: int, cache_gigabytes: int = 1, given: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """The environment of a process in which vLLM is to run on so many CPU ranks: a core for each, or all for one.
 
     Args:
@@ -49,7 +53,10 @@ def vllm_environment(ranks: int, cache_gigabytes: int = 1, given: Mapping[str, s
     cores = sorted(os.sched_getaffinity(0))
     bound = ",".join(map(str, cores)) if ranks == 1 else "|".join(map(str, cores[:ranks]))
     inherited = {key: value for key, value in given.items() if key != "OMP_NUM_THREADS"}
-    return inherited | {"VLLM_CPU_KVCACHE_SPACE": str(cache_gigabytes), "VLLM_CPU_OMP_THREADS_BIND": bound}
+    return inherited | {
+        "VLLM_CPU_KVCACHE_SPACE": str(cache_gigabytes),
+        "VLLM_CPU_OMP_THREADS_BIND": bound,
+    }
 
 
 def decode_rates(
@@ -64,14 +71,24 @@ def decode_rates(
     Raises:
         CalledProcessError: if vLLM fails; it has said why.
     """
-    asked = "".join(f"{batch} {prompt} {tokens}\n" for batch in batches for tokens in (2, new))  # warms up with 2
+    # Warms up with 2.
+    asked = "".join(f"{batch} {prompt} {tokens}\n" for batch in batches for tokens in (2, new))
     done = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=True, **options)
-    found = [json.loads(line.removeprefix(MARK)) for line in done.stdout.splitlines() if line.startswith(MARK)]
-    return {batch: batch / median(passes) for batch, (_, passes) in zip(batches, found[2::2], strict=True)}
+    found = [
+        json.loads(line.removeprefix(MARK)) for line in done.stdout.splitlines() if line.startswith(MARK)
+    ]
+    return {
+        batch: batch / median(passes) for batch, (_, passes) in zip(batches, found[2::2], strict=True)
+    }
 
 
 def vllm_rates(
-    python: str, model: Path, ranks: int, options: argparse.Namespace, avx2: bool = False, reduce: str | None = None
+    python: str,
+    model: Path,
+    ranks: int,
+    options: argparse.Namespace,
+    avx2: bool = False,
+    reduce: str | None = None,
 ) -> dict[int, float]:
     """`decode_rates` on CPU ranks, with this project's plugin.
 

@@ -20,7 +20,11 @@ def main() -> None:
     cases = json.loads(Path(sys.argv[2]).read_text())
     for case in cases:
         try:
-            found = {"tokens": with_transformers(case) if engine == "transformers" else with_vllm(case, int(engine))}
+            found = {
+                "tokens": with_transformers(case)
+                if engine == "transformers"
+                else with_vllm(case, int(engine))
+            }
         except Exception as error:  # noqa: BLE001 - whatever an engine raises is the case's result
             found = {"error": f"{type(error).__name__}: {error}"}
         print("\n" + json.dumps({"folder": case["folder"]} | found), flush=True)
@@ -32,7 +36,9 @@ def with_transformers(case: dict[str, Any]) -> list[list[int]]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(case["folder"], dtype=torch.float32, trust_remote_code=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        case["folder"], dtype=torch.float32, trust_remote_code=True
+    ).eval()
     found = []
     for prompt in case["prompts"]:
         ids = torch.tensor([prompt])
@@ -57,9 +63,13 @@ def with_vllm(case: dict[str, Any], ranks: int) -> list[list[int]]:
         max_model_len=max(map(len, case["prompts"])) + case["tokens"],
         max_num_seqs=len(case["prompts"]),
     )
-    sampling = SamplingParams(temperature=0, max_tokens=case["tokens"], ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=case["tokens"], ignore_eos=True, detokenize=False
+    )
     try:
-        outputs = engine.generate([{"prompt_token_ids": ids} for ids in case["prompts"]], sampling, use_tqdm=False)
+        outputs = engine.generate(
+            [{"prompt_token_ids": ids} for ids in case["prompts"]], sampling, use_tqdm=False
+        )
         return [list(output.outputs[0].token_ids) for output in outputs]
     finally:
         del engine

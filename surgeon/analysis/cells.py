@@ -20,7 +20,8 @@ from surgeon.language.operations.within import changed_within
 from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes
 
-SCANNED = tuple(name for name, heatmap in HEATMAPS.items() if heatmap.paper)  # unless others are asked for
+# Unless others are asked for.
+SCANNED = tuple(name for name, heatmap in HEATMAPS.items() if heatmap.paper)
 ALL = "all"
 
 
@@ -74,9 +75,13 @@ class Selection:
         """The stretches of layers, by first and then by last layer."""
         for first in self.layers[:: self.every]:
             longest = min(self.max_length, self.layers.stop - first)
-            yield from (range(first, first + length) for length in range(self.every, longest + 1, self.every))
+            yield from (
+                range(first, first + length) for length in range(self.every, longest + 1, self.every)
+            )
 
-    def places(self, heatmap: Heatmap, shapes: LayerShapes | None) -> Iterator[tuple[range, float | None]]:
+    def places(
+        self, heatmap: Heatmap, shapes: LayerShapes | None
+    ) -> Iterator[tuple[range, float | None]]:
         """A map's places: every stretch, or each layer at which one begins with every value of the parameter."""
         if heatmap.varied is None:
             yield from ((stretch, None) for stretch in self.stretches())
@@ -117,20 +122,26 @@ def select(
         layers = range(num_layers)
     shown = show_range(layers)
     if not layers:
-        raise ValueError(f"layers {shown} are empty: the end comes after the first, as in 4:30 for 4 to 29")
+        raise ValueError(
+            f"layers {shown} are empty: the end comes after the first, as in 4:30 for 4 to 29"
+        )
     if layers.start < 0 or layers.stop > num_layers:
         raise ValueError(f"layers {shown} are out of range: the model's layers are 0:{num_layers}")
     for option, number in (("every", every), ("max_length", max_length), ("permutations", permutations)):
         if number is not None and number < 1:
             raise ValueError(f"{option} must be at least 1, not {number}")
     if every > len(layers):
-        raise ValueError(f"every {every} is more than the {len(layers)} layers of {shown}; no stretch is that long")
+        raise ValueError(
+            f"every {every} is more than the {len(layers)} layers of {shown}; no stretch is that long"
+        )
     if max_length is None:
         longest = len(layers)
     else:
         longest = min(max_length, len(layers))
     if longest < every:
-        raise ValueError(f"max_length {longest} is less than every {every}: stretches have that length at least")
+        raise ValueError(
+            f"max_length {longest} is less than every {every}: stretches have that length at least"
+        )
     return Selection(tuple(names), layers, every, longest, permutations)
 
 
@@ -139,7 +150,9 @@ def check_operations(names: Sequence[str]) -> list[str]:
 
     An operation without a map of its own (width) stands for all maps that it has.
     """
-    several = {name: one.heatmaps for name, one in OPERATIONS.items() if one.heatmaps and name not in HEATMAPS}
+    several = {
+        name: one.heatmaps for name, one in OPERATIONS.items() if one.heatmaps and name not in HEATMAPS
+    }
     known = {name: (name,) for name in HEATMAPS} | several | {ALL: (*HEATMAPS,)}
     for name in names:
         if name not in known:
@@ -154,7 +167,11 @@ def permutation_seeds(seed: int, count: int) -> tuple[int, ...]:
 
 
 def scan_cells(
-    operations: Sequence[str], num_layers: int, seed: int, steps_per_layer: int = 2, shapes: LayerShapes | None = None
+    operations: Sequence[str],
+    num_layers: int,
+    seed: int,
+    steps_per_layer: int = 2,
+    shapes: LayerShapes | None = None,
 ) -> list[Cell]:
     """All cells of these heatmaps, in the order of the table: by operation, first layer, last layer or value."""
     return selected_cells([select(operations, num_layers)], num_layers, seed, steps_per_layer, shapes)
@@ -177,7 +194,9 @@ def selected_cells(
     cells = []
     names = dict.fromkeys(name for selection in selections for name in selection.operations)
     for name, heatmap in HEATMAPS.items():
-        asked = (selection.places(heatmap, shapes) for selection in selections if name in selection.operations)
+        asked = (
+            selection.places(heatmap, shapes) for selection in selections if name in selection.operations
+        )
         # The sort is stable, so that values stay in the order of the columns.
         wanted = dict.fromkeys(place for places in asked for place in places)
         for layers, value in sorted(wanted, key=lambda place: (place[0].start, place[0].stop)):
@@ -193,7 +212,9 @@ def selected_cells(
                 if program is None:
                     programs = [change(start) for change in changes]
                 else:
-                    found = (changed_within(program, layers, steps_per_layer, change) for change in changes)
+                    found = (
+                        changed_within(program, layers, steps_per_layer, change) for change in changes
+                    )
                     programs = [one for one in found if one is not None]
             if programs and (value is None or programs[0] != start):  # a value may come to what there is
                 for warning in said:

@@ -87,7 +87,11 @@ def factors_of(candidate: EditedModel, output: Path | None) -> Iterator[EditedMo
 
 
 def on_text(
-    candidate: EditedModel, original: EditedModel | None, windows: Windows, device: str, output: Path | None
+    candidate: EditedModel,
+    original: EditedModel | None,
+    windows: Windows,
+    device: str,
+    output: Path | None,
 ) -> Quality:
     """Measure perplexity, and divergence and acceptance where there is something to compare with; write text.json.
 
@@ -114,7 +118,9 @@ def on_text(
         try:
             draft = draft_on_text(loaded, edited, candidate.factors)
         except NoVerifiedKeys as error:
-            warnings.warn(f"acceptance is judged by the program's own keys and values: {error}", stacklevel=1)
+            warnings.warn(
+                f"acceptance is judged by the program's own keys and values: {error}", stacklevel=1
+            )
 
     found = text_quality(model, windows.ids, compared, draft=draft)
     if found.knows("greedy_acceptance") and draft is None:
@@ -146,7 +152,12 @@ def load_asked(
 
 
 def on_tasks(
-    candidate: EditedModel, loaded: Tasks, settings: TaskSettings, device: str, output: Path | None, log_samples: bool
+    candidate: EditedModel,
+    loaded: Tasks,
+    settings: TaskSettings,
+    device: str,
+    output: Path | None,
+    log_samples: bool,
 ) -> tuple[dict[str, Any], list[Path]]:
     """Run lm-eval, and write its results to files."""
     from surgeon.quality.tasks import Answers, TaskModel, run_tasks

@@ -42,7 +42,14 @@ from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
 from surgeon.models.routing import Routing, route
-from surgeon.models.weights import FactorSource, ModelWeights, ScoredUnits, Tensors, TruncatedSVD, UnitsByLayer
+from surgeon.models.weights import (
+    FactorSource,
+    ModelWeights,
+    ScoredUnits,
+    Tensors,
+    TruncatedSVD,
+    UnitsByLayer,
+)
 from surgeon.processes.journal import Journal
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
@@ -56,7 +63,11 @@ JOURNAL = "importance.jsonl"
 
 
 def scored_units(
-    model: PreTrainedModel, wanted: Mapping[Part, Criterion], windows: Windows, folder: Path | None = None, **more: Any
+    model: PreTrainedModel,
+    wanted: Mapping[Part, Criterion],
+    windows: Windows,
+    folder: Path | None = None,
+    **more: Any,
 ) -> dict[Part, ScoredUnits]:
     """Sources of units that are chosen by importance; arguments and errors as `unit_importance`."""
     found = unit_importance(model, wanted, windows, folder, **more) if wanted else {}
@@ -73,7 +84,8 @@ def most_important(
 ) -> FactorSource | None:
     """The source of units of programs that are measured on a text: those that matter most on it, by Wanda."""
     own: Program = vars(model).get("own_program") or program_of(model)
-    stored = {(one.parts[0], one.width) for one in own.sublayers()}  # as narrow: there is nothing to choose
+    # As narrow: there is nothing to choose.
+    stored = {(one.parts[0], one.width) for one in own.sublayers()}
     sublayers = (one for program in programs for one in program.sublayers() if one.width is not None)
     narrowed = {one.parts[0] for one in sublayers if (one.parts[0], one.width) not in stored}
     scored = scored_units(model, dict.fromkeys(sorted(narrowed), USUAL), windows, folder, **more)
@@ -142,7 +154,11 @@ class _Inputs:
 
 
 def _by_inputs(
-    model: PreTrainedModel, own: Program, ids: Tensor, wanted: Mapping[Part, Criterion], memory: int | None
+    model: PreTrainedModel,
+    own: Program,
+    ids: Tensor,
+    wanted: Mapping[Part, Criterion],
+    memory: int | None,
 ) -> Iterator[tuple[Part, Tensor]]:
     """By the inputs of output projections, in one walk through the program, up to the last sublayer that is wanted."""
     places = {
@@ -218,18 +234,25 @@ class ExpertUse:
 
 
 def expert_use(
-    model: PreTrainedModel, windows: Windows, layers: Iterable[int] | None = None, memory: int | None = None
+    model: PreTrainedModel,
+    windows: Windows,
+    layers: Iterable[int] | None = None,
+    memory: int | None = None,
 ) -> dict[int, ExpertUse]:
     """Measure the use of the experts of a model's mixtures on a text, by layer, in one walk through the model."""
     family = family_of(model.config)
     asked = range(int(model.config.num_hidden_layers)) if layers is None else layers
     wanted = {layer for layer in asked if family.spec(FEED_FORWARD, layer).mixture is not None}
     with as_stored(model) as own:
-        places = {one: place for place, node in enumerate(own.nodes) for one in Program((node,)).sublayers()}
+        places = {
+            one: place for place, node in enumerate(own.nodes) for one in Program((node,)).sublayers()
+        }
         blocks = {Matrix(Sublayer(FEED_FORWARD, (layer,)), EXPERTS) for layer in wanted}
         lost = sorted(one.layer for one in blocks if one.sublayer not in places)
         if lost:
-            raise ValueError(f"the model does not run F{lost[0]}, so that nothing is known of its experts")
+            raise ValueError(
+                f"the model does not run F{lost[0]}, so that nothing is known of its experts"
+            )
         nodes = own.nodes[: max((1 + places[one.sublayer] for one in blocks), default=0)]
         if not nodes:
             return {}
@@ -243,7 +266,9 @@ def expert_use(
             assert spec is not None
             experts = layers.layer(block.layer).get_submodule(spec.experts)
             routing = spec.routing(model.config)
-            return _Sums(experts, weights.router(block.sublayer, torch.float32), routing, spec.weighs_inputs)
+            return _Sums(
+                experts, weights.router(block.sublayer, torch.float32), routing, spec.weighs_inputs
+            )
 
         with progress("experts", len(nodes), "steps") as ran:
             for node in nodes:
@@ -257,17 +282,25 @@ def use_table(found: Mapping[int, ExpertUse]) -> pd.DataFrame:
     """`experts` as `surgeon.findings.scan.Scan` has them."""
     uses = []
     for layer, use in found.items():
-        columns = {"load": use.sent / use.tokens, "weight": use.mean(use.weights), "size": use.mean(use.sizes)}
+        columns = {
+            "load": use.sent / use.tokens,
+            "weight": use.mean(use.weights),
+            "size": use.mean(use.sizes),
+        }
         columns["saliency"] = use.mean(use.saliency)
         experts = range(len(use.sent))
-        uses.append(pd.DataFrame({"layer": layer, "expert": experts, **{k: v.cpu() for k, v in columns.items()}}))
+        uses.append(
+            pd.DataFrame({"layer": layer, "expert": experts, **{k: v.cpu() for k, v in columns.items()}})
+        )
     if uses:
         return pd.concat(uses, ignore_index=True)
     return pd.DataFrame()
 
 
 class _Sums:
-    def __init__(self, experts: nn.Module, tensors: Tensors, routing: Routing, weighs_inputs: bool) -> None:
+    def __init__(
+        self, experts: nn.Module, tensors: Tensors, routing: Routing, weighs_inputs: bool
+    ) -> None:
         self.experts = experts
         self.tensors = tensors  # of the router
         self.routing = routing
@@ -284,14 +317,21 @@ class _Sums:
             chosen, weights = routed
         else:
             tensors = self.tensors
-            logits = nn.functional.linear(rows.float(), tensors["router.weight"], tensors.get("router.bias"))
+            logits = nn.functional.linear(
+                rows.float(), tensors["router.weight"], tensors.get("router.bias")
+            )
             chosen, weights = route(logits, self.routing, tensors.get("router.correction"))
         if self.weighs_inputs:
             sizes = given = self._weighed_sizes(rows, chosen, weights)
         else:
             sizes = self._sizes(rows, chosen, weights)
             given = sizes * weights.double()
-        columns = (use.sent, torch.ones_like(sizes)), (use.weights, weights), (use.sizes, sizes), (use.saliency, given)
+        columns = (
+            (use.sent, torch.ones_like(sizes)),
+            (use.weights, weights),
+            (use.sizes, sizes),
+            (use.saliency, given),
+        )
         sent, total, size, salient = (
             one.index_add(0, chosen.flatten(), new.double().flatten()) for one, new in columns
         )

@@ -31,7 +31,8 @@ from surgeon.language.operations.declare import HEATMAPS
 from surgeon.quality.summary import Values
 
 DAMAGES = ("divergence", "log_perplexity_ratio")
-PAIR_COLUMNS = ("bound", "relative_bound", "relative_first_order", "relative_error")  # of sensitivity.csv
+# Of sensitivity.csv.
+PAIR_COLUMNS = ("bound", "relative_bound", "relative_first_order", "relative_error")
 LAYER_SUMS = ("block_influence", "attention_size", "mlp_size")
 
 
@@ -40,7 +41,9 @@ def read_scan(folder: Path, model_hash: str) -> Scan:
     found = Scan.read(folder, model_hash)
     # Only cells of stretches can be told by what lies between layers.
     if all(HEATMAPS[str(name)].varied is not None for name in found.cells["operation"]):
-        raise ValueError(f"{folder / 'cells.csv'} has no map over stretches of layers; scan one, such as prune")
+        raise ValueError(
+            f"{folder / 'cells.csv'} has no map over stretches of layers; scan one, such as prune"
+        )
     return found
 
 
@@ -79,7 +82,9 @@ def proxy_values(
     # A program of its own may run some layers twice, and others not whole.
     layers = found.layers.drop_duplicates("layer").set_index("layer")
     layers = layers.reindex(range(int(layers.index.max()) + 1))
-    values: dict[tuple[str, str], Values] = {("length", ""): (cells["last"] - cells["first"] + 1).to_numpy(np.float64)}
+    values: dict[tuple[str, str], Values] = {
+        ("length", ""): (cells["last"] - cells["first"] + 1).to_numpy(np.float64)
+    }
     for name in LAYER_SUMS:
         column = layers[name].to_numpy(np.float64)
         values[name, "sum"] = np.array([column[first : last + 1].sum() for first, last in spans])
@@ -97,11 +102,15 @@ def proxy_values(
         by_reader |= {name: by_last[name].to_numpy(np.float64) for name in PAIR_COLUMNS}
     for name, column in by_reader.items():
         for how, combine in (("sum", np.sum), ("mean", np.mean), ("max", np.max)):
-            values[name, how] = np.array([combine(column[rows]) if rows else math.nan for rows in changed])
+            values[name, how] = np.array(
+                [combine(column[rows]) if rows else math.nan for rows in changed]
+            )
     return values
 
 
-def correlate(damaged: pd.DataFrame, found: Similarity, pairs: pd.DataFrame | None = None) -> pd.DataFrame:
+def correlate(
+    damaged: pd.DataFrame, found: Similarity, pairs: pd.DataFrame | None = None
+) -> pd.DataFrame:
     """Correlate the ranks of every proxy with both measured damages, for every operation of a scan.
 
     Returns:
@@ -146,7 +155,9 @@ class Correlation:
 
 def rank_correlation(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None) -> Correlation:
     """Correlate the ranks of x and y; infinite values are the largest."""
-    columns = [np.asarray(values, dtype=np.float64) for values in ((x, y) if given is None else (x, y, given))]
+    columns = [
+        np.asarray(values, dtype=np.float64) for values in ((x, y) if given is None else (x, y, given))
+    ]
     kept = ~np.isnan(columns).any(0)
     ranks = [stats.rankdata(column[kept]) for column in columns]
     n = int(kept.sum())

@@ -52,7 +52,16 @@ from surgeon.quality.summary import (
 )
 
 COLUMNS = ["operation", "first", "last", *ESTIMATE_COLUMNS, *ACCEPTANCES, "tokens", "sublayers_run"]
-PERMUTATION_COLUMNS = ["operation", "first", "last", "seed", "order", "perplexity", "divergence", "tokens"]
+PERMUTATION_COLUMNS = [
+    "operation",
+    "first",
+    "last",
+    "seed",
+    "order",
+    "perplexity",
+    "divergence",
+    "tokens",
+]
 
 # Of screening.
 HOPELESS = 10.0  # times the base perplexity
@@ -89,7 +98,9 @@ class ScanJournal(ProgramJournal):
         spread: whether a run took the windows in the rounds of a screening, so that later ones find them whole.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any], windows: int, sampled: bool = False) -> None:
+    def __init__(
+        self, folder: Path, identity: dict[str, Any], windows: int, sampled: bool = False
+    ) -> None:
         self.finished: list[Selection] = []
         self.at_once: int | None = None
         self.spread = False
@@ -166,8 +177,12 @@ def scan(
             at_once = min(at_once, journal.at_once)
         journal.start(at_once, screened)
         known = identity["model_hash"]
-        units = most_important(model, plan.programs, windows, folder, model_hash=known, memory=subject.memory)
-        options = MeasureOptions(at_once, memory=subject.memory, folder=folder, factors=units, sampled=sampled)
+        units = most_important(
+            model, plan.programs, windows, folder, model_hash=known, memory=subject.memory
+        )
+        options = MeasureOptions(
+            at_once, memory=subject.memory, folder=folder, factors=units, sampled=sampled
+        )
         run = _Run(subject, journal, cells, programs, program, plan, options, workers, batch)
         outcomes = list(run.outcomes(screened))
         missing = len(cells) - len(outcomes)
@@ -191,7 +206,9 @@ def scan(
         experts = pd.DataFrame()
         if any(EXPERTS_MAP in one.operations for one in (selection, *earlier)):
             experts = use_table(expert_use(model, windows, memory=subject.memory))
-        found = Scan(table, perplexity(base), run.permutations_table(outcomes, base), experts, record=record)
+        found = Scan(
+            table, perplexity(base), run.permutations_table(outcomes, base), experts, record=record
+        )
         found.write(folder)
         return found
 
@@ -200,10 +217,19 @@ def _recover(journal: ScanJournal, folder: Path, identity: dict[str, Any], selec
     """Restore selections of earlier scans that the journal has lost, by the record: the tables go by them."""
     try:
         record = read_json(folder / Scan.RECORD)
-        said = {"model_hash": "model_hash", "data": "data_hash", "window": "window", "tokens": "tokens", "seed": "seed"}
+        said = {
+            "model_hash": "model_hash",
+            "data": "data_hash",
+            "window": "window",
+            "tokens": "tokens",
+            "seed": "seed",
+        }
         if any(record.get(name, identity[key]) != identity[key] for key, name in said.items()):
             return  # of something else, in a folder whose journal was removed to begin again
-        asked = [Selection.from_json(one) for one in [*record.get("earlier", []), *filter(None, [record.get("asked")])]]
+        asked = [
+            Selection.from_json(one)
+            for one in [*record.get("earlier", []), *filter(None, [record.get("asked")])]
+        ]
     except (AttributeError, FileNotFoundError, KeyError, TypeError, ValueError):
         return  # it is written again
     for lost in (one for one in asked if one not in (*journal.finished, selection)):
@@ -254,16 +280,27 @@ class _Run:
         values = []
         for cell, windows, ran in outcomes:
             numbers = estimate(*self.values(cell, windows), base, windows).estimates.values()
-            every = [self.journal.acceptances(self.programs[program], windows) for program in cell.programs]
+            every = [
+                self.journal.acceptances(self.programs[program], windows) for program in cell.programs
+            ]
             known = len(windows) * self.predicted, ran
             rows.append(
-                (cell.operation, cell.first, cell.last, *numbers, *np.mean(every, axis=(0, 2)).tolist(), *known)
+                (
+                    cell.operation,
+                    cell.first,
+                    cell.last,
+                    *numbers,
+                    *np.mean(every, axis=(0, 2)).tolist(),
+                    *known,
+                )
             )
             values.append((HEATMAPS[cell.operation].varied, cell.value))
         table = pd.DataFrame(rows, columns=COLUMNS)
         if table[SAMPLED].isna().all():
             del table[SAMPLED]
-        for place, name in enumerate(sorted({varied for varied, _ in values if varied is not None}), start=3):
+        for place, name in enumerate(
+            sorted({varied for varied, _ in values if varied is not None}), start=3
+        ):
             table.insert(place, name, [value if varied == name else np.nan for varied, value in values])
         return table
 
@@ -274,7 +311,16 @@ class _Run:
             for seed, program in zip(cell.seeds, cell.programs, strict=False):
                 found = estimate(*self.journal.values(self.programs[program], windows), base, windows)
                 numbers = (found.perplexity, found.divergence, len(windows) * self.predicted)
-                rows.append((cell.operation, cell.first, cell.last, seed, order_of(program, cell.layers), *numbers))
+                rows.append(
+                    (
+                        cell.operation,
+                        cell.first,
+                        cell.last,
+                        seed,
+                        order_of(program, cell.layers),
+                        *numbers,
+                    )
+                )
         return pd.DataFrame(rows, columns=PERMUTATION_COLUMNS)
 
     @property
@@ -287,7 +333,9 @@ class _Run:
         names = list(dict.fromkeys(cell.operation for cell in self.cells))
         ran = table.groupby("operation")["sublayers_run"].sum()
         loop = {
-            name: plain_sublayers(p for cell in self.cells if cell.operation == name for p in cell.programs)
+            name: plain_sublayers(
+                p for cell in self.cells if cell.operation == name for p in cell.programs
+            )
             for name in names
         }
         base = self.plan.sublayers[self.dense]
@@ -309,10 +357,14 @@ class _Run:
         settled_on: dict[Cell, list[int]] = {}
         cost = dict.fromkeys(self.plan.programs, 0.0)
         for number, added in enumerate(parts, start=1):
-            plan = self.plan.only({self.dense, *(self.programs[one] for cell in cells for one in cell.programs)})
+            plan = self.plan.only(
+                {self.dense, *(self.programs[one] for cell in cells for one in cell.programs)}
+            )
             name = f"scan, round {number} of {len(parts)}" if len(parts) > 1 else "scan"
             try:
-                measure_missing(name, self.subject, self.journal, plan, added, self.options, self.workers, self.batch)
+                measure_missing(
+                    name, self.subject, self.journal, plan, added, self.options, self.workers, self.batch
+                )
             except TimeOver:
                 self._measure_base(everything)
                 break
@@ -331,7 +383,9 @@ class _Run:
             measured: Sequence[int] = everything
             if not all(self.journal.is_done(program, everything) for program in programs):
                 measured = settled_on.get(cell) or [
-                    one for one in everything if all(self.journal.is_done(program, [one]) for program in programs)
+                    one
+                    for one in everything
+                    if all(self.journal.is_done(program, [one]) for program in programs)
                 ]
             new = sum(cost.pop(program, 0.0) for program in programs)
             if measured:
@@ -341,7 +395,9 @@ class _Run:
         """Measure the model's own program where it was not yet, with no limit of time; all cells are told beside it."""
         options = replace(self.options, is_done=self.journal.is_done, references={})
         plan = self.plan.only({self.dense})
-        self.journal.add_new(measure(self.subject.model, self.subject.windows.ids, plan, options), windows)
+        self.journal.add_new(
+            measure(self.subject.model, self.subject.windows.ids, plan, options), windows
+        )
 
 
 def rounds(count: int) -> list[list[int]]:
@@ -375,4 +431,6 @@ def is_settled(damage: Values) -> bool:
     if not math.isfinite(mean):
         return True  # it is infinite on all the windows together too
     low, high = interval(damage)
-    return low > math.log(HOPELESS) or (high - low) / 2 <= min(LARGEST_ERROR, SHARE_OF_DAMAGE * abs(mean))
+    return low > math.log(HOPELESS) or (high - low) / 2 <= min(
+        LARGEST_ERROR, SHARE_OF_DAMAGE * abs(mean)
+    )

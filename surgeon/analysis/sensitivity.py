@@ -77,7 +77,8 @@ def pair_terms(
     update = passed.update
     in_sequence = walk.dense_layer(following, passed.after)
     attention_at_x = walk.attention(following, x)
-    shared = x if walk.reads_same else passed.middle + attention_at_x  # what the feed-forwards of the LP pair read
+    # What the feed-forwards of the LP pair read.
+    shared = x if walk.reads_same else passed.middle + attention_at_x
 
     attention = partial(walk.attention, following)
     mlp = partial(walk.mlp, first)
@@ -95,7 +96,11 @@ def pair_terms(
     # Added up from differences between outputs: a difference between streams would lose digits.
     error = (in_sequence.attention - attention_at_x) + (passed.mlp - mlp(shared))
     error = error + (in_sequence.mlp - next_mlp(shared))
-    sizes = {"update_norm": _norm(update), "attention_norm": _norm(attention_at_x), "mlp_norm": _norm(passed.mlp)}
+    sizes = {
+        "update_norm": _norm(update),
+        "attention_norm": _norm(attention_at_x),
+        "mlp_norm": _norm(passed.mlp),
+    }
     jacobians = dict(zip(_JACOBIANS, (norm.value for norm in norms), strict=True))
     attention_shift = jacobians["attention_jacobian"] * sizes["update_norm"]
     if walk.reads_same:
@@ -139,7 +144,11 @@ class SensitivityJournal(ProgramJournal):
 
 
 def sensitivity(
-    subject: Subject, folder: Path, *, lanczos: Lanczos | None = None, jacobian_windows: int = DEFAULT_WINDOWS
+    subject: Subject,
+    folder: Path,
+    *,
+    lanczos: Lanczos | None = None,
+    jacobian_windows: int = DEFAULT_WINDOWS,
 ) -> Sensitivity:
     """Measure all pairs of neighbouring layers, and write `sensitivity.csv` and `sensitivity.json`.
 
@@ -151,7 +160,9 @@ def sensitivity(
     require_pairs(model)
     num_layers = model.config.num_hidden_layers
     if jacobian_windows < 1:
-        raise ValueError(f"the number of windows for Jacobians must be at least 1, not {jacobian_windows}")
+        raise ValueError(
+            f"the number of windows for Jacobians must be at least 1, not {jacobian_windows}"
+        )
     lanczos = lanczos or Lanczos()
     chosen = spread(len(windows.ids), jacobian_windows)
     identity = {
@@ -179,7 +190,9 @@ def sensitivity(
                 one = rank_correlation(table[predictor], table[damage])
                 rows.append((predictor, damage, one.rho, one.p, one.n))
     correlations = pd.DataFrame(rows, columns=["predictor", "damage", "rho", "p", "n"])
-    within = [one["terms"]["error"] <= one["terms"]["bound"] for one in journal.layers.values() if one["terms"]]
+    within = [
+        one["terms"]["error"] <= one["terms"]["bound"] for one in journal.layers.values() if one["terms"]
+    ]
     record = subject.provenance(seed=lanczos.seed) | {
         "jacobian_windows": chosen,
         "iterations": lanczos.iterations,
@@ -199,7 +212,9 @@ def spread(windows: int, wanted: int) -> list[int]:
     return sorted({int(place) for place in np.linspace(0, windows - 1, min(wanted, windows)).round()})
 
 
-def _compute_terms(subject: Subject, chosen: list[int], lanczos: Lanczos, journal: SensitivityJournal) -> None:
+def _compute_terms(
+    subject: Subject, chosen: list[int], lanczos: Lanczos, journal: SensitivityJournal
+) -> None:
     num_layers: int = subject.model.config.num_hidden_layers
     with progress("jacobians", len(chosen) * num_layers, "layers", len(journal.layers)) as ran:
         for window in chosen:
@@ -218,7 +233,9 @@ def _compute_terms(subject: Subject, chosen: list[int], lanczos: Lanczos, journa
                     stream = passed.after
 
 
-def _about_layer(walk: Walk, passed: LayerPass, layer: int, num_layers: int, lanczos: Lanczos) -> dict[str, Any]:
+def _about_layer(
+    walk: Walk, passed: LayerPass, layer: int, num_layers: int, lanczos: Lanczos
+) -> dict[str, Any]:
     """The terms of equation 12 of the pair that a layer begins, and its factor in equation 13."""
     terms = None
     norms: list[OperatorNorm] = []
@@ -254,7 +271,8 @@ def _table(
         row |= {"log10_amplification": amplification.mean(), "log10_output_bound": output_bound.mean()}
         found = estimate(*journal.values(program, range(journal.windows)))
         row |= {
-            name: getattr(found, name) for name in ("perplexity", "divergence", "divergence_low", "divergence_high")
+            name: getattr(found, name)
+            for name in ("perplexity", "divergence", "divergence_low", "divergence_high")
         }
         row["log_perplexity_ratio"] = float(np.log(found.perplexity / base_perplexity))
         row["iterations"] = max(line["iterations"] for line in lines)
@@ -311,7 +329,8 @@ class Lanczos:
         """
         dims = (-1,) if by_token else tuple(range(point.dim()))
         size = point.shape[-1] if by_token else point.numel()
-        exponent = math.log(1.648 * math.sqrt(size) * (point.numel() // size) / _RISK)  # of one risk for all blocks
+        # Of one risk for all blocks.
+        exponent = math.log(1.648 * math.sqrt(size) * (point.numel() // size) / _RISK)
         enough = math.ceil((exponent / math.sqrt(1 - (1 + self.tolerance) ** -2) + 1) / 2)
         iterations = min(enough, self.iterations)
         square = _largest_ritz_value(function, point, dims, iterations, self.seed)
@@ -321,7 +340,9 @@ class Lanczos:
         return OperatorNorm(math.sqrt(square), iterations, iterations == enough)
 
 
-def _largest_ritz_value(function: Function, point: Tensor, dims: tuple[int, ...], iterations: int, seed: int) -> float:
+def _largest_ritz_value(
+    function: Function, point: Tensor, dims: tuple[int, ...], iterations: int, seed: int
+) -> float:
     """The largest eigenvalue of J^T J, from below, as the largest one of the tridiagonal matrices of all blocks."""
     pull = vjp(function, point)[1]
     start = torch.randn(point.shape, generator=torch.Generator().manual_seed(seed))

@@ -107,7 +107,15 @@ class _Sums:
     def add(self, x: Tensor, y: Tensor) -> None:
         a = x.square().sum(1)
         b = y.square().sum(1)
-        new = {"x": x.sum(0), "y": y.sum(0), "a": a.sum(), "b": b.sum(), "ab": a @ b, "bx": b @ x, "ay": a @ y}
+        new = {
+            "x": x.sum(0),
+            "y": y.sum(0),
+            "a": a.sum(),
+            "b": b.sum(),
+            "ab": a @ b,
+            "bx": b @ x,
+            "ay": a @ y,
+        }
         if not vars(self):
             vars(self).update(new, product=x.T @ y)
             return
@@ -129,9 +137,16 @@ class _Sums:
 
 
 CKA_COLUMNS = ("cka_attention", "cka_attention_debiased", "cka_mlp", "cka_mlp_debiased")
-DISTANCE_COLUMNS = ["first", "last", "angular_distance", "angular_distance_last_token", "cosine_distance"]
+DISTANCE_COLUMNS = [
+    "first",
+    "last",
+    "angular_distance",
+    "angular_distance_last_token",
+    "cosine_distance",
+]
 _BLOCK_BYTES = 64 << 20
-_STREAMS_COMPARED = 16  # two passes over a layer, and two outputs in float64 as they are and around their mean
+# Two passes over a layer, and two outputs in float64 as they are and around their mean.
+_STREAMS_COMPARED = 16
 
 
 @dataclass(frozen=True)
@@ -165,7 +180,9 @@ def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = N
     model = subject.model
     ids = subject.windows.ids
     if ids.numel() < LEAST_SAMPLES:
-        raise ValueError(f"CKA needs at least {LEAST_SAMPLES} tokens, not {ids.numel()}; measure more of them")
+        raise ValueError(
+            f"CKA needs at least {LEAST_SAMPLES} tokens, not {ids.numel()}; measure more of them"
+        )
     record = subject.provenance(**inputs or {})
     with as_stored(model) as program:
         if program != program_of(model):
@@ -203,7 +220,9 @@ def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = N
 
 
 @torch.inference_mode()
-def _compare_streams(subject: Subject, program: Program, runs: Sequence[range], ran: Advance) -> list[Streams]:
+def _compare_streams(
+    subject: Subject, program: Program, runs: Sequence[range], ran: Advance
+) -> list[Streams]:
     """Compare the streams of a model's own program at all depths of each run of whole layers."""
     model = subject.model
     ids = subject.windows.ids
@@ -211,7 +230,9 @@ def _compare_streams(subject: Subject, program: Program, runs: Sequence[range], 
     sums = []
     for run in runs:
         cosine, angle, last_angle = torch.zeros(3, len(run) + 1, len(run) + 1, dtype=torch.float64)
-        sums.append(Streams(run, cosine, angle, last_angle, torch.zeros(len(run), 2, dtype=torch.float64)))
+        sums.append(
+            Streams(run, cosine, angle, last_angle, torch.zeros(len(run), 2, dtype=torch.float64))
+        )
     for walk in walks(model, ids, at_once):
         places = iter(sums)
         for one in layers_run(walk, program):
@@ -235,7 +256,8 @@ def _compare_streams(subject: Subject, program: Program, runs: Sequence[range], 
 
 def _norm(stream: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(stream.double(), dim=-1)
-    return norm.clamp_min(torch.finfo(torch.float64).tiny)  # a stream of zeros has no direction, and no NaN either
+    # A stream of zeros has no direction, and no NaN either.
+    return norm.clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def _add(sum_: Streams, streams: list[Tensor]) -> None:
@@ -260,15 +282,20 @@ def _add(sum_: Streams, streams: list[Tensor]) -> None:
 
 
 @torch.inference_mode()
-def _counterfactual_cka(subject: Subject, program: Program, layers: int, ran: Advance) -> list[dict[str, float]]:
+def _counterfactual_cka(
+    subject: Subject, program: Program, layers: int, ran: Advance
+) -> list[dict[str, float]]:
     """CKA of each whole layer's outputs with those without the layer before; NaN where there is none."""
     model = subject.model
     ids = subject.windows.ids
     hidden = model.config.hidden_size
     itemsize = model.dtype.itemsize
     most = max((len(node.branches) for node in program.nodes if isinstance(node, Fork)), default=0)
-    held = (4 + 2 * most) * ids.numel() * hidden * itemsize + 6 * 8 * hidden**2  # streams of all, sums over features
-    parts = list(walks(model, ids, windows_in_a_walk(model, ids, _STREAMS_COMPARED, held, subject.memory)))
+    # Streams of all, sums over features.
+    held = (4 + 2 * most) * ids.numel() * hidden * itemsize + 6 * 8 * hidden**2
+    parts = list(
+        walks(model, ids, windows_in_a_walk(model, ids, _STREAMS_COMPARED, held, subject.memory))
+    )
     ways = [layers_run(walk, program) for walk in parts]
     compared = []
     # All windows go through the program together, so that there are sums for one layer at a time.

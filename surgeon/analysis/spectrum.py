@@ -21,7 +21,13 @@ from transformers import PreTrainedModel
 from surgeon.analysis.engine.walk import HEAD_NOT_FINITE
 from surgeon.analysis.factors.allocation import Curve, effective_rank, energy_rank, kept_parameters
 from surgeon.analysis.factors.calibration import recorded
-from surgeon.analysis.factors.matrices import Matrices, Matrix, choose_layers, choose_weights, find_matrices
+from surgeon.analysis.factors.matrices import (
+    Matrices,
+    Matrix,
+    choose_layers,
+    choose_weights,
+    find_matrices,
+)
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
 from surgeon.analysis.subject import Subject
 from surgeon.errors import shown
@@ -31,7 +37,14 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
-from surgeon.models.weights.decompose import Decomposition, SecondMoment, Whitening, decompose, truncate, whiten
+from surgeon.models.weights.decompose import (
+    Decomposition,
+    SecondMoment,
+    Whitening,
+    decompose,
+    truncate,
+    whiten,
+)
 from surgeon.processes.journal import Journal, read_journal
 from surgeon.progress import Advance, progress
 from surgeon.provenance import FORMAT
@@ -97,7 +110,9 @@ class SpectrumJournal(Journal):
             return
         values = {name: np.array(line[name], dtype=np.float64) for name in METHODS}
         out_features, in_features = line["size"]
-        self.spectra[matrix] = SingularValues((out_features, in_features), values, line["factor"], line["input_rank"])
+        self.spectra[matrix] = SingularValues(
+            (out_features, in_features), values, line["factor"], line["input_rank"]
+        )
 
     def lacks_damage(self, truncations: Iterable[Truncation]) -> bool:
         return any(truncation not in self.damage for truncation in truncations)
@@ -111,7 +126,9 @@ def read_findings(folder: Path) -> tuple[dict[str, Any], SpectrumJournal]:
         for line in lines:
             found.take(line)
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / JOURNAL} is damaged; run surgeon spectrum again on its folder") from error
+        raise ValueError(
+            f"{folder / JOURNAL} is damaged; run surgeon spectrum again on its folder"
+        ) from error
     return identity, found
 
 
@@ -135,7 +152,11 @@ class SpectrumRequest:
 
     def to_json(self) -> dict[str, Any]:
         ranks = [str(rank) for rank in self.ranks]
-        return vars(self) | {"layers": show_range(self.layers), "weights": list(self.weights), "ranks": ranks}
+        return vars(self) | {
+            "layers": show_range(self.layers),
+            "weights": list(self.weights),
+            "ranks": ranks,
+        }
 
 
 def request(
@@ -153,7 +174,9 @@ def request(
     return SpectrumRequest(choose_layers(config.num_hidden_layers, layers), chosen, tuple(ranks), method)
 
 
-def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: SpectrumRequest, after: int = 0) -> Spectrum:
+def spectrum(
+    subject: Subject, calibration: Windows, folder: Path, wanted: SpectrumRequest, after: int = 0
+) -> Spectrum:
     """Find singular values and damage, and write `spectrum.csv`, `singular_values.csv`, `damage.csv`, `spectrum.json`.
 
     Computed values of the folder are used again. The tables have what is asked for now, the journal also what was asked
@@ -174,12 +197,15 @@ def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: Spect
         "window": windows.ids.shape[1],
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-    record = subject.provenance(**calibration.record("calibration"), calibration_tokens=calibration.ids.numel())
+    record = subject.provenance(
+        **calibration.record("calibration"), calibration_tokens=calibration.ids.numel()
+    )
     record["calibration_text"] = recorded(calibration, after)
     with as_stored(model) as program:
         if program != program_of(model):
             record["program"] = str(program)
-        if ">" in str(program):  # a folder of an earlier version has damage of late steps that ran as ordinary ones
+        # A folder of an earlier version has damage of late steps that ran as ordinary ones.
+        if ">" in str(program):
             identity["late_steps"] = "late"
         work = _Work(model, program, wanted)
         with SpectrumJournal(folder, identity) as journal:
@@ -192,7 +218,9 @@ def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: Spect
     value = perplexity(base)
     record |= wanted.to_json() | {"base_perplexity": value, "base_interval": perplexity_interval(base)}
     curves = curves_of(spectra, measured, wanted.method)
-    found = Spectrum(spectrum_table(spectra), damage, values_table(spectra), value, curves, record=record)
+    found = Spectrum(
+        spectrum_table(spectra), damage, values_table(spectra), value, curves, record=record
+    )
     return replace(found, files=(*found.write(folder), folder / found.RECORD))
 
 
@@ -226,7 +254,9 @@ class _Work:
             self.truncations[matrix] = [Truncation(matrix, wanted.method, rank) for rank in ranks]
 
     def fill(self, journal: SpectrumJournal, windows: Windows, calibration: Windows) -> None:
-        todo = [m for m in self.all if m not in journal.spectra or journal.lacks_damage(self.truncations[m])]
+        todo = [
+            m for m in self.all if m not in journal.spectra or journal.lacks_damage(self.truncations[m])
+        ]
         if journal.base_nll is not None and not todo:
             return
         measured = ProgramRun(self.model, self.program, windows.ids)
@@ -264,7 +294,9 @@ class _Work:
             for matrix in here:
                 total += 1 + left * len(self.truncations[matrix])
                 done += matrix in journal.spectra
-                done += left * sum(truncation in journal.damage for truncation in self.truncations[matrix])
+                done += left * sum(
+                    truncation in journal.damage for truncation in self.truncations[matrix]
+                )
         return total, "steps", done
 
     def _reference(self, run: ProgramRun, windows: Windows) -> ReferenceText:
@@ -272,16 +304,21 @@ class _Work:
         if not np.isfinite(reference.nll()).all():
             again = ProgramRun(self.model, self.program, windows.ids)
             for node in self.program.nodes:
-                _whitenings(again, matrices_in(node, self.all))  # says of which matrix the inputs are not finite
+                # Says of which matrix the inputs are not finite.
+                _whitenings(again, matrices_in(node, self.all))
             raise ValueError(HEAD_NOT_FINITE)
         return reference
 
-    def _decompose(self, matrix: Matrix, whitening: Whitening, journal: SpectrumJournal, ran: Advance) -> Decomposition:
+    def _decompose(
+        self, matrix: Matrix, whitening: Whitening, journal: SpectrumJournal, ran: Advance
+    ) -> Decomposition:
         """The decomposition that a matrix is truncated by; both of them are kept if they are new."""
         values = self.matrices.read(matrix)
         is_new = matrix not in journal.spectra
         methods = get_args(Method) if is_new else (self.wanted.method,)
-        found = {name: decompose(values, whitening.factor if name == "whitened" else None) for name in methods}
+        found = {
+            name: decompose(values, whitening.factor if name == "whitened" else None) for name in methods
+        }
         if is_new:
             about = {"size": list(values.shape), "factor": whitening.how, "input_rank": whitening.rank}
             singular = {name: one.values.tolist() for name, one in found.items()}
@@ -299,7 +336,9 @@ def _whitenings(run: ProgramRun, matrices: list[Matrix]) -> dict[Matrix, Whiteni
     first: dict[tuple[Sublayer, bool], Matrix] = {}
     sources = {matrix: first.setdefault(matrix.inputs, matrix) for matrix in matrices}
     moments: dict[Matrix, SecondMoment] = {}
-    run.sum_inputs(first.values(), moments, lambda _, inputs: SecondMoment(inputs.shape[-1], inputs.device))
+    run.sum_inputs(
+        first.values(), moments, lambda _, inputs: SecondMoment(inputs.shape[-1], inputs.device)
+    )
     factors = {source: whiten(moment) for source, moment in moments.items()}
     return {matrix: factors[source] for matrix, source in sources.items()}
 
@@ -311,9 +350,12 @@ def curves_of(
     measured: dict[Matrix, dict[int, float]] = {}
     for truncation, quality in damage.items():
         if truncation.method == method:
-            measured.setdefault(truncation.matrix, {})[truncation.rank] = float(quality["divergence"].mean())
+            measured.setdefault(truncation.matrix, {})[truncation.rank] = float(
+                quality["divergence"].mean()
+            )
     return tuple(
-        Curve(matrix, found.size, found.values[method], measured.get(matrix, {})) for matrix, found in spectra.items()
+        Curve(matrix, found.size, found.values[method], measured.get(matrix, {}))
+        for matrix, found in spectra.items()
     )
 
 
@@ -337,7 +379,10 @@ def spectrum_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
             values = found.values[method]
             ranks = {percent: energy_rank(values, percent / 100) for percent in PERCENTAGES}
             row |= {f"rank{percent}{ending}": rank for percent, rank in ranks.items()}
-            row |= {f"kept{percent}{ending}": kept_parameters(*found.size, rank) for percent, rank in ranks.items()}
+            row |= {
+                f"kept{percent}{ending}": kept_parameters(*found.size, rank)
+                for percent, rank in ranks.items()
+            }
             row[f"effective_rank{ending}"] = effective_rank(values)
         rows.append(row | {"factor": found.factor, "input_rank": found.input_rank})
     return pd.DataFrame(rows)
@@ -363,7 +408,12 @@ def values_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
     for matrix, found in spectra.items():
         for method in METHODS:
             values = found.values[method]
-            about = {"layer": matrix.layer, "weight": matrix.role, "method": method, "index": range(len(values))}
+            about = {
+                "layer": matrix.layer,
+                "weight": matrix.role,
+                "method": method,
+                "index": range(len(values)),
+            }
             tables.append(pd.DataFrame(about | {"value": values}))
     return pd.concat(tables, ignore_index=True)
 

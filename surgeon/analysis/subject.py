@@ -70,7 +70,9 @@ def open_subject(
     limit = parse_size(memory) if isinstance(memory, str) else memory
     # The text comes first: what is wrong with it is said before a large model is loaded.
     source = default_data(opened.tokenizer) if data is None else str(data)
-    windows = load_windows(opened.tokenizer, source, window_for(opened.config, window), tokens, separator)
+    windows = load_windows(
+        opened.tokenizer, source, window_for(opened.config, window), tokens, separator
+    )
     for note in windows.notes:
         warnings.warn(note, stacklevel=2)
     # One with a program of its own is not streamed.
@@ -79,7 +81,9 @@ def open_subject(
     return Subject(opened, loaded, windows, limit)
 
 
-def load_for_analysis(model: Model, memory: int | None = None, device: str | None = None) -> PreTrainedModel:
+def load_for_analysis(
+    model: Model, memory: int | None = None, device: str | None = None
+) -> PreTrainedModel:
     """Load a model to measure: whole where it fits, else with weights that are read layer by layer."""
     if device is None and torch.cuda.is_available():
         device = str(gpu_with_room(model.bytes_on("cuda") + _LEAST_ROOM) or "cuda:0")

@@ -68,13 +68,16 @@ def decode_together(
         ahead: how many at a time; 0: as many as pay.
     """
     requests = [
-        Request(number, tuple(prompt), replace(sampling, place=(number, 0))) for number, prompt in enumerate(prompts)
+        Request(number, tuple(prompt), replace(sampling, place=(number, 0)))
+        for number, prompt in enumerate(prompts)
     ]
     batch = len(prompts)
     longest = max(map(len, prompts)) + sampling.max_new_tokens
     limits = Limits(batch, longest, pass_tokens=max(PASS_TOKENS["cpu"], batch * (1 + MOST_AHEAD)))
     if drafts:
-        limits = replace(limits, draft_tokens=ahead or MOST_AHEAD, as_pays=not ahead, looked_up=looked_up)
+        limits = replace(
+            limits, draft_tokens=ahead or MOST_AHEAD, as_pays=not ahead, looked_up=looked_up
+        )
     outputs, figures = started.call(complete, requests, batch * blocks_for(longest), limits, name)[0]
     tokens = [[each.token for each in outputs if each.request == number] for number in range(batch)]
     last = [each for each in outputs if each.finish_reason is not None]
@@ -102,7 +105,9 @@ class MeasuredDrafts:
     @classmethod
     def of(cls, plain: Sequence[DecodedTexts], drafted: Sequence[DecodedTexts]) -> MeasuredDrafts:
         ratios = [own.rate / one.rate for own, one in zip(drafted, plain, strict=True)]
-        tried, right, new = (sum(getattr(one, name) for one in drafted) for name in ("drafted", "accepted", "new"))
+        tried, right, new = (
+            sum(getattr(one, name) for one in drafted) for name in ("drafted", "accepted", "new")
+        )
         accepted = right / tried if tried else float("nan")
         return cls(median(ratios), min(ratios), max(ratios), accepted, new / (new - right))
 
@@ -123,7 +128,9 @@ def measure_drafts(
 ) -> MeasuredDrafts:
     """Measure decoding with a draft and without, in turns; the first round of prompts warms up."""
     if len(prompts) < 2:
-        raise ValueError(f"drafts are measured in two rounds at least, one of them to warm up, not in {len(prompts)}")
+        raise ValueError(
+            f"drafts are measured in two rounds at least, one of them to warm up, not in {len(prompts)}"
+        )
     longest = max(len(prompt) for texts in prompts for prompt in texts) + sampling.max_new_tokens
     plan = make_plan(model, options.ranks, longest)
     found: dict[str, list[DecodedTexts]] = {PLAIN: [], DRAFTED: []}

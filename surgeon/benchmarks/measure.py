@@ -21,7 +21,15 @@ import pandas as pd
 import torch
 
 from surgeon.analysis.factors.factor_plan import plan_factors
-from surgeon.benchmarks.timing import Load, PassTiming, RankRun, load_timed, run_timed, trace_files, write_profile
+from surgeon.benchmarks.timing import (
+    Load,
+    PassTiming,
+    RankRun,
+    load_timed,
+    run_timed,
+    trace_files,
+    write_profile,
+)
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.cost.candidates import Candidate
 from surgeon.cost.workload import Workload
@@ -54,7 +62,9 @@ class Needs:
     device: str
     ways: Ways = field(default_factory=Ways)
 
-    def plan(self, model: str | Path | Model, program: Program | str | None = None, halves: HalvesMode = "off") -> Plan:
+    def plan(
+        self, model: str | Path | Model, program: Program | str | None = None, halves: HalvesMode = "off"
+    ) -> Plan:
         lowrank = self.ways.get("kv") == "lowrank"
         ways: Ways = {**self.ways, "kv": "auto"} if lowrank else self.ways
         plan = make_plan(model, self.ranks, self.tokens, program, self.device, halves=halves, **ways)
@@ -148,7 +158,9 @@ class RankBench:
     pass_tokens: int | None = None
 
     @classmethod
-    def load(cls, ranks: Ranks, plans: Mapping[str, Plan], unconnected: Collection[str] = ()) -> RankBench:
+    def load(
+        cls, ranks: Ranks, plans: Mapping[str, Plan], unconnected: Collection[str] = ()
+    ) -> RankBench:
         for name, plan in plans.items():
             ranks.call(load_timed, plan, name, name not in unconnected)
         return cls(ranks, plans, unconnected)
@@ -159,13 +171,16 @@ class RankBench:
         return runs
 
     def _prepare_load(self, name: str, load: Workload) -> Load:
-        vocabulary = min(plan.vocabulary for plan in self.plans.values())  # token ids that all of the models have
+        # Token ids that all of the models have.
+        vocabulary = min(plan.vocabulary for plan in self.plans.values())
         together = min(load.batch * load.prompt, self.pass_tokens or sys.maxsize)
         plan = self.plans[name]
         limits = Limits(load.batch, plan.max_tokens, pass_tokens=together, long_texts=plan.long_texts)
         return load.requests(vocabulary), load.batch * blocks_for(load.length), limits
 
-    def measure(self, loads: Sequence[Workload], rounds: int, advance: Callable[[float], None]) -> list[Result]:
+    def measure(
+        self, loads: Sequence[Workload], rounds: int, advance: Callable[[float], None]
+    ) -> list[Result]:
         """Run every program under every load in turn, over and over; `advance` is called after each run."""
         results = [
             Result(name, plan, load, name not in self.unconnected)
@@ -187,7 +202,10 @@ class RankBench:
         if self.ranks.options.device != "cuda":
             return list(rounds)
         found = summarise(self.run(name, load, profiled=True), load, name not in self.unconnected)
-        return [replace(one, prefill_pass=found.prefill_pass, decode_pass=found.decode_pass) for one in rounds]
+        return [
+            replace(one, prefill_pass=found.prefill_pass, decode_pass=found.decode_pass)
+            for one in rounds
+        ]
 
     def profile(self, load: Workload, path: Path) -> tuple[Path, ...]:
         """Have every rank write a Chrome trace of all programs, by `torch.profiler`; returns their files."""
@@ -210,7 +228,9 @@ def summarise(runs: Sequence[RankRun], load: Workload, connected: bool) -> Measu
     decode = [one for one in lead.passes if one.decode]
     first_token = prefill[-1].ended - lead.began
     decoding = sum(one.seconds for one in decode)
-    by_kind = [[[one for one in run.passes if one.decode == kind] for run in runs] for kind in (False, True)]
+    by_kind = [
+        [[one for one in run.passes if one.decode == kind] for run in runs] for kind in (False, True)
+    ]
     return Measurement(
         first_token=first_token,
         prefill=sum(one.seconds for one in prefill),
@@ -228,20 +248,28 @@ def _split(passes_by_rank: list[list[PassTiming]]) -> Split:
         waiting = fmean(math.nan if one.waiting is None else one.waiting for one in passes)
         compute = fmean(one.seconds for one in passes) - waiting
         splits.append(Split(rank, waiting, compute, passes[-1].layers, passes[-1].vocabulary))
-    return max(splits, key=lambda split: (0 if math.isnan(split.waiting) else split.waiting, split.compute))
+    return max(
+        splits, key=lambda split: (0 if math.isnan(split.waiting) else split.waiting, split.compute)
+    )
 
 
 MS = 1e3
 
 
-def bench_table(results: Sequence[Result], divergence: Mapping[str, Values] | None = None) -> pd.DataFrame:
+def bench_table(
+    results: Sequence[Result], divergence: Mapping[str, Values] | None = None
+) -> pd.DataFrame:
     """One row per program and batch: medians over the rounds, of ratios too (each against the first, of its round)."""
     first = {result.load: result for result in reversed(results)}
     rows = [_row(result, first[result.load]) for result in results]
     for row in rows if divergence else ():
         if (values := (divergence or {}).get(str(row["program"]))) is not None:
             low, high = known_interval(values, 0.0)
-            row |= {"divergence": mean_divergence(values), "divergence_low": low, "divergence_high": high}
+            row |= {
+                "divergence": mean_divergence(values),
+                "divergence_low": low,
+                "divergence_high": high,
+            }
     return pd.DataFrame(rows)
 
 
@@ -258,7 +286,9 @@ def _row(result: Result, first: Result) -> dict[str, object]:
         row[f"{name}_ms"] = median(getattr(one, name) * MS for one in result.rounds)
     row["tokens_per_second"] = median(one.rate for one in result.rounds)
     row |= _split_columns("prefill", [one.prefill_pass for one in result.rounds])
-    row |= _split_columns("decode", [one.decode_pass for one in result.rounds if one.decode_pass is not None])
+    row |= _split_columns(
+        "decode", [one.decode_pass for one in result.rounds if one.decode_pass is not None]
+    )
     pairs = list(zip(first.rounds, result.rounds, strict=True))
     speedups = {
         "first_token_speedup": [base.first_token / own.first_token for base, own in pairs],
@@ -305,7 +335,9 @@ FEWEST_WINDOWS = 8  # below, an interval says little
 ROWS = 64  # tokens whose predictions are compared at a time, in float64
 
 
-def windows_to_compare(plan: Plan, data: str | None, length: int, tokens: int, seed: int) -> list[list[int]]:
+def windows_to_compare(
+    plan: Plan, data: str | None, length: int, tokens: int, seed: int
+) -> list[list[int]]:
     """Windows of the tokenizer's tokens of a text, or of random tokens."""
     if data is None:
         generator = torch.Generator().manual_seed(seed)
@@ -318,7 +350,9 @@ def windows_to_compare(plan: Plan, data: str | None, length: int, tokens: int, s
     return list(found.ids.tolist())
 
 
-def divergence_of_compressed(ranks: Ranks, windows: list[list[int]], kind: str, name: str = ENGINE) -> Values:
+def divergence_of_compressed(
+    ranks: Ranks, windows: list[list[int]], kind: str, name: str = ENGINE
+) -> Values:
     """Run windows of a text on ranks' engine twice, with exact and with compressed reductions.
 
     Returns:
@@ -339,11 +373,14 @@ def _compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: str)
         first = exact.text_logits(window)
         second = compressed.text_logits(window)
         total = 0.0
-        for rows in torch.arange(len(window) - 1).split(ROWS):  # nothing comes behind the last token's prediction
+        # Nothing comes behind the last token's prediction.
+        for rows in torch.arange(len(window) - 1).split(ROWS):
             log_p = first[rows].double().log_softmax(-1)
             total += float((log_p.exp() * (log_p - second[rows].double().log_softmax(-1))).sum())
         if np.isnan(total):
-            raise UndefinedLogits(f"the logits of {name} are not finite (NaN or infinity); are the weights damaged?")
+            raise UndefinedLogits(
+                f"the logits of {name} are not finite (NaN or infinity); are the weights damaged?"
+            )
         found.append(total / (len(window) - 1))
     return found
 

@@ -43,7 +43,8 @@ COLLECTIVE = re.compile("nccl|all_reduce", re.IGNORECASE)  # in the names of the
 ACTIVITIES = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
 
 now = time.perf_counter  # one clock for all processes of a machine on Linux
-Load = tuple[list[Request], int, Limits]  # texts, the blocks of a cache for them, and how they are computed together
+# Texts, the blocks of a cache for them, and how they are computed together.
+Load = tuple[list[Request], int, Limits]
 
 
 @dataclass(slots=True)
@@ -96,7 +97,9 @@ class PassRecorder:
     passes: list[PassTiming] = field(default_factory=list)
     waiting: float = 0.0
 
-    def close(self, decode: bool, tokens: int, began: float, ended: float, sent: tuple[Counts, Counts]) -> None:
+    def close(
+        self, decode: bool, tokens: int, began: float, ended: float, sent: tuple[Counts, Counts]
+    ) -> None:
         """End a pass, which sent the collectives of the program's steps, and those of the vocabulary."""
         waiting = self.waiting if self.marking else None
         self.passes.append(PassTiming(decode, tokens, began, ended, waiting, *sent))
@@ -124,12 +127,21 @@ class TimedCollectives(Around):
         """Start summing a tensor over the group; waiting on the result gives the sum. Waiting is always apart."""
         return self._time("all-reduce", self.inner.all_reduce, tensor, counts)
 
-    def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
+    def start_all_gather(
+        self,
+        tensor: Tensor,
+        counts: Counts,
+        at_once: bool = False,  # noqa: ARG002
+    ) -> Callable[[], Tensor]:
         """Start gathering the group's tensors; waiting on the result gives them joined."""
         return self._time("all-gather", self.inner.start_all_gather, tensor, counts)
 
     def _time(
-        self, kind: str, start: Callable[[Tensor, Counts], Callable[[], Tensor]], tensor: Tensor, counts: Counts
+        self,
+        kind: str,
+        start: Callable[[Tensor, Counts], Callable[[], Tensor]],
+        tensor: Tensor,
+        counts: Counts,
     ) -> Callable[[], Tensor]:
         recorder = self.recorder
         if not recorder.marking:
@@ -209,7 +221,9 @@ class TimedMachine(RankMachine):
         return super().join(fork, added)
 
 
-def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True, link: Link | None = None) -> None:
+def load_timed(
+    rank: Rank, plan: Plan, name: str, connected: bool = True, link: Link | None = None
+) -> None:
     """Load a rank's slices of a model, and keep the timed engine under a name.
 
     Args:
@@ -247,7 +261,9 @@ def run_timed(
         for one, waiting in zip(recorder.passes, waits_of_passes(profiler.events() or ()), strict=True):
             one.waiting = waiting
     if any(output.finish_reason == "undefined" for output in outputs):
-        raise UndefinedLogits(f"the logits of {name} are not finite (NaN or infinity); are the weights damaged?")
+        raise UndefinedLogits(
+            f"the logits of {name} are not finite (NaN or infinity); are the weights damaged?"
+        )
     return RankRun(began, recorder.passes)
 
 

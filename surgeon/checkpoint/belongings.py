@@ -21,7 +21,8 @@ from surgeon.language.yaml import read_yaml
 from surgeon.words import first_few
 
 GENERATION = "generation_config.json"
-GGUF_RECORD = "gguf.json"  # of which GGUF file a folder was made (its name, SHA-256, types), and its files
+# Of which GGUF file a folder was made (its name, SHA-256, types), and its files.
+GGUF_RECORD = "gguf.json"
 REPORT_FILE = "surgeon.json"  # in which a checkpoint says what it was made of
 CODAS = "codas"  # where racks' codas lie (see codas.py)
 TEMPLATES = "additional_chat_templates"  # where transformers puts all chat templates but the default one
@@ -44,18 +45,36 @@ class FileKind(Enum):
 
 CARRIED = {
     FileKind.TOKENIZER: (
-        *("*tokenizer*", "special_tokens_map.json", "added_tokens.json", "*vocab*", "merges.txt", "*.model", "*.spm"),
+        *(
+            "*tokenizer*",
+            "special_tokens_map.json",
+            "added_tokens.json",
+            "*vocab*",
+            "merges.txt",
+            "*.model",
+            "*.spm",
+        ),
         *("*.tiktoken", "tekken.json", "chat_template*", "*.jinja", f"{TEMPLATES}/*.jinja"),
     ),
     # Of Mistral's models SYSTEM_PROMPT.txt is a part of the documented prompt.
     FileKind.SETTINGS: (GENERATION, "*processor*.json", "*system_prompt*"),
     FileKind.TERMS: (
-        *("*license*", "*licence*", "*notice*", "*use_policy*", "*use-policy*", "copying*", "copyright*"),
+        *(
+            "*license*",
+            "*licence*",
+            "*notice*",
+            "*use_policy*",
+            "*use-policy*",
+            "copying*",
+            "copyright*",
+        ),
         *("licenses/*", "licences/*"),
     ),
 }
 # Which are looked into.
-FOLDERS = {pattern.partition("/")[0] for patterns in CARRIED.values() for pattern in patterns if "/" in pattern}
+FOLDERS = {
+    pattern.partition("/")[0] for patterns in CARRIED.values() for pattern in patterns if "/" in pattern
+}
 
 # What is weights, or code, is no tokenizer, whatever else its name says; but for code that reads texts and images.
 _CODE = {FileKind.TOKENIZER: ("tokenization_*.py",), FileKind.SETTINGS: ("*processing_*.py",)}
@@ -64,13 +83,43 @@ _LEFT = {
     FileKind.MADE_ANEW: ("config.json", "readme.md", REPORT_FILE, GGUF_RECORD, "modeling_surgeon_*.py"),
     FileKind.CODAS: (f"{CODAS}/",),
     FileKind.TRAINING: (
-        *("optimizer*", "scheduler*", "scaler.pt", "rng_state*", "training_args*", "trainer_state.json", "latest"),
+        *(
+            "optimizer*",
+            "scheduler*",
+            "scaler.pt",
+            "rng_state*",
+            "training_args*",
+            "trainer_state.json",
+            "latest",
+        ),
         *("*_results.json", "events.out.tfevents*", "zero_to_fp32.py", "checkpoint-*/", "global_step*/"),
         *("runs/", "logs/", "wandb/", "training.json"),
     ),
     FileKind.WEIGHTS: (
-        *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.gguf", "*.ggml"),
-        *("*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.npz", "*.npy", "*.ot", "*.tflite", "*.mlmodel", "*.nemo"),
+        *(
+            "*.safetensors",
+            "*.index.json",
+            "*.bin",
+            "*.pt",
+            "*.pth",
+            "*.ckpt",
+            "*.pkl",
+            "*.pickle",
+            "*.gguf",
+            "*.ggml",
+        ),
+        *(
+            "*.onnx",
+            "*.onnx_data",
+            "*.h5",
+            "*.msgpack",
+            "*.npz",
+            "*.npy",
+            "*.ot",
+            "*.tflite",
+            "*.mlmodel",
+            "*.nemo",
+        ),
         *("params.json", "original/", "onnx/", "openvino/", "coreml/", "gguf/"),
     ),
     FileKind.CODE: ("*.py", "*.pyc", "*.so", "*.sh", "*.ipynb"),
@@ -85,7 +134,10 @@ def kind_of(name: str) -> FileKind:
         if any(fnmatchcase(last, pattern) for pattern in patterns):
             return kind
     for kind, patterns in CARRIED.items():
-        if any(fnmatchcase(lower, pattern) and pattern.count("/") == lower.count("/") for pattern in patterns):
+        if any(
+            fnmatchcase(lower, pattern) and pattern.count("/") == lower.count("/")
+            for pattern in patterns
+        ):
             return kind
     return FileKind.UNKNOWN
 
@@ -93,7 +145,10 @@ def kind_of(name: str) -> FileKind:
 def patterns_for_the_hub() -> list[str]:
     """Return patterns of carried files for libraries that regard case."""
     names = [pattern for patterns in CARRIED.values() for pattern in patterns]
-    return ["".join(f"[{letter.upper()}{letter}]" if letter.isalpha() else letter for letter in name) for name in names]
+    return [
+        "".join(f"[{letter.upper()}{letter}]" if letter.isalpha() else letter for letter in name)
+        for name in names
+    ]
 
 
 _EXPECTED = {FileKind.WEIGHTS.value, FileKind.TRAINING.value}  # of what stays behind: nobody misses it
@@ -213,7 +268,10 @@ class Inherited:
         kept = kept if isinstance(kept, dict) else {}
         metadata = kept.get("metadata")
         notes = kept.get("notes")
-        return cls(metadata if isinstance(metadata, dict) else {}, tuple(notes) if isinstance(notes, list) else ())
+        return cls(
+            metadata if isinstance(metadata, dict) else {},
+            tuple(notes) if isinstance(notes, list) else (),
+        )
 
 
 def inherit(folder: Path) -> Inherited:
@@ -229,7 +287,9 @@ def inherit(folder: Path) -> Inherited:
         if not isinstance(front, dict | None):
             raise ValueError("it is no mapping")
     except (OSError, ValueError) as error:
-        return Inherited({}, (f"The front matter of its {CARD_FILE} cannot be read ({first_line(error)}).",))
+        return Inherited(
+            {}, (f"The front matter of its {CARD_FILE} cannot be read ({first_line(error)}).",)
+        )
     metadata: dict[str, Any] = {}
     notes = []
     for key, value in (front or {}).items():
@@ -264,4 +324,8 @@ def _is_valid(key: str, value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     """Tell whether it is a text of characters that a file can hold."""
-    return isinstance(value, str) and bool(value.strip()) and value.encode(errors="ignore").decode() == value
+    return (
+        isinstance(value, str)
+        and bool(value.strip())
+        and value.encode(errors="ignore").decode() == value
+    )

@@ -75,7 +75,11 @@ class StoredCodas:
         path = _file(self.folder, rack)
         read_header(path)
         tensors = load_file(path)
-        return Coda(self.config, self.program, {name: one.to(dtype or one.dtype) for name, one in tensors.items()})
+        return Coda(
+            self.config,
+            self.program,
+            {name: one.to(dtype or one.dtype) for name, one in tensors.items()},
+        )
 
 
 def write_codas(
@@ -114,15 +118,21 @@ def read_codas(folder: Path, check_weights: bool = True) -> StoredCodas | None:
         return None
     index = read_json(path)
     if index.get("format") != FORMAT:
-        raise ValueError(f"{path} has the format {shown(index.get('format'))}, and {FORMAT} is known here")
+        raise ValueError(
+            f"{path} has the format {shown(index.get('format'))}, and {FORMAT} is known here"
+        )
     kinds = {"racks": list, "nodes": list, "depth": int, "weights": str, "program": str, "config": dict}
     wrong = [name for name, kind in kinds.items() if type(index.get(name)) is not kind]
     lists = (name for name, kind in _KINDS.items() if name not in wrong)
     wrong += [name for name in lists if any(type(one) is not _KINDS[name] for one in index[name])]
-    if not wrong and (not 2 <= len(index["racks"]) == len(index["nodes"]) or index["nodes"] != sorted(index["nodes"])):
+    if not wrong and (
+        not 2 <= len(index["racks"]) == len(index["nodes"]) or index["nodes"] != sorted(index["nodes"])
+    ):
         wrong = ["nodes"]
     if wrong:
-        raise ValueError(f"{path} is damaged: it has {wrong[0]}: {shown(index.get(wrong[0]))}; train the codas again")
+        raise ValueError(
+            f"{path} is damaged: it has {wrong[0]}: {shown(index.get(wrong[0]))}; train the codas again"
+        )
     if check_weights and index["weights"] != Checkpoint(folder).model_hash():
         raise ValueError(
             f"the codas in {path.parent} are of other weights than those in {folder}; remove the folder, or train them "
@@ -132,11 +142,15 @@ def read_codas(folder: Path, check_weights: bool = True) -> StoredCodas | None:
         config = CONFIG_MAPPING[index["config"].get("model_type")].from_dict(index["config"])
         program = Program.parse(index["program"])
     except Exception as error:  # whatever it trips over is a fault of the file
-        raise ValueError(f"{path} describes no coda ({first_line(error)}); train the codas again") from error
+        raise ValueError(
+            f"{path} describes no coda ({first_line(error)}); train the codas again"
+        ) from error
     for rack in range(len(index["racks"]) - 1):
         if not _file(folder, rack).is_file():
             raise FileNotFoundError(f"{_file(folder, rack)} is missing: {INDEX} names that rack")
-    return StoredCodas(folder, tuple(index["racks"]), tuple(index["nodes"]), index["depth"], config, program)
+    return StoredCodas(
+        folder, tuple(index["racks"]), tuple(index["nodes"]), index["depth"], config, program
+    )
 
 
 def _file(folder: Path, rack: int) -> Path:

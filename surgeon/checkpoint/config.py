@@ -34,7 +34,11 @@ _OF_LAYERS_THAT_DIFFER = "transformers.integrations.heterogeneity.configuration_
 
 # Of a size of a configuration whose layers differ in it others are told as they read it; surgeon reads all of them.
 logging.getLogger(_OF_LAYERS_THAT_DIFFER).addFilter(
-    lambda _: not any(frame.f_globals.get("__name__", "").startswith("surgeon.") for frame, _ in walk_stack(None))
+    lambda _: (
+        not any(
+            frame.f_globals.get("__name__", "").startswith("surgeon.") for frame, _ in walk_stack(None)
+        )
+    )
 )
 
 
@@ -67,7 +71,9 @@ def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
     stored = _model_type(entries, path)
     name = stored if stored == FUSED.model_type else stored.removeprefix(PROGRAM_PREFIX)
     if name != stored and PROGRAM_KEY not in entries:
-        raise ValueError(f"{path} has the model_type {PROGRAM_PREFIX}{name}, and so needs {PROGRAM_KEY}, the program")
+        raise ValueError(
+            f"{path} has the model_type {PROGRAM_PREFIX}{name}, and so needs {PROGRAM_KEY}, the program"
+        )
     family = family_named(name)
     program = _program_in(entries, path)
     _check_widths(checkpoint)
@@ -93,7 +99,9 @@ def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
     model_type = _model_type(entries, path)
     if model_type == FUSED.model_type:
         return _of_source(path)
-    family = family_named(model_type.removeprefix(PROGRAM_PREFIX) if PROGRAM_KEY in entries else model_type)
+    family = family_named(
+        model_type.removeprefix(PROGRAM_PREFIX) if PROGRAM_KEY in entries else model_type
+    )
     try:
         config = dense_config(config_beside(entries, CONFIG_MAPPING[family.model_type]))
         family_of(config)
@@ -135,11 +143,15 @@ def _of_source(path: Path) -> tuple[Any, Program]:
         )
     model = source.get("model") if isinstance(source, dict) else None
     if not isinstance(model, str) or not isinstance(program, str):
-        raise ValueError(f"{record} is not what surgeon export writes: it lacks the program or its source; {advice}")
+        raise ValueError(
+            f"{record} is not what surgeon export writes: it lacks the program or its source; {advice}"
+        )
     try:
         config, _ = read_config_only(model)
     except OSError as error:
-        raise ValueError(f"{path} is of a checkpoint in the fused form, made of {model}: {error}; {advice}") from error
+        raise ValueError(
+            f"{path} is of a checkpoint in the fused form, made of {model}: {error}; {advice}"
+        ) from error
     return config, Program.parse(program)
 
 
@@ -172,23 +184,39 @@ def _check_counts(checkpoint: Checkpoint, family: Family) -> None:
             else:
                 reason = f"at most {limit} are supported"
             path = checkpoint.folder / "config.json"
-            raise ValueError(f"{path} is not a valid configuration: {name} has {str(count)[:30]}, but {reason}")
+            raise ValueError(
+                f"{path} is not a valid configuration: {name} has {str(count)[:30]}, but {reason}"
+            )
 
 
 def _check_sizes(path: Path, config: Any, family: Family) -> None:
     """Refuse sizes that no model can have."""
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    )
     try:
         sizes: dict[str, int] = {name: getattr(config, name) for name in names}
         shared = sizes["hidden_size"] // max(1, sizes["num_attention_heads"])
-        sizes["head_dim"] = getattr(config, "head_dim", None) or shared  # 0 and None both mean hidden size / heads
+        # 0 and None both mean hidden size / heads.
+        sizes["head_dim"] = getattr(config, "head_dim", None) or shared
         for layer in config.per_layer_config if config.is_heterogeneous else [config]:
-            sizes.update({str(unit): min(count, sizes.get(unit, count)) for unit, count in family.units(layer).items()})
+            sizes.update(
+                {
+                    str(unit): min(count, sizes.get(unit, count))
+                    for unit, count in family.units(layer).items()
+                }
+            )
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} is not a valid configuration: {error}") from error
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{path} is not a valid configuration: {name} must be at least 1, not {size}")
+            raise ValueError(
+                f"{path} is not a valid configuration: {name} must be at least 1, not {size}"
+            )
 
 
 def _check_widths(checkpoint: Checkpoint) -> None:
@@ -211,7 +239,8 @@ def _leave_out_biases(checkpoint: Checkpoint, config: Any) -> None:
     beside = [
         bias
         for name, one in checkpoint.quantised.items()
-        if one.scheme.writes_biases and (bias := f"{name.removesuffix(one.scheme.stands_for)}.bias") in checkpoint
+        if one.scheme.writes_biases
+        and (bias := f"{name.removesuffix(one.scheme.stands_for)}.bias") in checkpoint
     ]
     if not beside:
         return
@@ -240,10 +269,15 @@ def _are_tied(checkpoint: Checkpoint, family: Family, wanted: bool) -> bool:
     embedding, head = (names.own(f"{path}.weight") for path in (family.embedding, family.head))
     if not wanted or embedding not in checkpoint or head not in checkpoint:
         return wanted
-    if (checkpoint.dtype(embedding), checkpoint.shape(embedding)) != (checkpoint.dtype(head), checkpoint.shape(head)):
+    if (checkpoint.dtype(embedding), checkpoint.shape(embedding)) != (
+        checkpoint.dtype(head),
+        checkpoint.shape(head),
+    ):
         return False
     # Bit for bit; they are read as far as they are the same.
-    return all(a == b for a, b in zip(checkpoint[embedding].blocks(), checkpoint[head].blocks(), strict=True))
+    return all(
+        a == b for a, b in zip(checkpoint[embedding].blocks(), checkpoint[head].blocks(), strict=True)
+    )
 
 
 def _numbers_in(value: Any) -> list[Any]:

@@ -106,7 +106,10 @@ class Surgery:
     @property
     def codas(self) -> tuple[list[str], int] | None:
         """The racks' ranges of layers and the depth of their codas, where such lie beside it (see codas.py)."""
-        if self.recipe is None and (found := read_codas(self.stored.folder, check_weights=False)) is not None:
+        if (
+            self.recipe is None
+            and (found := read_codas(self.stored.folder, check_weights=False)) is not None
+        ):
             return (list(found.racks), found.depth)
         return None
 
@@ -117,7 +120,9 @@ def describe(what: str | Path) -> Surgery:
         recipe = read_recipe(Path(what))
         model = StoredModel(recipe.model, None, *read_config_only(recipe.model))
         program = recipe_program(recipe, model.config, model.own)
-        return Surgery(Path(what).name, model, recipe.model, model.num_layers, model.program, program, recipe)
+        return Surgery(
+            Path(what).name, model, recipe.model, model.num_layers, model.program, program, recipe
+        )
     stored = open_stored(what)
     steps = stored.family.steps_per_layer
     if (report := stored.report) is None:
@@ -194,7 +199,8 @@ def _tensor_names(one: Surgery) -> dict[str, str]:
     names = one.stored.weights.names
     embedding = f"{family.embedding}.weight"
     head = f"{family.head}.weight"
-    alike = {names.of(head): head, names.of(embedding): names.own(embedding)}  # whatever name they are stored under
+    # Whatever name they are stored under.
+    alike = {names.of(head): head, names.of(embedding): names.own(embedding)}
     pattern = re.compile(rf"{re.escape(names.layers)}(\d+)\.(.+)")
     found = {}
     for name in one.stored.checkpoint.names():
@@ -225,7 +231,8 @@ def _difference(a: Checkpoint, a_name: str, b: Checkpoint, b_name: str) -> str |
         if differs.any():
             count += int(differs.sum())
             apart = (_wide(part_a).reshape(-1)[differs] - _wide(part_b).reshape(-1)[differs]).abs()
-            most = max(most, apart.max().item(), key=lambda value: (math.isnan(value), value))  # nan is the largest
+            # Nan is the largest.
+            most = max(most, apart.max().item(), key=lambda value: (math.isnan(value), value))
     if dtypes[0] == dtypes[1] and not count:
         return None
     words = [] if dtypes[0] == dtypes[1] else [f"dtype {dtypes[0]} | {dtypes[1]}"]
@@ -243,7 +250,8 @@ def _wide(tensor: Tensor) -> Tensor:
 def _compare_files(*checkpoints: Checkpoint) -> dict[str, str]:
     """Compare tokenizer, chat templates, settings, licence and code; the report and card always differ."""
     ours, theirs = (
-        {path.name: path for path in one.folder.glob("*.py")} | companions_of(one.folder, one.file_names).files
+        {path.name: path for path in one.folder.glob("*.py")}
+        | companions_of(one.folder, one.file_names).files
         for one in checkpoints
     )
     found = {}

@@ -54,7 +54,9 @@ class FactorCache:
             if not path.exists():
                 write_factors(path, self.source.factors(sublayer, role, matrix))
         if set(read_header(path)) != set(Factors._fields):
-            raise ValueError(f"{path} does not hold the two factors of a matrix; remove it, and they are made again")
+            raise ValueError(
+                f"{path} does not hold the two factors of a matrix; remove it, and they are made again"
+            )
         with safe_open(path, framework="pt") as file:
             return Factors(*map(file.get_tensor, Factors._fields))
 
@@ -64,7 +66,9 @@ class FactorCache:
 
 def file_name(sublayer: Sublayer, role: str) -> str:
     """Name the file of one matrix's factors as programs name the matrix."""
-    alone = replace(sublayer, piece=None, ranks=tuple(entry for entry in sublayer.ranks if entry[0] == role))
+    alone = replace(
+        sublayer, piece=None, ranks=tuple(entry for entry in sublayer.ranks if entry[0] == role)
+    )
     return f"{str(alone).replace('@', '.')}.safetensors"
 
 

@@ -26,7 +26,15 @@ from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.write import Writing, split_into_shards
 from surgeon.errors import did_you_mean, naming, needs_extra
 from surgeon.models.families import family_named
-from surgeon.processes.files import cache_folder, check_space, make_folder, publish, scratch, sync_tree, write_json
+from surgeon.processes.files import (
+    cache_folder,
+    check_space,
+    make_folder,
+    publish,
+    scratch,
+    sync_tree,
+    write_json,
+)
 from surgeon.progress import progress
 from surgeon.words import first_few
 
@@ -60,7 +68,9 @@ def parts_of(path: Path) -> list[Path]:
     if found is None:
         return [path]
     stem, _, count, ending = found.groups()
-    parts = [path.with_name(f"{stem}-{number:05d}-of-{count}{ending}") for number in range(1, int(count) + 1)]
+    parts = [
+        path.with_name(f"{stem}-{number:05d}-of-{count}{ending}") for number in range(1, int(count) + 1)
+    ]
     for part in parts:
         if not part.is_file():
             raise FileNotFoundError(
@@ -98,7 +108,10 @@ def convert_gguf(path: Path) -> Path:
     readers = [_open_part(part) for part in parts]
     with naming(kept), scratch(folder) as made:
         _write_folder(made, parts[0], readers, DTYPES[name])
-        record = {"file": path.name, "sha256": dict(zip([part.name for part in parts], hashes, strict=True))}
+        record = {
+            "file": path.name,
+            "sha256": dict(zip([part.name for part in parts], hashes, strict=True)),
+        }
         types = [one.tensor_type.name for reader in readers for one in reader.tensors]
         record |= {"types": {one: types.count(one) for one in sorted(set(types))}, "dtype": name}
         if licence := _value(readers[0], "general.license"):
@@ -205,10 +218,15 @@ def _write_folder(made: Path, first: Path, readers: Sequence[GGUFReader], dtype:
         writing.finish()
 
 
-def _config_of(first: Path, reader: GGUFReader, architecture: str, tensors: Mapping[str, ReaderTensor]) -> Any:
+def _config_of(
+    first: Path, reader: GGUFReader, architecture: str, tensors: Mapping[str, ReaderTensor]
+) -> Any:
     """Return its configuration as `transformers` reads it, with the entries that that leaves out."""
     from transformers import CONFIG_MAPPING
-    from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING, load_gguf_checkpoint
+    from transformers.modeling_gguf_pytorch_utils import (
+        GGUF_TO_TRANSFORMERS_MAPPING,
+        load_gguf_checkpoint,
+    )
 
     try:
         entries = dict(load_gguf_checkpoint(str(first))["config"])
@@ -221,14 +239,23 @@ def _config_of(first: Path, reader: GGUFReader, architecture: str, tensors: Mapp
     family_named(entries["model_type"])
     entries.pop("_model_name_or_path", None)
     entries = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | entries
-    entries["tie_word_embeddings"] = "output.weight" not in tensors  # which may lie in another part than the first
+    # Which may lie in another part than the first.
+    entries["tie_word_embeddings"] = "output.weight" not in tensors
     mapping: Any = GGUF_TO_TRANSFORMERS_MAPPING["config"]
     read = {key for group in mapping.values() for key in group}
     defaults = config_class()
     unknown = []
-    for key in (name.removeprefix(f"{architecture}.") for name in reader.fields if name.startswith(f"{architecture}.")):
+    for key in (
+        name.removeprefix(f"{architecture}.")
+        for name in reader.fields
+        if name.startswith(f"{architecture}.")
+    ):
         entry = _ENTRIES.get(key)
-        if entry is not None and entry not in entries and (hasattr(defaults, entry) or entry == "rope_theta"):
+        if (
+            entry is not None
+            and entry not in entries
+            and (hasattr(defaults, entry) or entry == "rope_theta")
+        ):
             entries[entry] = _value(reader, f"{architecture}.{key}")
         elif entry is None and key not in read and not key.startswith(_SPARE):
             unknown.append(key)
@@ -240,7 +267,10 @@ def _config_of(first: Path, reader: GGUFReader, architecture: str, tensors: Mapp
         )
     if scaling := _rope_scaling(first, reader, architecture, tensors):
         entries["rope_scaling"] = scaling
-    entries = {key: float(str(np.float32(one))) if isinstance(one, float) else one for key, one in entries.items()}
+    entries = {
+        key: float(str(np.float32(one))) if isinstance(one, float) else one
+        for key, one in entries.items()
+    }
     if architecture in _LARGEST and entries["num_hidden_layers"] == _LARGEST[architecture]:
         entries["query_pre_attn_scalar"] = entries["hidden_size"] // entries["num_attention_heads"]
     with _faults(f"{first} has metadata that describe no model"):
@@ -263,7 +293,9 @@ def _rope_scaling(
         entry |= {"original_max_position_embeddings": before or 8192}
         wave = 2 * torch.pi * base ** (torch.arange(len(stored)) / len(stored))
         smooth = (entry["original_max_position_embeddings"] / wave - 1.0) / 3.0
-        expected = 1 / torch.lerp(torch.tensor(1 / entry["factor"]), torch.tensor(1.0), smooth.clamp(0, 1))
+        expected = 1 / torch.lerp(
+            torch.tensor(1 / entry["factor"]), torch.tensor(1.0), smooth.clamp(0, 1)
+        )
         if torch.allclose(stored, expected, rtol=1e-4):
             return entry
         kind = f"of its own ({_FREQUENCIES})"
@@ -272,7 +304,11 @@ def _rope_scaling(
     if kind == "linear" and factor:
         return {"rope_type": "linear", "factor": float(factor)}
     if kind == "yarn" and factor and before:
-        return {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": int(before)}
+        return {
+            "rope_type": "yarn",
+            "factor": float(factor),
+            "original_max_position_embeddings": int(before),
+        }
     raise ValueError(
         f"{first} has RoPE scaling {kind}, which is not read from GGUF files; give the folder that it was made of"
     )
@@ -286,7 +322,11 @@ def _value(reader: GGUFReader, key: str) -> Any:
 
 
 def _by_parameter(
-    first: Path, kind: str, names: Sequence[str], mapped: Mapping[str, str], tensors: Sequence[ReaderTensor]
+    first: Path,
+    kind: str,
+    names: Sequence[str],
+    mapped: Mapping[str, str],
+    tensors: Sequence[ReaderTensor],
 ) -> dict[str, list[ReaderTensor]]:
     """Group tensors by the parameter that they hold; a stack of experts has two."""
     from gguf import dequantize
@@ -298,7 +338,9 @@ def _by_parameter(
             dequantize(one.data.reshape(-1, one.data.shape[-1])[:1], one.tensor_type)
         except NotImplementedError as error:
             stored = one.tensor_type.name
-            raise ValueError(f"{first}: {one.name} is stored as {stored}, which cannot be dequantised") from error
+            raise ValueError(
+                f"{first}: {one.name} is stored as {stored}, which cannot be dequantised"
+            ) from error
         name = mapped.get(one.name) or mapped.get(one.name.removesuffix(".weight"))
         if name is not None:
             held.setdefault(name, []).append(one)
@@ -331,7 +373,9 @@ def _plan_tensors(
     try:
         mapped = get_gguf_hf_weights_map(model, processor)
     except NotImplementedError as error:
-        raise ValueError(f"{first} is of {config.model_type}, whose GGUF tensors have no known names") from error
+        raise ValueError(
+            f"{first} is of {config.model_type}, whose GGUF tensors have no known names"
+        ) from error
     untied = [name for name in names if name != "lm_head.weight" or not config.tie_word_embeddings]
     held = _by_parameter(first, config.model_type, untied, mapped, tensors)
 

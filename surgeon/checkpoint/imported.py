@@ -97,7 +97,9 @@ def translate_entries(entries: Entries) -> Uniform:
     if blocks is None or PROGRAM_KEY in entries or entries["model_type"] not in FAMILIES:
         return Uniform(entries, {})
     if not isinstance(blocks, list) or not all(isinstance(one, dict) for one in blocks) or not blocks:
-        raise ValueError(f"{BLOCKS_KEY} in config.json has an object for each layer, not {shown(blocks)}")
+        raise ValueError(
+            f"{BLOCKS_KEY} in config.json has an object for each layer, not {shown(blocks)}"
+        )
     family = FAMILIES[entries["model_type"]]
     heads = int(entries["num_attention_heads"])
     attentions = [_heads(one, heads, layer) for layer, one in enumerate(blocks)]
@@ -112,9 +114,15 @@ def translate_entries(entries: Entries) -> Uniform:
             nodes.append(Sublayer(ATTENTION, (layer,), width=None if groups == kv_heads else groups))
         if width is not None:
             nodes.append(Sublayer(FEED_FORWARD, (layer,), width=None if width == widest else width))
-    sizes = {"num_key_value_heads": kv_heads, family.intermediate: widest, "num_hidden_layers": len(blocks)}
+    sizes = {
+        "num_key_value_heads": kv_heads,
+        family.intermediate: widest,
+        "num_hidden_layers": len(blocks),
+    }
     kept = {key: value for key, value in entries.items() if key != BLOCKS_KEY}
-    kept |= {key: value for key, value in sizes.items() if value} | {PROGRAM_KEY: " ".join(map(str, nodes))}
+    kept |= {key: value for key, value in sizes.items() if value} | {
+        PROGRAM_KEY: " ".join(map(str, nodes))
+    }
     return Uniform(kept, {layer: times for layer, times in repeats.items() if times > 1})
 
 
@@ -143,7 +151,9 @@ def translate_model(entries: Entries, store: TensorFiles) -> tuple[Entries, dict
             path = f"{layers}{layer}.{family.attention.projection(role).path}"
             for name in {f"{path}.weight", f"{path}.bias"} & tensors.keys():
                 rows, *others = tensors[name].shape
-                make = partial(repeat_heads, rows * times // int(found.entries["num_key_value_heads"]), times)
+                make = partial(
+                    repeat_heads, rows * times // int(found.entries["num_key_value_heads"]), times
+                )
                 tensors[name] = Derived([tensors[name]], (rows * times, *others), make)
     for name, layer in find_queries(family, layers, store) if found.divides else ():
         tensors[name] = Derived([tensors[name]], tensors[name].shape, partial(divide_queries, layer + 1))
@@ -157,7 +167,9 @@ def _part(block: Entries, name: str, layer: int) -> Entries | None:
         return None
     for key in ("replace_with_linear", "window_length", "num_sink_tokens", "moe", "mamba"):
         if part.get(key):
-            raise ValueError(f"layer {layer} has {key}: {shown(part[key])} in {BLOCKS_KEY}, which no program can say")
+            raise ValueError(
+                f"layer {layer} has {key}: {shown(part[key])} in {BLOCKS_KEY}, which no program can say"
+            )
     found: Entries = part
     return found
 
@@ -231,7 +243,10 @@ def find_pairs(family: Family, layers: str, store: Store) -> dict[tuple[int, str
     pairs = {}
     for layer, names in inside.items():
         for path in alone:
-            if f"{path}.weight" not in names and (pair := _pair(f"{layers}{layer}.", path, names, store)) is not None:
+            if (
+                f"{path}.weight" not in names
+                and (pair := _pair(f"{layers}{layer}.", path, names, store)) is not None
+            ):
                 pairs[layer, roles[path]] = pair
     return pairs
 
@@ -243,7 +258,8 @@ def _pair(prefix: str, path: str, names: set[str], store: Store) -> Pair | None:
         if f"{first}.weight" not in names:
             continue
         blocks = sorted(
-            (one for one in names if re.fullmatch(rf"{re.escape(second)}(\.\d+)?\.weight", one)), key=_numbers
+            (one for one in names if re.fullmatch(rf"{re.escape(second)}(\.\d+)?\.weight", one)),
+            key=_numbers,
         )
         biases = [one.removesuffix("weight") + "bias" for one in blocks]
         rank = store.shape(f"{prefix}{first}.weight")[0]
@@ -254,10 +270,16 @@ def _pair(prefix: str, path: str, names: set[str], store: Store) -> Pair | None:
                 f"{sum(shape[1] for shape in parts)}: two factors of {prefix}{path} have to fit together"
             )
         if any(f"{place}.inv_perm" in names for place in (path, parent)):
-            raise ValueError(f"{prefix}{path} gives its features in another order (inv_perm), which no program can say")
+            raise ValueError(
+                f"{prefix}{path} gives its features in another order (inv_perm), which no program can say"
+            )
         there = tuple(f"{prefix}{one}" for one in biases if one in names)
         return Pair(
-            f"{prefix}{path}", f"{prefix}{first}.weight", tuple(f"{prefix}{one}" for one in blocks), there, rank
+            f"{prefix}{path}",
+            f"{prefix}{first}.weight",
+            tuple(f"{prefix}{one}" for one in blocks),
+            there,
+            rank,
         )
     return None
 
@@ -283,7 +305,9 @@ def add_ranks(entries: Entries, family: Family, pairs: Mapping[tuple[int, str], 
 
     def ranked(sublayer: Sublayer) -> Sublayer:
         found = ranks.get((sublayer.kind, sublayer.layers[0]), {})
-        return replace(sublayer, ranks=tuple((role, found[role]) for role in ROLES[sublayer.kind] if role in found))
+        return replace(
+            sublayer, ranks=tuple((role, found[role]) for role in ROLES[sublayer.kind] if role in found)
+        )
 
     return entries | {PROGRAM_KEY: str(program.renamed(ranked))}
 

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 
 def load(
-    model: str | Path | StoredModel, dtype: torch.dtype | None = None, device_map: Any = None, packed: bool = False
+    model: str | Path | StoredModel,
+    dtype: torch.dtype | None = None,
+    device_map: Any = None,
+    packed: bool = False,
 ) -> PreTrainedModel:
     """Load a model for surgery, in evaluation mode; no code that lies in the folder is run.
 
@@ -61,7 +64,9 @@ def load(
     if note := stored.dequantised(str(dtype).removeprefix("torch."), packed):
         warnings.warn(note, stacklevel=1)
     try:
-        loaded = from_files(model_class, stored, packed, config=config, dtype=dtype, device_map=device_map)
+        loaded = from_files(
+            model_class, stored, packed, config=config, dtype=dtype, device_map=device_map
+        )
     except (ArithmeticError, AssertionError, LookupError, TypeError) as error:
         raise ValueError(
             f"{stored.folder / 'config.json'} describes no model that can be built ({type(error).__name__}: {error})"
@@ -73,7 +78,9 @@ def load(
     return ready
 
 
-def from_files(model_class: Any, stored: StoredModel, packed: bool = False, **options: Any) -> PreTrainedModel:
+def from_files(
+    model_class: Any, stored: StoredModel, packed: bool = False, **options: Any
+) -> PreTrainedModel:
     """Build a model from a folder, or the text decoder in it, as `from_pretrained` does.
 
     Quantised matrices are read as numbers, or stay `packed`, as `load` takes it.
@@ -95,7 +102,9 @@ def from_files(model_class: Any, stored: StoredModel, packed: bool = False, **op
         loaded, report = model_class.from_pretrained(stored.folder, **options)
     else:
         with quiet():  # it would tell of all that is around the text decoder
-            loaded, report = model_class.from_pretrained(stored.folder, key_mapping=wrapped.loading, **options)
+            loaded, report = model_class.from_pretrained(
+                stored.folder, key_mapping=wrapped.loading, **options
+            )
         vars(loaded).pop("_weight_conversions", None)  # saved, the decoder is a model of its own
     check_complete(stored.folder, report)
     made: PreTrainedModel = loaded
@@ -162,19 +171,26 @@ class StreamedLayers(nn.ModuleList):
         checkpoint = self.stored.checkpoint
         prefix = self.stored.weights.names.layers
         for name, parameter in self.named_parameters():
-            if (stored := checkpoint.tensors.get(f"{prefix}{name}")) is not None and stored.shape != parameter.shape:
+            if (
+                stored := checkpoint.tensors.get(f"{prefix}{name}")
+            ) is not None and stored.shape != parameter.shape:
                 raise ValueError(
                     f"{checkpoint.folder}: tensor {prefix}{name} has the shape {stored.shape}, but config.json asks "
                     f"for {tuple(parameter.shape)}"
                 )
         placed = checkpoint.copy()
-        placed.tensors = {name: _Placed(one, self.device, self.dtype) for name, one in checkpoint.tensors.items()}
+        placed.tensors = {
+            name: _Placed(one, self.device, self.dtype) for name, one in checkpoint.tensors.items()
+        }
         return ModelWeights(placed, self.stored.family, head_dim, factors)
 
     def sublayer_bytes(self, kind: str) -> int:
         """Return the memory of the largest attention's, or feed-forward's, weights."""
         spec = self.stored.family.spec
-        called = ([layer.get_submodule(path) for path in spec(kind, place).stages] for place, layer in enumerate(self))
+        called = (
+            [layer.get_submodule(path) for path in spec(kind, place).stages]
+            for place, layer in enumerate(self)
+        )
         sizes = (sum(one.numel() for module in own for one in module.parameters()) for own in called)
         return max(sizes) * self.dtype.itemsize
 

@@ -59,7 +59,9 @@ def hub_answers(address: str) -> bool:
     if url.scheme in getproxies() or url.hostname is None:
         return True
     try:
-        socket.create_connection((url.hostname, url.port or (80 if url.scheme == "http" else 443)), SECONDS).close()
+        socket.create_connection(
+            (url.hostname, url.port or (80 if url.scheme == "http" else 443)), SECONDS
+        ).close()
     except OSError:
         return False
     return True
@@ -98,13 +100,17 @@ def locate(path_or_name: str | Path) -> Path:
         return demo_model()
     if (named := hub_name(name)) is None:
         raise FileNotFoundError(f"there is no model folder {name}; {HOW_TO_NAME}")
-    with fetching(str(named), "", "check the name and the connection, or give the path of a local folder"):
+    with fetching(
+        str(named), "", "check the name and the connection, or give the path of a local folder"
+    ):
         from huggingface_hub import snapshot_download
 
         wanted = [*WANTED]
         if named.file is not None:
             wanted = [re.sub(r"-\d{5}(-of-\d{5}\.)", r"-*\1", named.file)]  # all parts of a split one
-        folder = Path(snapshot_download(named.repository, revision=named.revision, allow_patterns=wanted))
+        folder = Path(
+            snapshot_download(named.repository, revision=named.revision, allow_patterns=wanted)
+        )
     if named.file is None:
         return folder
     if not (folder / named.file).is_file():

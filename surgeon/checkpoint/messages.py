@@ -40,7 +40,11 @@ def plain_message(message: Message, name: str) -> Message:
         content = ""
     if not isinstance(content, str):
         raise ValueError(f"{name}.content must be a text or a list of parts, not {shown(content)}")
-    plain = {key: value for key, value in message.items() if value is not None and (key != "tool_calls" or value)}
+    plain = {
+        key: value
+        for key, value in message.items()
+        if value is not None and (key != "tool_calls" or value)
+    }
     return plain | {"content": content}
 
 
@@ -58,7 +62,10 @@ def opening(system: str | None) -> list[Message]:
 
 
 def chat_text(
-    tokenizer: Any, messages: list[Message], name: str = "the model", variables: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    messages: list[Message],
+    name: str = "the model",
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Write plain messages in a tokenizer's chat template, up to where the next answer begins.
 

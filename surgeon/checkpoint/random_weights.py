@@ -75,9 +75,13 @@ class RandomCheckpoint(Checkpoint):
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.bfloat16)
         except Exception as error:  # whatever it trips over is a fault of the file
-            raise ValueError(f"{path} describes no model that can be built ({first_line(error)})") from error
+            raise ValueError(
+                f"{path} describes no model that can be built ({first_line(error)})"
+            ) from error
         self.tensors = {  # of tied ones, the first
-            name: RandomTensor((path,), name, parameter.dtype, tuple(parameter.shape), torch.device(device))
+            name: RandomTensor(
+                (path,), name, parameter.dtype, tuple(parameter.shape), torch.device(device)
+            )
             for name, parameter in model.named_parameters()
         }
 
@@ -94,9 +98,12 @@ class RandomFactors:
         assert rank is not None
         name = f"{replace(sublayer, ranks=())} {role} {rank}"
         first, second = (
-            torch.empty(shape, dtype=matrix.dtype, device=self._device) for shape in ((rank, inputs), (outputs, rank))
+            torch.empty(shape, dtype=matrix.dtype, device=self._device)
+            for shape in ((rank, inputs), (outputs, rank))
         )
-        return Factors(normal_(first, SPREAD, f"{name} first"), normal_(second, rank**-0.5, f"{name} second"))
+        return Factors(
+            normal_(first, SPREAD, f"{name} first"), normal_(second, rank**-0.5, f"{name} second")
+        )
 
 
 def normal_(tensor: Tensor, spread: float, name: str) -> Tensor:
@@ -114,7 +121,9 @@ def open_random(path: Path) -> StoredModel:
     return StoredModel(str(path), RandomCheckpoint(path), *read_config_only(path))
 
 
-def open_weights(path: Path, family: Family, head_dim: int, device: torch.device | str = "cpu") -> ModelWeights:
+def open_weights(
+    path: Path, family: Family, head_dim: int, device: torch.device | str = "cpu"
+) -> ModelWeights:
     """Return the weights of a checkpoint's folder, or random ones for a config.json, made on a device."""
     if path.is_file():
         return ModelWeights(RandomCheckpoint(path, device), family, head_dim, RandomFactors(device))

@@ -23,7 +23,9 @@ from surgeon.models.wrappers import Prefixes, Wrapper, renamed, wrapper_of
 
 TIED = "tie_word_embeddings"
 # Entries of a parsed configuration that are not of the decoder alone, or say how it was read.
-_NOT_OF_THE_TEXT = frozenset(("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", TIED))
+_NOT_OF_THE_TEXT = frozenset(
+    ("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", TIED)
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,11 @@ class Wrapped:
         before = self.wrapper.text_entries(self.entries)
         read = CONFIG_MAPPING[before["model_type"]].from_dict
         old, new = (read(dict(one)).to_dict() for one in (before, config))
-        changed = {key: new[key] for key in new.keys() - _NOT_OF_THE_TEXT if key not in old or old[key] != new[key]}
+        changed = {
+            key: new[key]
+            for key in new.keys() - _NOT_OF_THE_TEXT
+            if key not in old or old[key] != new[key]
+        }
         entries = self.entries | {self.wrapper.text: self.entries[self.wrapper.text] | changed}
         if before[TIED] == config.get(TIED, before[TIED]):
             return entries
@@ -179,13 +185,17 @@ class Checkpoint(TensorFiles):
         self.config, self.tensors = translate_model(config, self)
         self.imported = self.config != config
         self.raw = self.copy()
-        self.quantised = quantised_matrices(self.raw, entries.get(QUANTIZATION) or config.get(QUANTIZATION))
+        self.quantised = quantised_matrices(
+            self.raw, entries.get(QUANTIZATION) or config.get(QUANTIZATION)
+        )
         matrices: dict[str, StoredTensor] = {
             name: Dequantised(matrix, self.raw) for name, matrix in self.quantised.items()
         }
         owner = {part: name for name, matrix in self.quantised.items() for part in matrix.parts.values()}
         own = {name: owner.get(name, name) for name in self.tensors}
-        self.tensors = {own[name]: matrices.get(own[name], one) for name, one in self.raw.tensors.items()}
+        self.tensors = {
+            own[name]: matrices.get(own[name], one) for name, one in self.raw.tensors.items()
+        }
 
     def _index(self) -> dict[str, set[str]]:
         """Map the weight files that `transformers` would load to the tensors that the index says are in each.
@@ -214,13 +224,19 @@ class Checkpoint(TensorFiles):
         """Return the name of the one file, or of the index of several."""
         named = self.entries.get(WEIGHTS_KEY)
         if named is not None:
-            if not isinstance(named, str) or Path(named).name != named or not named.endswith(WEIGHTS_ENDINGS):
+            if (
+                not isinstance(named, str)
+                or Path(named).name != named
+                or not named.endswith(WEIGHTS_ENDINGS)
+            ):
                 raise ValueError(
                     f"{self.folder / 'config.json'} should name a *{' or *'.join(WEIGHTS_ENDINGS)} of its folder as "
                     f"{WEIGHTS_KEY}, not {str(named)[:200]!r}"
                 )
             if not (self.folder / named).is_file():
-                raise FileNotFoundError(f"{self.folder / named} is missing: config.json names it as {WEIGHTS_KEY}")
+                raise FileNotFoundError(
+                    f"{self.folder / named} is missing: config.json names it as {WEIGHTS_KEY}"
+                )
             return named
         for name in (SINGLE_FILE, INDEX_FILE):
             if (self.folder / name).exists():

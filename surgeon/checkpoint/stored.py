@@ -151,7 +151,9 @@ def _read_report(path: Path) -> dict[str, Any] | None:
         return None
     report = read_json(path)
     reason = None
-    source, proof, trained, stored = (report.get(name) for name in ("source", "proof", "trained", "stored_layers"))
+    source, proof, trained, stored = (
+        report.get(name) for name in ("source", "proof", "trained", "stored_layers")
+    )
     layers = source.get("num_layers") if isinstance(source, dict) else None
     if not (
         isinstance(report.get("program"), str)

@@ -107,7 +107,9 @@ class FileTensor(StoredTensor):
 
     def read(self) -> Tensor:
         if 0 < self.num_bytes <= BLOCK:  # in less time than the header of a large file is parsed again
-            return torch.frombuffer(bytearray(b"".join(self.blocks())), dtype=self.dtype).view(self.shape)
+            return torch.frombuffer(bytearray(b"".join(self.blocks())), dtype=self.dtype).view(
+                self.shape
+            )
         with safe_open(self.path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(self.name)
         return tensor
@@ -209,7 +211,8 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path} is not a regular file; weights are read from *.safetensors files only")
     try:
-        with safe_open(path, framework="pt"), path.open("rb") as file:  # the library checks the header's numbers
+        # The library checks the header's numbers.
+        with safe_open(path, framework="pt"), path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             entries = parse_json(file.read(length).decode())
     except (SafetensorError, ValueError) as error:

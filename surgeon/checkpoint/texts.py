@@ -25,7 +25,8 @@ from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.words import first_few
 
-LONG_CHARACTERS = 1 << 17  # texts beyond are tokenized one at a time, so that they do not fill the memory together
+# Texts beyond are tokenized one at a time, so that they do not fill the memory together.
+LONG_CHARACTERS = 1 << 17
 CANONICAL = 4  # code points that become one at most as texts are normalised
 
 
@@ -50,18 +51,23 @@ class Encoder:
         Args:
             special: whether to add the tokens that the model's texts begin and end with.
         """
-        alone: AbstractContextManager[object] = self._long if len(text) > LONG_CHARACTERS else nullcontext()
+        alone: AbstractContextManager[object] = (
+            self._long if len(text) > LONG_CHARACTERS else nullcontext()
+        )
         with alone:
             if self._fast:
                 # The only call that leaves other threads running, and it keeps no places of tokens.
-                batch = self.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special)
+                batch = self.tokenizer.backend_tokenizer.encode_batch_fast(
+                    [text], add_special_tokens=special
+                )
                 ids: list[int] = batch[0].ids
                 return ids
             with self._lock:
                 return list(self.tokenizer(text, add_special_tokens=special).input_ids)
 
 
-CONTEXT = 16  # earlier tokens decoded with the new ones, because tokenizers write a text's first token differently
+# Earlier tokens decoded with the new ones, because tokenizers write a text's first token differently.
+CONTEXT = 16
 MOST_CONTEXT = 4 * CONTEXT
 MOST_NAMED = 3  # tokens in an error message
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -96,7 +102,11 @@ def open_tokenizer(model: str | Path | StoredModel) -> Any:
         for name in SPECIAL_IDS:
             value = held.get(name)
             ids = value if isinstance(value, list) else [value]
-            beyond += [f"{name} {token:,} ({file.name})" for token in ids if type(token) is int and token >= rows]
+            beyond += [
+                f"{name} {token:,} ({file.name})"
+                for token in ids
+                if type(token) is int and token >= rows
+            ]
     if beyond:
         warnings.warn(
             f"{stored.name} names tokens beyond the {rows:,} rows of its embedding, which cannot come: "
@@ -111,15 +121,21 @@ def _leave_to_files(tokenizer: Any, folder: Path, rows: int) -> None:
     if not tokenizer.is_fast:
         return
     described = json.loads(tokenizer.backend_tokenizer.to_str())
-    files = [path.read_text(errors="replace") for path in folder.iterdir() if path.suffix in _NAME_TOKENS]
-    rules = json.dumps({key: value for key, value in described.items() if key != "added_tokens"}, ensure_ascii=False)
+    files = [
+        path.read_text(errors="replace") for path in folder.iterdir() if path.suffix in _NAME_TOKENS
+    ]
+    rules = json.dumps(
+        {key: value for key, value in described.items() if key != "added_tokens"}, ensure_ascii=False
+    )
     spare = {
         text
         for text in (one["content"] for one in described["added_tokens"] if one["id"] >= rows)
         if not any(text in held or json.dumps(text)[1:-1] in held for held in (*files, rules))
     }
     if spare:
-        described["added_tokens"] = [one for one in described["added_tokens"] if one["content"] not in spare]
+        described["added_tokens"] = [
+            one for one in described["added_tokens"] if one["content"] not in spare
+        ]
         for name, text in tokenizer.special_tokens_map.items():
             if text in spare:
                 setattr(tokenizer, name, None)
@@ -183,7 +199,9 @@ class Continuation:
 
     def _text(self, tokens: list[int]) -> str:
         # Cleaning up would change text that has been written already.
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self.tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text
 
     def add(self, token: int) -> str:
@@ -225,7 +243,10 @@ def _alike(first: str, second: str) -> int:
     """Count the characters that both texts begin with."""
     if second.startswith(first):
         return len(first)
-    return next((place for place, pair in enumerate(zip(first, second, strict=False)) if len({*pair}) > 1), len(second))
+    return next(
+        (place for place, pair in enumerate(zip(first, second, strict=False)) if len({*pair}) > 1),
+        len(second),
+    )
 
 
 class StopTexts:
@@ -250,7 +271,9 @@ class StopTexts:
             self.found = True
             self._kept = ""
             return text[: min(places)]
-        begun = (stop[:length] for stop in self._stops for length in range(1, min(len(stop), len(text) + 1)))
+        begun = (
+            stop[:length] for stop in self._stops for length in range(1, min(len(stop), len(text) + 1))
+        )
         self._kept = max((start for start in begun if text.endswith(start)), key=len, default="")
         return text.removesuffix(self._kept)
 
@@ -325,7 +348,9 @@ class Defaults:
         Args:
             overridden: the names of settings that the caller sets.
         """
-        named = [f"{name} ({json.dumps(value)})" for name, value in self.unapplied if name not in overridden]
+        named = [
+            f"{name} ({json.dumps(value)})" for name, value in self.unapplied if name not in overridden
+        ]
         if named:
             return f"{self.source} sets {', '.join(named)}, which is not applied"
         return None
@@ -335,28 +360,44 @@ def read_defaults(path_or_name: str | Path) -> Defaults:
     """Read a checkpoint folder's generation_config.json; without one, nothing is set."""
     folder = locate(path_or_name)
     # Checkpoints from before there was such a file have them in their configuration, where transformers looks, too.
-    file = next((folder / name for name in (GENERATION, "config.json") if (folder / name).is_file()), None)
+    file = next(
+        (folder / name for name in (GENERATION, "config.json") if (folder / name).is_file()), None
+    )
     if file is None:
         return Defaults()
     found = read_json(file)
     penalty = found.get("repetition_penalty")
     penalty = 1.0 if penalty is None else penalty
-    if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 < penalty < float("inf"):
-        raise ValueError(f"{file}: repetition_penalty must be a number above 0, not {penalty!r}; correct it there")
+    if (
+        isinstance(penalty, bool)
+        or not isinstance(penalty, int | float)
+        or not 0 < penalty < float("inf")
+    ):
+        raise ValueError(
+            f"{file}: repetition_penalty must be a number above 0, not {penalty!r}; correct it there"
+        )
     unapplied = _differences(found, _UNAPPLIED)
     if found.get("do_sample"):
         unapplied += _differences(found, _UNAPPLIED_DRAWING)
-    suppressed, at_first = (_tokens(file, found, name) for name in ("suppress_tokens", "begin_suppress_tokens"))
+    suppressed, at_first = (
+        _tokens(file, found, name) for name in ("suppress_tokens", "begin_suppress_tokens")
+    )
     return Defaults(float(penalty), suppressed, at_first, unapplied, file.name)
 
 
-def _differences(found: dict[str, Any], neutral: dict[str, tuple[Any, ...]]) -> tuple[tuple[str, Any], ...]:
+def _differences(
+    found: dict[str, Any], neutral: dict[str, tuple[Any, ...]]
+) -> tuple[tuple[str, Any], ...]:
     values = ((name, found.get(name)) for name in neutral)
-    return tuple((name, value) for name, value in values if value is not None and value not in neutral[name])
+    return tuple(
+        (name, value) for name, value in values if value is not None and value not in neutral[name]
+    )
 
 
 def _tokens(file: Path, found: dict[str, Any], name: str) -> tuple[int, ...]:
     tokens = found.get(name) or []
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise ValueError(f"{file}: {name} must be a list of token ids, not {tokens!r:.60}; correct it there")
+        raise ValueError(
+            f"{file}: {name} must be a list of token ids, not {tokens!r:.60}; correct it there"
+        )
     return tuple(tokens)

@@ -54,7 +54,9 @@ class Training:
             if reason is not None:
                 raise ValueError(f"the record of the {what} needs {reason}")
         # Nothing that is published says where a file lay on this machine.
-        texts = {name: public(self.training[name]) for name in ("data", "held_out") if name in self.training}
+        texts = {
+            name: public(self.training[name]) for name in ("data", "held_out") if name in self.training
+        }
         object.__setattr__(self, "training", finite(self.training | texts))
 
 
@@ -73,10 +75,14 @@ def lacking(entries: dict[str, Any], known: dict[str, type] = _ENTRIES) -> str |
     for name, kind in known.items():
         if type(entries.get(name)) is not kind:
             return f"{name}, {'a text' if kind is str else 'a whole number'}, and has {shown(entries.get(name))}"
-    if "earlier" in entries and (not isinstance(entries["earlier"], dict) or lacking(entries["earlier"]) is not None):
+    if "earlier" in entries and (
+        not isinstance(entries["earlier"], dict) or lacking(entries["earlier"]) is not None
+    ):
         return "earlier to be the record of another training"
     stages = (name for name in STAGES if entries.get(name) is not None)
-    return next((f"{name} with its perplexity" for name in stages if not _is_quality(entries[name])), None)
+    return next(
+        (f"{name} with its perplexity" for name in stages if not _is_quality(entries[name])), None
+    )
 
 
 def _is_quality(value: Any) -> bool:
@@ -90,7 +96,8 @@ def _is_quality(value: Any) -> bool:
     return all(number is None or type(number) in (int, float) for number in numbers)
 
 
-Whose = dict[tuple[str, int], tuple[int, ...]]  # by kind and number of a stored layer: the original's layers
+# By kind and number of a stored layer: the original's layers.
+Whose = dict[tuple[str, int], tuple[int, ...]]
 
 
 def layers_by_recipe(recipe: Program, stored: Program) -> Whose:
@@ -132,7 +139,11 @@ def _side_by_side(recipe: Sequence[Node], stored: Sequence[Node]) -> Iterator[tu
         )
     for asked, found in zip(recipe, stored, strict=True):
         if isinstance(asked, Fork) or isinstance(found, Fork):
-            if not isinstance(asked, Fork) or not isinstance(found, Fork) or len(asked.branches) != len(found.branches):
+            if (
+                not isinstance(asked, Fork)
+                or not isinstance(found, Fork)
+                or len(asked.branches) != len(found.branches)
+            ):
                 raise _differ(asked, found)
             for branches in zip(asked.branches, found.branches, strict=True):
                 yield from _side_by_side(*branches)
@@ -149,4 +160,6 @@ def _shape(sublayer: Sublayer) -> tuple[Any, ...]:
 
 
 def _differ(asked: Node, found: Node) -> NotProven:
-    return NotProven(f"the model does not run the recipe's program: where that has {asked}, it has {found}")
+    return NotProven(
+        f"the model does not run the recipe's program: where that has {asked}, it has {found}"
+    )

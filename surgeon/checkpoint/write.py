@@ -48,11 +48,17 @@ def verify(folder: Path, report: Path) -> int:
         How many files there are.
     """
     if not report.exists():
-        raise FileNotFoundError(f"{folder} has no {report.name}, so it cannot be verified; surgeon export writes one")
+        raise FileNotFoundError(
+            f"{folder} has no {report.name}, so it cannot be verified; surgeon export writes one"
+        )
     records = read_json(report).get("files")
     if not isinstance(records, dict) or not records:
         raise ValueError(f"{report} has no record of files, so they cannot be verified")
-    changes = [change for name, record in records.items() if (change := change_of(folder, name, record)) is not None]
+    changes = [
+        change
+        for name, record in records.items()
+        if (change := change_of(folder, name, record)) is not None
+    ]
     if changes:
         raise ValueError(f"{folder} is not as it was written: {'; '.join(changes)}")
     return len(records)
@@ -63,7 +69,9 @@ def change_of(folder: Path, name: str, record: Any, by_size: bool = False) -> st
     path = folder / name
     parts = PurePosixPath(name).parts
     if "/".join(parts) != name or ".." in parts or path == folder or not isinstance(record, dict):
-        raise ValueError(f"the list of files of {folder} has a record that is none of its files: {name[:80]!r}")
+        raise ValueError(
+            f"the list of files of {folder} has a record that is none of its files: {name[:80]!r}"
+        )
     if not path.is_file():
         return f"{name} is missing"
     size = path.stat().st_size
@@ -87,7 +95,9 @@ def shard_limit(source: Checkpoint) -> int | None:
     return None
 
 
-def split_into_shards(tensors: Sequence[PlannedTensor], limit: int | None) -> dict[str, list[PlannedTensor]]:
+def split_into_shards(
+    tensors: Sequence[PlannedTensor], limit: int | None
+) -> dict[str, list[PlannedTensor]]:
     """Distribute tensors among files, by name; a tensor larger than the limit has a file of its own.
 
     Args:
@@ -103,7 +113,10 @@ def split_into_shards(tensors: Sequence[PlannedTensor], limit: int | None) -> di
         size += tensor.num_bytes
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
+    return {
+        f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard
+        for i, shard in enumerate(shards, start=1)
+    }
 
 
 class Writing:
@@ -118,10 +131,15 @@ class Writing:
     """
 
     def __init__(
-        self, folder: Path, shards: Mapping[str, Sequence[PlannedTensor]], advance: Advance = lambda _: None
+        self,
+        folder: Path,
+        shards: Mapping[str, Sequence[PlannedTensor]],
+        advance: Advance = lambda _: None,
     ) -> None:
         # Wide elements first, so that every tensor begins at a multiple of its element's size.
-        self._shards = {name: sorted(some, key=lambda one: -one.dtype.itemsize) for name, some in shards.items()}
+        self._shards = {
+            name: sorted(some, key=lambda one: -one.dtype.itemsize) for name, some in shards.items()
+        }
         self._folder = folder
         self._advance = advance
         self._records: dict[str, FileRecord] = {}  # of files that are whole
@@ -189,7 +207,9 @@ class Writing:
             sync(self._folder / name)
             # Values that are rounded as they are stored are compared when they are proven, and passed over here.
             values = ([tensor.num_bytes] if tensor.rounded else content_of(tensor) for tensor in tensors)
-            if not holds(self._folder / name, chain([header_of(tensors)], chain.from_iterable(values)), go_on):
+            if not holds(
+                self._folder / name, chain([header_of(tensors)], chain.from_iterable(values)), go_on
+            ):
                 raise OSError(f"{name} does not read back as it was written; is the disk sound?")
 
 
@@ -231,7 +251,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def holds(path: Path, expected: Iterable[bytes | memoryview | int], go_on: Callable[[], None] = lambda: None) -> bool:
+def holds(
+    path: Path, expected: Iterable[bytes | memoryview | int], go_on: Callable[[], None] = lambda: None
+) -> bool:
     """Tell whether a file has these bytes and no others.
 
     Args:
@@ -244,7 +266,8 @@ def holds(path: Path, expected: Iterable[bytes | memoryview | int], go_on: Calla
             if isinstance(content, int):
                 file.seek(content, os.SEEK_CUR)
                 continue
-            found: Any = bytearray(len(content))  # compares itself with any other bytes at once; a memoryview does not
+            # Compares itself with any other bytes at once; a memoryview does not.
+            found: Any = bytearray(len(content))
             count = 0
             while count < len(found) and (more := file.readinto(memoryview(found)[count:])):
                 count += more

@@ -96,10 +96,16 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _global_options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
+        ),
     ] = False,
     debug: Annotated[
-        bool, typer.Option(DEBUG_FLAG, help="Show the traceback of an error, and every library's log messages.")
+        bool,
+        typer.Option(
+            DEBUG_FLAG, help="Show the traceback of an error, and every library's log messages."
+        ),
     ] = False,
 ) -> None:
     del version, debug  # the one acts by itself, the other is read by `main` before anything is parsed
@@ -129,7 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the one place where everything ends
         return _fail(error, arguments, debug)
     if code == INTERRUPTED:
-        below = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""  # the terminal has written ^C
+        # The terminal has written ^C.
+        below = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""
         _say(below + explain_interruption("".join(arguments[:1]), _output_of(arguments)).line)
     if isinstance(code, int):
         return code
@@ -182,7 +189,8 @@ def _fail_usage(error: Any, arguments: list[str]) -> int:
         _say(error.format_message())
     else:
         near = getattr(error, "possibilities", None)
-        said = error.format_message().rstrip(".").replace("Value error, ", "")  # pydantic's of what typer raised
+        # Pydantic's of what typer raised.
+        said = error.format_message().rstrip(".").replace("Value error, ", "")
         message = f"{error.message}. Did you mean {min(near)}?" if near else said
         if type(error).__name__ == "MissingParameter":
             message += f"; write {_complete_command(error, arguments)}"

@@ -33,7 +33,11 @@ RANDOM = "random tokens"
 def bench(
     model: Annotated[
         str | Path | Model | EditedModel,
-        option("A checkpoint folder, a hub name, a .gguf file, demo, or a recipe (.yaml).", metavar="DIR", kind=str),
+        option(
+            "A checkpoint folder, a hub name, a .gguf file, demo, or a recipe (.yaml).",
+            metavar="DIR",
+            kind=str,
+        ),
     ],
     *,
     compare: Annotated[
@@ -108,9 +112,13 @@ def bench(
 
     on = RankOptions.of(ranks)
     if data is not None and on.compression is None:
-        raise ValueError(f"{data} is for measuring what compressed reductions change; have them compressed, too")
+        raise ValueError(
+            f"{data} is for measuring what compressed reductions change; have them compressed, too"
+        )
     if not (sizes := as_several(batch)):
-        raise ValueError("batch is empty; give how many texts are computed together, one number or several")
+        raise ValueError(
+            "batch is empty; give how many texts are computed together, one number or several"
+        )
     loads = [Workload(size, prompt, new, seed) for size in sizes]
     candidates = open_candidates(model, as_list(compare), program, as_range(layers), weights=True)
     needs = Needs(on.ranks, prompt + new, on.device, ways)
@@ -150,7 +158,11 @@ def bench(
         settings["divergence"] = {name: mean_divergence(values) for name, values in divergence.items()}
     name = name_of(model)
     found = Benchmark(
-        bench_table(results, divergence), results, traces, record=settings | {"model": name}, files=traces
+        bench_table(results, divergence),
+        results,
+        traces,
+        record=settings | {"model": name},
+        files=traces,
     )
     if output is None:
         return found

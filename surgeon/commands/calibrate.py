@@ -23,12 +23,15 @@ def _show(call: partial[Hardware]) -> None:
 def calibrate(
     model: Checkpoint,
     output: Annotated[
-        str | Path, option("The file to write; there must be none yet.", "--output", "-o", metavar="FILE.yaml")
+        str | Path,
+        option("The file to write; there must be none yet.", "--output", "-o", metavar="FILE.yaml"),
     ],
     *,
     ranks: Annotated[
         int | Sequence[int],
-        several("Numbers of ranks that are measured, each with all of them at work; 1 among them. Default: 1,2."),
+        several(
+            "Numbers of ranks that are measured, each with all of them at work; 1 among them. Default: 1,2."
+        ),
     ] = (1, 2),
     rounds: Rounds = 5,
     device: RanksDevice = "auto",

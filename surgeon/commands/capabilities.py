@@ -61,7 +61,8 @@ ADAPTER_RANK = 16
 PAIRS = "lp"
 FACTORS = "lowrank"  # maps
 
-Said = str | tuple[str, float] | Verdict  # what there is to say of what works, with the memory that it takes
+# What there is to say of what works, with the memory that it takes.
+Said = str | tuple[str, float] | Verdict
 Question = tuple[str, Callable[[], Said]]
 
 
@@ -102,7 +103,10 @@ class Capabilities:
     def loading(self) -> Iterator[Question]:
         for where in ("cpu", "cuda"):
             dtype = str(self.model.compute_dtype(where)).removeprefix("torch.")
-            yield {"cpu": "CPU", "cuda": "GPU"}[where], partial(lambda *said: said, dtype, self.model.bytes_on(where))
+            yield (
+                {"cpu": "CPU", "cuda": "GPU"}[where],
+                partial(lambda *said: said, dtype, self.model.bytes_on(where)),
+            )
         if self.model.folder.is_dir():
             yield "tokenizer", lambda: f"{len(self.model.tokenizer):,} tokens"
 
@@ -141,7 +145,9 @@ class Capabilities:
             try:
                 chosen = select([name], model.num_layers, max_length=length)
                 shapes = model.shapes.layer_shapes
-                cells = selected_cells([chosen], model.num_layers, 0, model.family.steps_per_layer, shapes, model.own)
+                cells = selected_cells(
+                    [chosen], model.num_layers, 0, model.family.steps_per_layer, shapes, model.own
+                )
             except ValueError as refusal:
                 found[name] = refusal
                 continue
@@ -150,14 +156,23 @@ class Capabilities:
                 if len(cell.layers) == shortest:
                     kinds = tuple(self.kinds[layer] for layer in cell.layers)
                     alike.setdefault(kinds, {}).setdefault(cell.layers, cell.program)
-            places = [Example(show_range(first := next(iter(some))), some[first], len(some)) for some in alike.values()]
+            places = [
+                Example(show_range(first := next(iter(some))), some[first], len(some))
+                for some in alike.values()
+            ]
             found[name] = places or ValueError("it changes nothing of this model")
         return found
 
     def measuring(self) -> Iterator[Question]:
         tokens = TOKENS_AT_ONCE["cpu"]
         said = f"on a CPU, {tokens:,} tokens at a time"
-        yield "in memory", lambda: (said, self.model.bytes_on("cpu") + working_bytes(self.skeleton, self._plan, tokens))
+        yield (
+            "in memory",
+            lambda: (
+                said,
+                self.model.bytes_on("cpu") + working_bytes(self.skeleton, self._plan, tokens),
+            ),
+        )
         yield "layer by layer", lambda: (said, self._streaming_bytes(tokens))
         yield from ((name, partial(self._over, name, self._runs)) for name in self.map_names)
         yield "similarity", self._similarity
@@ -186,7 +201,9 @@ class Capabilities:
             return ""
 
     def _sensitivity(self) -> str:
-        require_pairs(restore(self.skeleton) if self.model.own is None else edit(self.skeleton, self.model.own))
+        require_pairs(
+            restore(self.skeleton) if self.model.own is None else edit(self.skeleton, self.model.own)
+        )
         return ""
 
     # What changes it.
@@ -220,7 +237,8 @@ class Capabilities:
 
     def _form(self, program: Program) -> str:
         layout = layout_of(self.model, program)
-        layout.form.tensors(self.model, layout, None, RandomFactors("meta"))  # which refuses those that are none of it
+        # Which refuses those that are none of it.
+        layout.form.tensors(self.model, layout, None, RandomFactors("meta"))
         return f"{layout.form} form"
 
     def _as_one_layer(self, program: Program) -> str:
@@ -237,7 +255,9 @@ class Capabilities:
         if self.draft is not None:
             yield (
                 "draft",
-                lambda: _together([(plural(n, "rank"), 1, partial(self._check_drafting, n)) for n in self.ranks]),
+                lambda: _together(
+                    [(plural(n, "rank"), 1, partial(self._check_drafting, n)) for n in self.ranks]
+                ),
             )
         longest = self.model.positions
         yield f"texts of {longest:,} tokens", partial(self._check_plan, self.ranks[0], None, longest)
@@ -289,10 +309,14 @@ class Capabilities:
         layout = layout_of(self.model, program)
         config = copy.copy(self.model.config)
         sources = [layer.sources[0] for layer in layout.layers]
-        entries = self.model.family.per_layer_entries(config, sources) | {"num_hidden_layers": len(sources)}
+        entries = self.model.family.per_layer_entries(config, sources) | {
+            "num_hidden_layers": len(sources)
+        }
         for name, value in entries.items():
             setattr(config, name, value)
-        how, command = layout.form.serving(replace(self.model, config=config, own=layout.program), "vllm serve DIR")
+        how, command = layout.form.serving(
+            replace(self.model, config=config, own=layout.program), "vllm serve DIR"
+        )
         if how.startswith(NOT_ON_VLLM):
             raise ValueError(how.partition(". ")[0])
         return f"{re.split(r'[,:]| [(]', how)[0]}, {command.splitlines()[-1]}"
@@ -302,7 +326,8 @@ class Capabilities:
     def training(self) -> Iterator[Question]:
         pairs = self.maps[PAIRS]
         program = self.model.own or (pairs[0].program if isinstance(pairs, list) else self.model.program)
-        for scope in SCOPES if self.model.family.mixture else SCOPES[:-1]:  # the last one is of mixtures alone
+        # The last one is of mixtures alone.
+        for scope in SCOPES if self.model.family.mixture else SCOPES[:-1]:
             yield f"heal {scope}", partial(self._check_healing, program, scope)
         yield "heal by adapters", partial(self._check_healing, program, "edited", ADAPTER_RANK)
         yield "rack by rack", partial(self._racks, program)
@@ -314,7 +339,9 @@ class Capabilities:
         if rank is not None:  # under adapters quantised matrices stay as they are stored
             checkpoint = self.model.checkpoint
             flat = {name: one.shape for name, one in checkpoint.quantised.items() if len(one.shape) == 2}
-            size -= sum(BYTES * math.prod(shape) - checkpoint[name].num_bytes for name, shape in flat.items())
+            size -= sum(
+                BYTES * math.prod(shape) - checkpoint[name].num_bytes for name, shape in flat.items()
+            )
         return f"{settings.method}, activations on top", size
 
     def _racks(self, program: Program) -> str:
@@ -328,7 +355,9 @@ class Capabilities:
         places = self.maps[name]
         if not isinstance(places, list):
             raise places
-        return _together([(f"layers {one.layers}", one.times, partial(ask, one.program)) for one in places])
+        return _together(
+            [(f"layers {one.layers}", one.times, partial(ask, one.program)) for one in places]
+        )
 
 
 def _for_several(name: str) -> bool:
@@ -360,7 +389,9 @@ def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Verdic
     refused = [(one, count) for one, count in given if one.works == NO]
     if not said:
         return refused[0][0]
-    parts = [f"{why} ({count} of {total} places)" if len(said) > 1 else why for why, count in said.items()]
+    parts = [
+        f"{why} ({count} of {total} places)" if len(said) > 1 else why for why, count in said.items()
+    ]
     if not refused:
         return Verdict("", "", YES, "; ".join(parts))
     first = refused[0][0]
@@ -387,7 +418,9 @@ def with_shapes(model: str | Path | Model) -> Model:
         return Model(name, RandomCheckpoint(Path(name), config=model.config), model.config, model.own)
     path = find_config(name)
     if "model_type" not in read_json(path):
-        raise ValueError(f"{path} has no model_type, so that it says of no architecture; give the {CONFIG} of a model")
+        raise ValueError(
+            f"{path} has no model_type, so that it says of no architecture; give the {CONFIG} of a model"
+        )
     known = model if isinstance(model, Model) else open_model(name, weights=False)
     return Model(name, RandomCheckpoint(path), known.config, known.own)
 
@@ -407,7 +440,9 @@ def facts_of(model: Model) -> dict[str, str]:
         "positions": f"{model.positions:,}, {_list_entries(rope) if rope else 'learned'}",
     }
     if windows := [window for window in shapes.windows if window is not None]:
-        facts["windows"] = f"of {max(windows):,} tokens in {len(windows)} of {plural(shapes.layers, 'layer')}"
+        facts["windows"] = (
+            f"of {max(windows):,} tokens in {len(windows)} of {plural(shapes.layers, 'layer')}"
+        )
     if (mixture := shapes.family.mixture) is not None:
         of = f"{getattr(model.config, mixture.count)} in a layer"
         facts["experts"] = f"{of}, {mixture.routing(model.config).top_k} of them for each token"

@@ -44,7 +44,9 @@ def _show(call: Callable[[], Conversation]) -> None:
         if any(text.usage.new for text in texts):
             service = conversation.service
             drafts = service.options.draft is not None
-            found = Generation(tuple(texts), service.plan, service.options.ranks, service.figures(), drafts)
+            found = Generation(
+                tuple(texts), service.plan, service.options.ranks, service.figures(), drafts
+            )
             print(found, file=sys.stderr)
 
 
@@ -68,7 +70,9 @@ def _lines(is_terminal: bool) -> Iterator[str]:
             print()
             continue
         except UnicodeDecodeError as error:
-            raise ValueError(f"what is read is not text in UTF-8 ({error.reason}); write messages in it") from error
+            raise ValueError(
+                f"what is read is not text in UTF-8 ({error.reason}); write messages in it"
+            ) from error
         if line == "/exit":
             return
         if line:
@@ -98,7 +102,8 @@ def chat(
     *,
     system: System = None,
     max_new_tokens: Annotated[
-        int | None, option("How many tokens an answer may have. Default: as many as there is room for.", least=1)
+        int | None,
+        option("How many tokens an answer may have. Default: as many as there is room for.", least=1),
     ] = None,
     memory: CacheMemory = None,
     **writing: Unpack[WritingFlags],

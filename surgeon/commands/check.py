@@ -32,10 +32,15 @@ def check(
         option("A folder, a config.json, owner/name[@revision], or demo.", metavar="MODEL", kind=str),
     ],
     *,
-    ranks: Annotated[int | Sequence[int], several("Numbers of ranks to look at. Default: 1,2,4,8.")] = RANKS,
+    ranks: Annotated[
+        int | Sequence[int], several("Numbers of ranks to look at. Default: 1,2,4,8.")
+    ] = RANKS,
     dtype: Annotated[
         str | None,
-        option("What ranks compute in. Default: as the weights are stored.", metavar="[float32|bfloat16|float16]"),
+        option(
+            "What ranks compute in. Default: as the weights are stored.",
+            metavar="[float32|bfloat16|float16]",
+        ),
     ] = None,
     draft: Annotated[
         str | Path | None,
@@ -45,7 +50,9 @@ def check(
             kind=str,
         ),
     ] = None,
-    output: Annotated[str | Path | None, option("Folder for check.csv and check.json.", "--output", "-o")] = None,
+    output: Annotated[
+        str | Path | None, option("Folder for check.csv and check.json.", "--output", "-o")
+    ] = None,
 ) -> Check:
     """Say what would work with a model, what not and why, and how much memory each would take.
 
@@ -91,14 +98,21 @@ _GIVEN: tuple[dict[str, Any], ...] = (
     {"num_hidden_layers": 6},
     {},
     {"num_hidden_layers": 6, "head_dim": 64},
-    {"num_hidden_layers": 6, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "n_shared_experts": 2},
+    {
+        "num_hidden_layers": 6,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 2,
+    },
 )
 _EXPERTS = 16
 
 
 def _show_families(
     call: Callable[[], FamilyTable],
-    markdown: Annotated[bool, option("Print the page docs/models.md, with the reasons of what does not work.")] = False,
+    markdown: Annotated[
+        bool, option("Print the page docs/models.md, with the reasons of what does not work.")
+    ] = False,
 ) -> None:
     found = call()
     if markdown:
@@ -109,7 +123,9 @@ def _show_families(
 
 @command(_show_families)
 def families(
-    model_types: Annotated[Collection[str] | None, keyword("Of the families asked for; by default all.")] = None,
+    model_types: Annotated[
+        Collection[str] | None, keyword("Of the families asked for; by default all.")
+    ] = None,
 ) -> FamilyTable:
     """Say which architectures surgeon knows, and what works with the default configuration of each.
 
@@ -126,9 +142,13 @@ def families(
     rows = list[FamilyRow]()
     for model_type, family in sorted(chosen.items(), key=lambda item: item[1].name.lower()):
         able = Capabilities(next(_examples(model_type, family.name)), _FAMILY_RANKS, "bfloat16")
-        rows.append(FamilyRow(family.name, model_type, family.summary, tuple(able.verdicts(FAMILY_AREAS))))
+        rows.append(
+            FamilyRow(family.name, model_type, family.summary, tuple(able.verdicts(FAMILY_AREAS)))
+        )
     around = sorted(WRAPPERS.values(), key=lambda wrapper: wrapper.name.lower())
-    return FamilyTable(rows, {f"{one.name} (`{one.model_type}`)": f"`{one.decoder_type}`" for one in around})
+    return FamilyTable(
+        rows, {f"{one.name} (`{one.model_type}`)": f"`{one.decoder_type}`" for one in around}
+    )
 
 
 def _examples(model_type: str, name: str) -> Iterator[Model]:
@@ -146,7 +166,8 @@ def _examples(model_type: str, name: str) -> Iterator[Model]:
             try:
                 config = CONFIG_MAPPING[model_type](**given)
                 mixture = family_of(config).mixture  # some defaults are no model
-                if mixture is not None:  # how many experts there are changes no answer, only how long it takes
+                # How many experts there are changes no answer, only how long it takes.
+                if mixture is not None:
                     setattr(config, mixture.count, min(_EXPERTS, getattr(config, mixture.count)))
                 yield Model(name, RandomCheckpoint(Path(name), config=config), config)
             except Exception:  # noqa: BLE001 - whatever it trips over, the next one is tried

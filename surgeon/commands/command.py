@@ -21,7 +21,18 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial, wraps
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ForwardRef, Literal, TypeVar, Union, Unpack, cast, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ForwardRef,
+    Literal,
+    TypeVar,
+    Union,
+    Unpack,
+    cast,
+    get_args,
+    get_origin,
+)
 
 import typer
 
@@ -175,7 +186,9 @@ def _key(name: str, annotation: ForwardRef) -> CommandParameter | None:
     return found and replace(found, default=found.option.default)
 
 
-def _parameter(name: str, annotation: Any, names: Mapping[str, Any], default: Any = None) -> CommandParameter | None:
+def _parameter(
+    name: str, annotation: Any, names: Mapping[str, Any], default: Any = None
+) -> CommandParameter | None:
     hint = _evaluate(annotation, names)
     if get_origin(hint) is not Annotated:
         return None
@@ -191,7 +204,9 @@ def _unpacked(function: Callable[..., Any], options: Sequence[CommandParameter])
     given = signature.parameters
     listed = [one for one in given.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     listed += [
-        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
+        inspect.Parameter(
+            one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type
+        )
         for one in options
         if one.name not in given
     ]
@@ -254,9 +269,12 @@ def _line(
         for one in every:
             if one.default is True:  # the flag turns it off
                 typed[one.name] = not typed[one.name]
-        given = {name: value for name, value in typed.items() if value is not None}  # others have their defaults
+        # Others have their defaults.
+        given = {name: value for name, value in typed.items() if value is not None}
         for name, make in makers.items():
-            given[name] = make(**{one.name: given.pop(one.name) for one in declared(make) if one.name in given})
+            given[name] = make(
+                **{one.name: given.pop(one.name) for one in declared(make) if one.name in given}
+            )
         mine = {name: given.pop(name) for name in own if name in given}
         return show(partial(call, **given), **mine)
 
@@ -270,7 +288,9 @@ def _typer_parameters(parameters: Sequence[CommandParameter]) -> Iterator[inspec
     for one in parameters:
         if one.option.made_by is not None:
             first, *others = declared(one.option.made_by)
-            yield from _typer_parameters([CommandParameter(first.name, first.type, one.default, first.option), *others])
+            yield from _typer_parameters(
+                [CommandParameter(first.name, first.type, one.default, first.option), *others]
+            )
         else:
             yield _typer_parameter(one)
 
@@ -336,7 +356,9 @@ def _values(splits: bool, counts: bool) -> Callable[..., list[Any] | None]:
             return [type(values[0])(each) for each in found]
         for each in found:
             if not (each.isdecimal() and int(each)):
-                raise ValueError(f"{param.opts[0]} {each!r} is no whole number from 1; write numbers such as 1,8")
+                raise ValueError(
+                    f"{param.opts[0]} {each!r} is no whole number from 1; write numbers such as 1,8"
+                )
         return [*dict.fromkeys(map(int, found))]
 
     return read

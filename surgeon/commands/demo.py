@@ -24,7 +24,10 @@ PROMPT_TOKENS = 8  # where speed is measured, of random tokens
 LADDER = "surgeon: 1\nmodel: {}\noperations:\n  - ladder: {{layers: '{}'}}\n"
 OF_OTHERS: dict[str, Any] = {"operations": "prune,lp", "every": 2}  # in the scan of another model
 NEXT = (
-    ("what it can spare, within ten minutes, on one page with what to do next", "explore MODEL --data text.txt"),
+    (
+        "what it can spare, within ten minutes, on one page with what to do next",
+        "explore MODEL --data text.txt",
+    ),
     (
         "which of its layers to run in pairs, for four fifths of its depth",
         'search MODEL --data text.txt --budget "depth<=0.8x" -o runs/search',
@@ -48,7 +51,9 @@ class Effort:
 
     @property
     def text(self) -> str:
-        return f"--data demo --tokens {self.tokens}" + ("" if self.window is None else f" --window {self.window}")
+        return f"--data demo --tokens {self.tokens}" + (
+            "" if self.window is None else f" --window {self.window}"
+        )
 
 
 QUICK = Effort(tokens=512, window=128, trials=12, new_tokens=16, rounds=2)
@@ -67,12 +72,16 @@ def demo(
         ),
     ] = None,
     model: Annotated[
-        str, option("Another model, a folder, a .gguf file or a hub name; takes as long as its size makes it.")
+        str,
+        option(
+            "Another model, a folder, a .gguf file or a hub name; takes as long as its size makes it."
+        ),
     ] = DEMO,
     depth: Annotated[
         int | None,
         option(
-            "Effective depth to search for. Default: four fifths of the layers; 12 of the demo model's 16.", least=1
+            "Effective depth to search for. Default: four fifths of the layers; 12 of the demo model's 16.",
+            least=1,
         ),
     ] = None,
     tokens: Annotated[
@@ -86,7 +95,9 @@ def demo(
         int | None,
         option(f"Trials of the search. Default: {QUICK.trials}, or {FULL.trials} with --full.", least=1),
     ] = None,
-    full: Annotated[bool, option("Measure on more text and for longer; takes four times as long.")] = False,
+    full: Annotated[
+        bool, option("Measure on more text and for longer; takes four times as long.")
+    ] = False,
 ) -> None:
     """Scan, search, export and generate on several ranks, with a small model that ships with surgeon, or another.
 
@@ -119,9 +130,13 @@ def demo(
     laddered = steps.export("   And a ladder over the upper half", ladder, "ladder")
     steps.generate(fused)
     pairs = "LP pairs " + " ".join(one.layers_text for one in read_recipe(found).operations)
-    steps.compare([("dense", None, opened.name), (pairs, found, fused), (f"ladder {late}", ladder, laddered)])
+    steps.compare(
+        [("dense", None, opened.name), (pairs, found, fused), (f"ladder {late}", ladder, laddered)]
+    )
     page = steps.page("scan", "search", "lp", "ladder")
-    print(f"\nThe page    {page.file}\nPictures    {steps.folder}/*/*.png\n\nWith a model of your own, next:")
+    print(
+        f"\nThe page    {page.file}\nPictures    {steps.folder}/*/*.png\n\nWith a model of your own, next:"
+    )
     for purpose, typed in NEXT:
         print(f"\n  # {purpose}\n  surgeon {typed}")
 
@@ -160,7 +175,8 @@ class DemoSteps:
             chosen = OF_OTHERS
             typed = " --operation {operations} --every {every}".format(**chosen)
         _announce(
-            "1. Which stretches of layers can it spare?", f"scan {self.typed} {effort.text}{typed} -o {_quote(output)}"
+            "1. Which stretches of layers can it spare?",
+            f"scan {self.typed} {effort.text}{typed} -o {_quote(output)}",
         )
         scan(self.model, DEMO, output, tokens=effort.tokens, window=effort.window, **chosen)
         for finding in self.page("scan").chapters[0].summary:
@@ -177,7 +193,15 @@ class DemoSteps:
             f"2. Which layers should run in pairs, for a depth of {depth}?",
             f"search {self.typed} --budget {budget} {effort.text} --trials {effort.trials} -o {_quote(output)}",
         )
-        search(self.model, DEMO, output, effort.trials, budget=budget, tokens=effort.tokens, window=effort.window)
+        search(
+            self.model,
+            DEMO,
+            output,
+            effort.trials,
+            budget=budget,
+            tokens=effort.tokens,
+            window=effort.window,
+        )
         for finding in self.page("search").chapters[0].summary:
             _say(finding.text)
         print(output / "recipe.yaml")
@@ -228,7 +252,11 @@ class DemoSteps:
         rows = []
         for (name, _, _), program in zip(contenders, programs, strict=True):
             quality = measured[program]
-            numbers = f"{quality.perplexity:.2f}", f"{quality.divergence:.4f}", str(program.sync_points(self.ranks))
+            numbers = (
+                f"{quality.perplexity:.2f}",
+                f"{quality.divergence:.4f}",
+                str(program.sync_points(self.ranks)),
+            )
             rows.append([name, f"{program.effective_depth():g}", *numbers])
         head = ["program", "depth", "perplexity", "divergence", "syncs"]
         others = [model for _, _, model in contenders[1:]]
@@ -242,11 +270,13 @@ class DemoSteps:
             ranks = RankOptions(self.ranks, "auto", wanted)
             way = ranks.collectives
             _announce(
-                f"{purpose}, {way}?", f"bench {self.typed} {compared} --tp {self.ranks} {options} --collectives {way}"
+                f"{purpose}, {way}?",
+                f"bench {self.typed} {compared} --tp {self.ranks} {options} --collectives {way}",
             )
             head.append(f"tokens/s, {way}")
             results = bench(self.model, compare=others, ranks=ranks, **load).results
-            for row, result in zip(rows, results, strict=True):  # the fastest rounds, which others disturbed least
+            # The fastest rounds, which others disturbed least.
+            for row, result in zip(rows, results, strict=True):
                 row.append(f"{1 / min(one.per_token for one in result.rounds):.0f}")
         note = (
             "Divergence is KL(original || changed) in nats per token; syncs are all-reduces of a token. The slower "
@@ -266,7 +296,9 @@ class DemoSteps:
 
 
 def _announce(purpose: str, command: str) -> None:
-    lines = textwrap.wrap(f"$ surgeon {command}", WIDTH - 2, subsequent_indent="    ", break_on_hyphens=False)
+    lines = textwrap.wrap(
+        f"$ surgeon {command}", WIDTH - 2, subsequent_indent="    ", break_on_hyphens=False
+    )
     print(f"\n{purpose}\n" + " \\\n".join(lines), file=sys.stderr, flush=True)
 
 

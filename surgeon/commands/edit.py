@@ -81,7 +81,9 @@ def edit(
     """
     model = model.model if isinstance(model, EditedModel) else model
     if not hasattr(model, "modules") and not isinstance(model, Model):
-        raise ValueError(f"{shown(model)} is no model that is loaded or open; give what surgeon.open or load returns")
+        raise ValueError(
+            f"{shown(model)} is no model that is loaded or open; give what surgeon.open or load returns"
+        )
     program = _to_run(program, operations)
     if isinstance(model, Model):
         if isinstance(program, Recipe):
@@ -93,7 +95,9 @@ def edit(
         model.check(program)
         return EditedModel(model.name, model, program, factors=factors)
     if isinstance(program, Recipe):
-        original = Model.of_config(restore(model).config, "a loaded model", vars(model).get("own_program"))
+        original = Model.of_config(
+            restore(model).config, "a loaded model", vars(model).get("own_program")
+        )
         if factors is None:
             plan = plan_factors(program, original)
             if plan.is_calibrated:
@@ -106,9 +110,13 @@ def edit(
     return run_program(model, program, factors=factors)
 
 
-def _to_run(program: Program | Recipe | str | Path | None, operations: Mapping[str, Applied]) -> Program | Recipe:
+def _to_run(
+    program: Program | Recipe | str | Path | None, operations: Mapping[str, Applied]
+) -> Program | Recipe:
     if (program is None) == (not operations):
-        raise ValueError('say what is to be run, either by a program or a recipe or by operations, as in pair="1:7"')
+        raise ValueError(
+            'say what is to be run, either by a program or a recipe or by operations, as in pair="1:7"'
+        )
     if operations:
         return Recipe("", _apply(operations), source="edit")
     if isinstance(program, str | Path):
@@ -116,7 +124,9 @@ def _to_run(program: Program | Recipe | str | Path | None, operations: Mapping[s
             return read_recipe(Path(program))
         return Program.parse(str(program))
     if not isinstance(program, Recipe | Program):
-        raise ValueError(f"what is to be run is a program, its text, a recipe or its path, not {shown(program)}")
+        raise ValueError(
+            f"what is to be run is a program, its text, a recipe or its path, not {shown(program)}"
+        )
     return program
 
 

@@ -27,7 +27,9 @@ def evaluate(
             kind=str,
         ),
     ],
-    data: Annotated[str | Path | None, option("Perplexity, too. " + DATA_HELP, "--data", kind=str)] = None,
+    data: Annotated[
+        str | Path | None, option("Perplexity, too. " + DATA_HELP, "--data", kind=str)
+    ] = None,
     *,
     tasks: Annotated[
         str | Path | Sequence[str | Path],
@@ -50,8 +52,12 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, option("Rows of each task, from its start. Default: all.")] = None,
     batch_size: Annotated[int, option("Requests to run together.")] = 1,
-    seed: Annotated[int | None, option("Seed of the choice of few-shot examples. Default: lm-eval's own.")] = None,
-    apply_chat_template: Annotated[bool, option("Put prompts into the tokenizer's chat template.")] = False,
+    seed: Annotated[
+        int | None, option("Seed of the choice of few-shot examples. Default: lm-eval's own.")
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, option("Put prompts into the tokenizer's chat template.")
+    ] = False,
     output: Annotated[
         str | Path | None,
         option(
@@ -61,10 +67,13 @@ def evaluate(
             "-o",
         ),
     ] = None,
-    log_samples: Annotated[bool, option("Write every row's prompts and answers, too (needs --output).")] = False,
+    log_samples: Annotated[
+        bool, option("Write every row's prompts and answers, too (needs --output).")
+    ] = False,
     program: ProgramText = None,
     device: Annotated[
-        str, option("cpu, cuda (one GPU where the model fits, else all), or auto: cuda where there is one.")
+        str,
+        option("cpu, cuda (one GPU where the model fits, else all), or auto: cuda where there is one."),
     ] = "auto",
     **text: Unpack[TextFlags],
 ) -> Evaluation:
@@ -108,11 +117,14 @@ def evaluate(
     if data is not None and against is not None:
         original = open_edited(against)
     elif data is not None and candidate.asked is not None and candidate.model.own is not None:
-        original = EditedModel(candidate.model.name, candidate.model)  # it runs a program itself, not the stored layers
+        # It runs a program itself, not the stored layers.
+        original = EditedModel(candidate.model.name, candidate.model)
     positions = candidate.model.positions
     asked = None
     if tasks:
-        asked = load_asked(as_list(tasks), positions, num_fewshot, limit, batch_size, apply_chat_template, seed)
+        asked = load_asked(
+            as_list(tasks), positions, num_fewshot, limit, batch_size, apply_chat_template, seed
+        )
     found = Evaluation()
     with factors_of(candidate, folder) as candidate:
         if windows is not None:

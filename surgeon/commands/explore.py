@@ -22,7 +22,9 @@ def explore(
     model: ModelName,
     data: Annotated[
         str | Path | None,
-        option(DATA_HELP + " Of the kind that the model is for; a few pages will do.", "--data", kind=str),
+        option(
+            DATA_HELP + " Of the kind that the model is for; a few pages will do.", "--data", kind=str
+        ),
     ] = None,
     output: Output = "runs/explore",
     *,
@@ -54,10 +56,13 @@ def explore(
     from surgeon.quality.data import DEMO
 
     if not 0 < minutes < math.inf:
-        raise ValueError(f"minutes must be a number above 0, not {minutes:g}; an exploration takes about 10")
+        raise ValueError(
+            f"minutes must be a number above 0, not {minutes:g}; an exploration takes about 10"
+        )
     begun = time.monotonic()
     opened = open_model(model)
-    if data is None and opened.name != DEMO:  # what a model can spare is another thing on every kind of text
+    # What a model can spare is another thing on every kind of text.
+    if data is None and opened.name != DEMO:
         raise ValueError(
             f"no text was given to explore {opened.name} on; give one of the kind that the model is for, a few pages "
             "or more: a UTF-8 file, a .jsonl or .parquet file, a dataset's name, or demo (Python source files)"

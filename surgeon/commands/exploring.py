@@ -77,8 +77,11 @@ def plan_rounds(layers: int, window: int, text: int) -> list[ExploreRound]:
     for count, (tokens, places, trials) in enumerate(SIZES, start=1):
         most = min(tokens, text // 2)
         longest = min(window, max(SHORTEST, most // WINDOWS))
-        every = 1 << int(math.log2(max(1.0, layers / places)))  # a power of 2, so that finer grids hold coarser ones
-        rounds.append(ExploreRound(f"round-{count}", most // longest * longest, longest, every, trials * layers))
+        # A power of 2, so that finer grids hold coarser ones.
+        every = 1 << int(math.log2(max(1.0, layers / places)))
+        rounds.append(
+            ExploreRound(f"round-{count}", most // longest * longest, longest, every, trials * layers)
+        )
     return rounds
 
 
@@ -180,7 +183,11 @@ class Exploring:
         text |= {"separator": self.record["separator"], "memory": self.record["memory"]}
 
         def earlier(*names: str) -> list[Path]:
-            return [self.folder / one.name / name for name in names if f"{one.name}/{name}" in self.record["done"]]
+            return [
+                self.folder / one.name / name
+                for name in names
+                if f"{one.name}/{name}" in self.record["done"]
+            ]
 
         if self.maps:
             grid = "every stretch" if one.every == 1 else f"stretches of every {one.every} layers"
@@ -190,13 +197,21 @@ class Exploring:
         if self._works("scan", ["similarity"]):
             using = next(iter(earlier("scan")), None)
             what = "what each layer owes to the one before"
-            yield "similarity", what, lambda at: similarity(self.model, self.data, at, scan=using, **text)
+            yield (
+                "similarity",
+                what,
+                lambda at: similarity(self.model, self.data, at, scan=using, **text),
+            )
         if self.spaces:
             names = ("scan", "similarity") if one.every <= _OF_EDITS else ("similarity",)
             asked: dict[str, Any] = {"space": self.spaces, "using": earlier(*names)}
             asked["minutes"] = max(1.0, _TRYING * self.left) / 60
             what = "the depth at which quality breaks off"
-            yield "search", what, lambda at: search(self.model, self.data, at, one.trials, **asked, **text)
+            yield (
+                "search",
+                what,
+                lambda at: search(self.model, self.data, at, one.trials, **asked, **text),
+            )
 
     def _do(self, one: ExploreRound, name: str, what: str, work: Callable[[Path], RunResult]) -> None:
         """Do a pass of a round in the time that is left, and note it, also where it is interrupted."""
@@ -239,8 +254,12 @@ class Exploring:
         measured = [one for one in passes.values() if one is not None]
         shown = [one.files[0].parent for one in measured]
         self.record["passes"] = [str(folder.relative_to(self.folder)) for folder in shown]
-        self.record["plan"] = {name: measured[-1].record[name] for name in ("tokens", "window") if measured}
-        self.record["left_out"] = [f"{name}: {reasons[name]}" for name, one in passes.items() if one is None]
+        self.record["plan"] = {
+            name: measured[-1].record[name] for name in ("tokens", "window") if measured
+        }
+        self.record["left_out"] = [
+            f"{name}: {reasons[name]}" for name, one in passes.items() if one is None
+        ]
         self.record["next"] = [vars(one) for one in self.next_steps(scanned, found)]
         self._so_far().write(self.folder)
         page = report(self.folder, self.folder / PAGE)
@@ -264,7 +283,9 @@ class Exploring:
         text = f"--data {quote(self.record['data'])}"
         if self.record["separator"] is not None:
             text += f" --separator {quote(self.record['separator'])}"
-        memory = "" if self.record["memory"] is None else f" --memory {quote(str(self.record['memory']))}"
+        memory = (
+            "" if self.record["memory"] is None else f" --memory {quote(str(self.record['memory']))}"
+        )
         if found is not None:
             yield from self._with_the_knee(found, model, text)
         if scanned is not None:
@@ -304,7 +325,9 @@ class Exploring:
                 f"surgeon export {knee} -o {exported}",
             )
             yield NextStep(
-                "Serve it", "OpenAI's API for that checkpoint, until Ctrl-C.", f"surgeon serve {exported}{on}"
+                "Serve it",
+                "OpenAI's API for that checkpoint, until Ctrl-C.",
+                f"surgeon serve {exported}{on}",
             )
         if can_be_written and self._works("train", ["heal edited"]):
             on_text = text
@@ -342,11 +365,15 @@ class Exploring:
         if every == 1 and not missing:
             why = "Ladders, repeats, low ranks, widths: all that a scan knows, on the same text."
             return NextStep("Draw the other maps", why, f"{command}all")
-        why = "The maps so far have " + ("every stretch" if every == 1 else f"stretches of every {every} layers")
+        why = "The maps so far have " + (
+            "every stretch" if every == 1 else f"stretches of every {every} layers"
+        )
         if missing:
             why += f", but for {plural(missing, 'cell')} for which there was no time"
         asked = ",".join(scanned.record["asked"]["operations"])
-        return NextStep("Scan every stretch of layers", f"{why}; this goes on in their folder.", f"{command}{asked}")
+        return NextStep(
+            "Scan every stretch of layers", f"{why}; this goes on in their folder.", f"{command}{asked}"
+        )
 
     def _at(self, name: str) -> str:
         return quote(str(self.folder / name))

@@ -62,7 +62,13 @@ class Exported:
         import pandas as pd
 
         syncs = self.program.sync_points(2)
-        row = {"folder": str(self.folder), "form": self.form, "depth": self.depth, "syncs": syncs, "bytes": self.size}
+        row = {
+            "folder": str(self.folder),
+            "form": self.form,
+            "depth": self.depth,
+            "syncs": syncs,
+            "bytes": self.size,
+        }
         return pd.DataFrame([row | {"program": str(self.program)}])
 
     def __str__(self) -> str:
@@ -94,7 +100,9 @@ def export(
     *,
     program: Annotated[
         Program | str | None,
-        keyword("That the model is to run: of a folder, a hub name, or a model that is open, in place of a recipe."),
+        keyword(
+            "That the model is to run: of a folder, a hub name, or a model that is open, in place of a recipe."
+        ),
     ] = None,
     form: Annotated[
         Literal["auto", "plain", "fused", "program"],
@@ -109,7 +117,8 @@ def export(
         option("Store weights in this dtype, not in the original's."),
     ] = None,
     original: Annotated[
-        str | Path | None, option("Folder or hub name, instead of the recipe's model.", "--model", kind=str)
+        str | Path | None,
+        option("Folder or hub name, instead of the recipe's model.", "--model", kind=str),
     ] = None,
     overwrite: Annotated[
         bool,
@@ -128,7 +137,10 @@ def export(
     ] = None,
     memory: Annotated[
         int | str | None,
-        option("The most memory that making such factors may take, model included, such as 512MB or 2GB.", kind=str),
+        option(
+            "The most memory that making such factors may take, model included, such as 512MB or 2GB.",
+            kind=str,
+        ),
     ] = None,
     tokenizer: Annotated[
         Any,
@@ -153,7 +165,9 @@ def export(
     ] = None,
     planned: Annotated[
         Callable[[Layout], None],
-        keyword("Called with the form and the reason for it, before anything of a model's files is written."),
+        keyword(
+            "Called with the form and the reason for it, before anything of a model's files is written."
+        ),
     ] = lambda _: None,
 ) -> Exported:
     """Write the recipe's model as a checkpoint that other software loads.
@@ -194,7 +208,13 @@ def export(
     others: dict[str, Any] = {"tokenizer": tokenizer, "adapter": adapter, "training": training}
     which = "that is known by its files"
     if isinstance(model, nn.Module):
-        others = {"program": program, "original": original, "results": results, "factors": factors, "memory": memory}
+        others = {
+            "program": program,
+            "original": original,
+            "results": results,
+            "factors": factors,
+            "memory": memory,
+        }
         which = "in memory, which is written as it is"
     if useless := [name for name, value in others.items() if value]:
         raise ValueError(f"{useless[0]} is of no use for a model {which}")
@@ -221,21 +241,32 @@ def export(
         published = replace(ready.recipe, model=source.public_name).to_yaml()
     with progress(f"writing and proving {target}", plan.passes * plan.weight_bytes, "bytes") as advance:
         proof = write_export(plan, target, overwrite, published, advance, measured)
-    if ready is not edited and not factors and kept.is_dir():  # choices by weights alone keep nothing there
+    # Choices by weights alone keep nothing there.
+    if ready is not edited and not factors and kept.is_dir():
         shutil.rmtree(kept)
     return Exported.of(target, proof)
 
 
 def _export_loaded(
-    model: Any, target: Path, form: str, dtype: str | None, overwrite: bool, adapter: bool, more: dict[str, Any]
+    model: Any,
+    target: Path,
+    form: str,
+    dtype: str | None,
+    overwrite: bool,
+    adapter: bool,
+    more: dict[str, Any],
 ) -> Exported:
     from surgeon.exports.adapters import BASE, export_with_adapter
     from surgeon.exports.in_memory import export as export_loaded
 
     if not adapter:
-        return Exported.of(target, export_loaded(model, target, form=form, dtype=dtype, overwrite=overwrite, **more))
+        return Exported.of(
+            target, export_loaded(model, target, form=form, dtype=dtype, overwrite=overwrite, **more)
+        )
     if form != "auto" or dtype is not None or overwrite or more["training"] is not None:
-        raise ValueError("with its adapter apart a model keeps its form and dtype, and gets a new folder")
+        raise ValueError(
+            "with its adapter apart a model keeps its form and dtype, and gets a new folder"
+        )
     return Exported.of(target / BASE, export_with_adapter(model, target, tokenizer=more["tokenizer"]))
 
 
@@ -243,7 +274,9 @@ def _export_loaded(
 def card(
     checkpoint: Annotated[str | Path, option("A folder that surgeon export wrote.", metavar="DIR")],
     results: Results = (),
-    overwrite: Annotated[bool, option("Replace a README.md that you have changed or written yourself, too.")] = False,
+    overwrite: Annotated[
+        bool, option("Replace a README.md that you have changed or written yourself, too.")
+    ] = False,
 ) -> Path:
     """Write the model card (README.md) of an exported checkpoint, with measurements of it.
 

@@ -33,7 +33,9 @@ _INTERRUPTED = {
 _INTERRUPTED |= dict.fromkeys(
     ["explore", "scan", "sensitivity", "spectrum", "search", "heal", "train", "eval", "demo"], _GOES_ON
 )
-_INTERRUPTED |= dict.fromkeys(["check", "families", "similarity", "show", "card", "predict", "report"], _KEEPS_NOTHING)
+_INTERRUPTED |= dict.fromkeys(
+    ["check", "families", "similarity", "show", "card", "predict", "report"], _KEEPS_NOTHING
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ def explain(error: BaseException, output: str | None = None) -> Failure:
     if isinstance(error, OSError | ValueError | ImportError):
         return Failure(f"error: {_text(error)}", MENDABLE)
     kind = type(error).__name__
-    return Failure(f"internal error: {kind}: {_text(error)}; run again with --debug for the traceback", INTERNAL)
+    return Failure(
+        f"internal error: {kind}: {_text(error)}; run again with --debug for the traceback", INTERNAL
+    )
 
 
 def explain_interruption(command: str, output: str | None = None) -> Failure:
@@ -73,7 +77,9 @@ def _disk_of(place: str | None) -> str:
     if place is None or "://" in place:
         return ""
     path = Path(place).absolute()
-    mount = next(parent for parent in (path, *path.parents) if os.path.ismount(parent) or parent == parent.parent)
+    mount = next(
+        parent for parent in (path, *path.parents) if os.path.ismount(parent) or parent == parent.parent
+    )
     if mount == mount.parent:
         return ""
     return f" on {mount}"
@@ -83,6 +89,7 @@ def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     lines = str(error).strip().splitlines()
-    if any(line.startswith("Traceback ") for line in lines):  # of another process: its last line is the error
+    # Of another process: its last line is the error.
+    if any(line.startswith("Traceback ") for line in lines):
         lines = lines[-1:]
     return " ".join(" ".join(lines).split()) or type(error).__name__

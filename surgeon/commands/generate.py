@@ -91,7 +91,9 @@ def _pipeline_ranks(ranks: partial[RankOptions], stretches: int | None) -> parti
     if stretches is None and not here:
         stretches = shared
     if stretches is None:
-        raise ValueError("--pipeline needs a number of ranks, each with layers of its own; say --ranks N")
+        raise ValueError(
+            "--pipeline needs a number of ranks, each with layers of its own; say --ranks N"
+        )
     if here and shared != 1:
         raise ValueError(
             f"--tp {shared} shares every layer among ranks, and --pipeline gives each rank layers of its own; "
@@ -111,10 +113,14 @@ def generate(
     max_new_tokens: Annotated[int, option("How many tokens to add to each at most.", least=1)] = 64,
     chat: Annotated[
         bool,
-        option("Put each prompt into the tokenizer's chat template, as what a user says; the text is the answer."),
+        option(
+            "Put each prompt into the tokenizer's chat template, as what a user says; the text is the answer."
+        ),
     ] = False,
     system: System = None,
-    max_batch: Annotated[int, option("Texts that are computed together; others follow as these end.", least=1)] = 32,
+    max_batch: Annotated[
+        int, option("Texts that are computed together; others follow as these end.", least=1)
+    ] = 32,
     pipeline: Annotated[
         bool,
         option(
@@ -185,14 +191,19 @@ def generate(
         with Service(opened, options, opened.tokenizer, started) as service:
             if service.capacity.texts(service.capacity.longest) < options.max_batch:
                 print(service.capacity.line(), file=sys.stderr)  # some texts have to wait for others
-            streams = [service.submit(ids, replace(sampling, place=(number, 0))) for number, ids in enumerate(tokens)]
+            streams = [
+                service.submit(ids, replace(sampling, place=(number, 0)))
+                for number, ids in enumerate(tokens)
+            ]
             texts = [GeneratedText(prompt=prompt) for prompt in texts_by_place.values()]
             for text, stream in zip(texts, streams, strict=True):
                 for event in stream:
                     text.add(event)
                     if on_event is not None:
                         on_event(text, event)
-            return Generation(tuple(texts), service.plan, on, service.figures(), options.draft is not None)
+            return Generation(
+                tuple(texts), service.plan, on, service.figures(), options.draft is not None
+            )
 
 
 def _by_place(prompts: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:
@@ -217,9 +228,15 @@ def choose_sampling(folder: str | Path, flags: SamplingFlags, max_new_tokens: in
     asked = {name: value for name, value in flags_in(SamplingFlags, flags).items() if value is not None}
     asked["stop"] = tuple(flags.get("stop", ()))
     sampling = Sampling(**defaults.applied() | asked, max_new_tokens=max_new_tokens)
-    changed = [name for name in ("top_p", "top_k", "min_p") if getattr(sampling, name) != getattr(Sampling, name)]
+    changed = [
+        name
+        for name in ("top_p", "top_k", "min_p")
+        if getattr(sampling, name) != getattr(Sampling, name)
+    ]
     if not sampling.temperature and (idle := changed + (["seed"] if sampling.seed is not None else [])):
-        warnings.warn(f"{', '.join(idle)}: of no effect without a temperature, which draws tokens", stacklevel=4)
+        warnings.warn(
+            f"{', '.join(idle)}: of no effect without a temperature, which draws tokens", stacklevel=4
+        )
     if sampling.temperature:
         wanted = {*changed, "do_sample", "temperature"}
     else:
@@ -229,7 +246,9 @@ def choose_sampling(folder: str | Path, flags: SamplingFlags, max_new_tokens: in
     return sampling
 
 
-def _encode(model: Model, prompts: Mapping[str, str], most: int, chat: bool, system: str | None) -> list[list[int]]:
+def _encode(
+    model: Model, prompts: Mapping[str, str], most: int, chat: bool, system: str | None
+) -> list[list[int]]:
     """The token ids of the prompts, at most so many of each; of several, an error names the prompt."""
     from surgeon.checkpoint.messages import chat_text, opening
     from surgeon.checkpoint.texts import Encoder, encode

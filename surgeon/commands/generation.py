@@ -102,7 +102,9 @@ class Generation:
         accepted = self._total("accepted")
         drafts = "none: one token of each text in flight"
         if drafted:
-            drafts = f"{accepted} of {drafted} tokens of the coda's were right ({accepted / drafted:.0%})"
+            drafts = (
+                f"{accepted} of {drafted} tokens of the coda's were right ({accepted / drafted:.0%})"
+            )
         return [f"nodes    {spans}, a stretch on each rank", f"drafts   {drafts}"]
 
     def _drafts(self) -> list[str]:
@@ -112,7 +114,9 @@ class Generation:
         if not drafted:
             return ["drafts   none: the texts were too short, or it would not have paid"]
         phases = first.drafting, first.decode
-        calls = sum(_calls(phase.layers) + _calls(phase.vocabulary) for phase in phases) / max(1, first.decode.new)
+        calls = sum(_calls(phase.layers) + _calls(phase.vocabulary) for phase in phases) / max(
+            1, first.decode.new
+        )
         passes = f"{first.drafting.passes} passes of the draft beside {first.decode.passes} of the model"
         new = self._total("new")
         per_pass = f"{new / (new - accepted):.2f} tokens of a text per pass"
@@ -134,7 +138,8 @@ class Generation:
             right = "as the program has"
         agrees = right if layers.calls == expected else f"but the program has {expected}!"
         if layers.calls > expected and any(sublayer.ranks for sublayer in program.sublayers()):
-            agrees = f"{layers.calls - expected:g} of them between factors"  # how they are shared out is not its own
+            # How they are shared out is not its own.
+            agrees = f"{layers.calls - expected:g} of them between factors"
         if compression and layers.counts.all_gathers:
             packed = f" of {compression} integers"
         else:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from surgeon.training.self_text import SelfText
     from surgeon.training.settings import TrainSettings
 
-HIDDEN_WEIGHT = 10.0  # of the streams beside the logits: in three of three edits it left a lower divergence than 1
+# Of the streams beside the logits: in three of three edits it left a lower divergence than 1.
+HIDDEN_WEIGHT = 10.0
 
 
 class TrainFlags(TypedDict, total=False):
@@ -39,17 +40,26 @@ class TrainFlags(TypedDict, total=False):
 
     router: Annotated[
         Literal["trained", "frozen"],
-        option("Whether routers of mixtures of experts are trained where they are among what is.", default="trained"),
+        option(
+            "Whether routers of mixtures of experts are trained where they are among what is.",
+            default="trained",
+        ),
     ]
-    lora: Annotated[int | None, option("Train adapters of this rank on the matrices (peft).", metavar="RANK")]
+    lora: Annotated[
+        int | None, option("Train adapters of this rank on the matrices (peft).", metavar="RANK")
+    ]
     steps: Annotated[int | None, option("Of the optimiser. Default: 1000.")]
     epochs: Annotated[float | None, option("Passes over the text, in place of --steps.")]
     batch: Annotated[int | None, option("Windows per step, over all processes. Default: 8.")]
-    micro_batch: Annotated[int | None, option("Windows per forward pass of a process. Default: all of its share.")]
+    micro_batch: Annotated[
+        int | None, option("Windows per forward pass of a process. Default: all of its share.")
+    ]
     learning_rate: Annotated[float | None, option("At its highest. Default: 1e-4, or 1e-3 with --lora.")]
     schedule: Annotated[str | None, option("linear, cosine, constant, ... Default: linear.")]
     warmup: Annotated[int | None, option("Steps in which the learning rate rises. Default: 0.")]
-    seed: Annotated[int, option("Of the order of the text, dropout, adapters, and text of --data self.", default=0)]
+    seed: Annotated[
+        int, option("Of the order of the text, dropout, adapters, and text of --data self.", default=0)
+    ]
     evaluate_every: Annotated[int, option("Steps between measurements on held-out text.", default=100)]
     save_every: Annotated[int, option("Steps between checkpoints of the run.", default=100)]
     patience: Annotated[
@@ -81,7 +91,9 @@ def settings_of(
         ),
     ] = None,
     temperature: Annotated[float, option("Of the distilled predictions.")] = 1.0,
-    text_weight: Annotated[float, option("Weight of the text's own loss beside a distillation's.")] = 0.0,
+    text_weight: Annotated[
+        float, option("Weight of the text's own loss beside a distillation's.")
+    ] = 0.0,
     teacher_top: Annotated[
         int | None,
         option(
@@ -101,8 +113,14 @@ def settings_of(
     scope = train
     if scope is None and by_racks:
         scope = "all"
-    others = {"scope": scope, "distillation": _distillation(distill, temperature, text_weight, teacher_top)}
-    given: dict[str, Any] = {**flags, **{name: value for name, value in others.items() if value is not None}}
+    others = {
+        "scope": scope,
+        "distillation": _distillation(distill, temperature, text_weight, teacher_top),
+    }
+    given: dict[str, Any] = {
+        **flags,
+        **{name: value for name, value in others.items() if value is not None},
+    }
     given["arguments"] = parse_trainer_arguments(trainer_arg)
     if preset is None:
         return known.TrainSettings(**given)
@@ -129,7 +147,9 @@ def _distillation(
     }
     for name, is_given in given.items():
         if is_given:
-            raise ValueError(f"{name} says how to distil, and nothing is distilled; add --distill logits, or drop it")
+            raise ValueError(
+                f"{name} says how to distil, and nothing is distilled; add --distill logits, or drop it"
+            )
     return None
 
 
@@ -183,16 +203,22 @@ def racks_of(
 
     processes = rack_processes or by_hand
     if not racks and coda is not None:
-        raise ValueError("--coda says what racks predict with, and there are none; add --racks, or drop it")
+        raise ValueError(
+            "--coda says what racks predict with, and there are none; add --racks, or drop it"
+        )
     if not racks and processes:
         raise ValueError("--rack-processes is for racks, and there are none; add --racks, or drop it")
     if average != "never" and not processes:
         raise ValueError("--average needs all racks at the same time; add --rack-processes, or drop it")
     if rack_replicas != 1 and not processes:
-        raise ValueError("--rack-replicas says how many processes a rack has; add --rack-processes, or drop it")
+        raise ValueError(
+            "--rack-replicas says how many processes a rack has; add --rack-processes, or drop it"
+        )
     if not racks:
         return None
-    return RackOptions([*racks], 1 if coda is None else coda, processes, average, rack_ahead, rack_replicas)
+    return RackOptions(
+        [*racks], 1 if coda is None else coda, processes, average, rack_ahead, rack_replicas
+    )
 
 
 def _show(
@@ -202,7 +228,8 @@ def _show(
     as_json: Annotated[
         bool,
         option(
-            "Print quality before and after as JSON, acceptance as a draft with it, in place of the folder.", "--json"
+            "Print quality before and after as JSON, acceptance as a draft with it, in place of the folder.",
+            "--json",
         ),
     ] = False,
 ) -> None:
@@ -216,7 +243,9 @@ def _show(
     if found is None:
         return
     if as_json:
-        print(json.dumps({name: found.record[name] for name in ("original", "edited", "healed")}, indent=2))
+        print(
+            json.dumps({name: found.record[name] for name in ("original", "edited", "healed")}, indent=2)
+        )
         return
     for path in found.files:
         print(path)
@@ -244,18 +273,22 @@ def heal(
         ),
     ],
     output: Annotated[
-        str | Path, option("Folder of the healed checkpoint; its run lies in FOLDER.run.", "--output", "-o")
+        str | Path,
+        option("Folder of the healed checkpoint; its run lies in FOLDER.run.", "--output", "-o"),
     ],
     *,
     tokens: Annotated[
         int | None, option("Training tokens, from the start of the data. Default: what the steps need.")
     ] = None,
     eval_data: Annotated[
-        str | Path | None, option(DATA_HELP + " Default: the end of --data, which is not trained on.", kind=str)
+        str | Path | None,
+        option(DATA_HELP + " Default: the end of --data, which is not trained on.", kind=str),
     ] = None,
     eval_tokens: Annotated[
         int | None,
-        option("Tokens to measure on, in whole windows. Default: 16384 at most, and of --data no more than a tenth."),
+        option(
+            "Tokens to measure on, in whole windows. Default: 16384 at most, and of --data no more than a tenth."
+        ),
     ] = None,
     self_temperature: Annotated[
         float,
@@ -270,7 +303,9 @@ def heal(
         str | Path | None,
         option("A file with the chat template to write conversations in. Default: the tokenizer's own."),
     ] = None,
-    show_row: Annotated[bool, option("Print one row as text, with what is trained on of it between brackets.")] = False,
+    show_row: Annotated[
+        bool, option("Print one row as text, with what is trained on of it between brackets.")
+    ] = False,
     documents: Annotated[
         Literal["joined", "apart", "whole"],
         option(
@@ -286,7 +321,9 @@ def heal(
             made_by=settings_of,
         ),
     ] = None,
-    keep_adapter: Annotated[bool, option("Write DIR/base and DIR/adapter in place of a merged checkpoint.")] = False,
+    keep_adapter: Annotated[
+        bool, option("Write DIR/base and DIR/adapter in place of a merged checkpoint.")
+    ] = False,
     teacher: Annotated[
         str | Path | Model | None,
         option("The original, where it is not the model that the recipe or program is for.", kind=str),
@@ -294,7 +331,10 @@ def heal(
     program: ProgramText = None,
     racks: Annotated[
         RackOptions | None,
-        option("How it is cut into racks and trained one by one; all weights or norms then.", made_by=racks_of),
+        option(
+            "How it is cut into racks and trained one by one; all weights or norms then.",
+            made_by=racks_of,
+        ),
     ] = None,
     racks_by_hand: Annotated[
         bool,
@@ -305,7 +345,8 @@ def heal(
     ] = False,
     form: Form = "auto",
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, option("Of the written weights. Default: the original's.")
+        Literal["float32", "bfloat16", "float16"] | None,
+        option("Of the written weights. Default: the original's."),
     ] = None,
     overwrite: Overwrite = False,
     device: ProcessDevice = "auto",
@@ -365,7 +406,11 @@ def heal(
     check_shapes(edited, how, cut, None if keep_adapter else form)
     size = window_for(edited.model.config, window)
     tokenizer = with_chat_template(edited.model.tokenizer, chat_template)
-    own = _own_text(original, tokenizer, size, folder, documents, how, self_temperature, where) if is_own else None
+    own = (
+        _own_text(original, tokenizer, size, folder, documents, how, self_temperature, where)
+        if is_own
+        else None
+    )
     if own is not None and cut is None:  # which takes longest
         check_settings_kept(folder, how)
     texts = load_texts(
@@ -412,9 +457,13 @@ def heal(
     if own is not None:
         record |= {"written": own.record(), "method": f"{record['method']}; the original wrote self"}
     if keep_adapter:
-        export_with_adapter(whole.model, target, base_of=edited if edited.model.checkpoint.quantised else None)
+        export_with_adapter(
+            whole.model, target, base_of=edited if edited.model.checkpoint.quantised else None
+        )
     else:
-        stored: Any = dtype or next((name for name, own in DTYPES.items() if own == edited.model.dtype), "float32")
+        stored: Any = dtype or next(
+            (name for name, own in DTYPES.items() if own == edited.model.dtype), "float32"
+        )
         training = training_of(edited, record)
         proof = found.write(target, form=form, dtype=stored, overwrite=overwrite, training=training)
         say_proof(proof, "the recipe's")
@@ -422,11 +471,17 @@ def heal(
     return replace(HealRun.read(folder), files=(target,))
 
 
-def _check_self(is_own: bool, temperature: float, eval_data: str | Path | None, separator: str | None) -> None:
+def _check_self(
+    is_own: bool, temperature: float, eval_data: str | Path | None, separator: str | None
+) -> None:
     if temperature != 1.0 and not is_own:
-        raise ValueError("self_temperature is of text that the original writes; train on self, or leave it out")
+        raise ValueError(
+            "self_temperature is of text that the original writes; train on self, or leave it out"
+        )
     if eval_data is not None and str(eval_data) == "self":
-        raise ValueError("self is written to train on, and by default the end of it is held out; name no text for that")
+        raise ValueError(
+            "self is written to train on, and by default the end of it is held out; name no text for that"
+        )
     if separator is not None and eval_data is None:
         raise ValueError("a separator divides text that is read, and self is written; leave it out")
 
@@ -459,7 +514,14 @@ def _own_text(
     if original is None:
         raise ValueError("the original is to write the text, and is not known; name it as the teacher")
     return SelfText(
-        original, tokenizer, window, folder / "self", documents, seed=how.seed, temperature=temperature, device=device
+        original,
+        tokenizer,
+        window,
+        folder / "self",
+        documents,
+        seed=how.seed,
+        temperature=temperature,
+        device=device,
     )
 
 

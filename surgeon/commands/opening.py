@@ -25,7 +25,9 @@ from surgeon.runtime.worker.options import RankOptions
 def as_range(layers: range | str | None) -> range | None:
     """Read a range of layers, written as Python slices it: "4:30" is layers 4 to 29."""
     if isinstance(layers, range) and layers.step != 1:
-        raise ValueError(f"{layers} leaves layers out; give all from the first to the last, as in range(4, 30)")
+        raise ValueError(
+            f"{layers} leaves layers out; give all from the first to the last, as in range(4, 30)"
+        )
     if layers is None or isinstance(layers, range):
         return layers
     if not isinstance(layers, str):
@@ -93,7 +95,9 @@ def stored_model(
     if not isinstance(model, EditedModel):
         return model, program
     if program is not None:
-        raise ValueError(f"{model.name} was edited, and has a program of its own; give the program with its model")
+        raise ValueError(
+            f"{model.name} was edited, and has a program of its own; give the program with its model"
+        )
     if not has_weights_of_its_model(model):
         raise ValueError(
             f"{model.name} was edited to have factors, heads or neurons that its matrices alone do not tell; export "
@@ -104,10 +108,14 @@ def stored_model(
 
 def has_weights_of_its_model(edited: EditedModel) -> bool:
     """True if all weights of an edited model follow from the matrices of its model."""
-    return edited.factors is None and (edited.recipe is None or plan_factors(edited.recipe, edited.model).is_of_weights)
+    return edited.factors is None and (
+        edited.recipe is None or plan_factors(edited.recipe, edited.model).is_of_weights
+    )
 
 
-def draft_program(model: Model, draft: str | Path | Program | EditedModel | None) -> Program | str | None:
+def draft_program(
+    model: Model, draft: str | Path | Program | EditedModel | None
+) -> Program | str | None:
     """The program that drafts for a model, given by itself, a recipe (.yaml), or an edit of the model.
 
     "coda", "lookup" and variants stay as they are. Of a model without weights its shapes alone tell whether a draft is

@@ -37,7 +37,9 @@ COMPARED = (
 
 ModelName = Annotated[
     "str | Path | Model",
-    option("A model: a checkpoint folder, a name on the Hugging Face hub, a .gguf file, or demo.", kind=str),
+    option(
+        "A model: a checkpoint folder, a name on the Hugging Face hub, a .gguf file, or demo.", kind=str
+    ),
 ]
 Data = Annotated["str | Path", option(DATA_HELP, "--data", kind=str)]
 DefaultData = Annotated[
@@ -48,8 +50,12 @@ DefaultData = Annotated[
         kind=str,
     ),
 ]
-Output = Annotated["str | Path", option("Folder for the results; made if missing.", "--output", "-o", kind=str)]
-Window = Annotated[int | None, option("Tokens in a window. Default: 512, or the model's positions if it has fewer.")]
+Output = Annotated[
+    "str | Path", option("Folder for the results; made if missing.", "--output", "-o", kind=str)
+]
+Window = Annotated[
+    int | None, option("Tokens in a window. Default: 512, or the model's positions if it has fewer.")
+]
 Separator = Annotated[
     str | None,
     option(
@@ -71,15 +77,23 @@ SampledAcceptance = Annotated[
 ]
 ProgramText = Annotated[
     "Program | str | None",
-    option('Run this program instead of the checkpoint\'s own, e.g. "A0 F0 [A1 A2] [F1 F2]".', "--program", kind=str),
+    option(
+        'Run this program instead of the checkpoint\'s own, e.g. "A0 F0 [A1 A2] [F1 F2]".',
+        "--program",
+        kind=str,
+    ),
 ]
 VariantLayers = Annotated[
     "range | str | None",
-    option("The layers that variants change, e.g. 4:30 (4 to 29). Default: all but the first and last two."),
+    option(
+        "The layers that variants change, e.g. 4:30 (4 to 29). Default: all but the first and last two."
+    ),
 ]
 Results = Annotated[
     "str | Path | Sequence[str | Path]",
-    several("What surgeon eval or search wrote with --output, for the model card.", metavar="FOLDER|FILE"),
+    several(
+        "What surgeon eval or search wrote with --output, for the model card.", metavar="FOLDER|FILE"
+    ),
 ]
 Batches = Annotated[
     "int | Sequence[int]",
@@ -98,7 +112,9 @@ CacheMemory = Annotated[
 
 System = Annotated[
     str | None,
-    option("A system message, before all others in the chat template; a template that takes none is refused."),
+    option(
+        "A system message, before all others in the chat template; a template that takes none is refused."
+    ),
 ]
 Rounds = Annotated[int, option("How often everything is measured.", least=1)]
 
@@ -114,7 +130,9 @@ TrainerArguments = Annotated[
 ]
 Form = Annotated[Literal["auto", "plain", "fused", "program"], option("As of surgeon export.")]
 Overwrite = Annotated[bool, option("Replace an existing checkpoint.")]
-ProcessDevice = Annotated[str, option("cpu, cuda (one GPU for each process), or auto: cuda where there is one.")]
+ProcessDevice = Annotated[
+    str, option("cpu, cuda (one GPU for each process), or auto: cuda where there is one.")
+]
 
 # Of what runs on ranks: processes here, unlike the ranks of matrices.
 Checkpoint = Annotated[
@@ -125,7 +143,9 @@ Checkpoint = Annotated[
         kind=str,
     ),
 ]
-RanksDevice = Annotated[str, option("cpu, cuda (one GPU per rank), or auto: cuda where there are enough.")]
+RanksDevice = Annotated[
+    str, option("cpu, cuda (one GPU per rank), or auto: cuda where there are enough.")
+]
 Dtype = Annotated[
     str,
     option(
@@ -162,7 +182,8 @@ def _settle_ranks(context: typer.Context, tp: int) -> int:
         be_rank(torchrun)
     from surgeon.processes.rendezvous import rendezvous_at
 
-    rendezvous_at(torchrun)  # now, so that the others wait for this process, not for a time-out, and end when it does
+    # Now, so that the others wait for this process, not for a time-out, and end when it does.
+    rendezvous_at(torchrun)
     return torchrun.ranks
 
 
@@ -187,10 +208,13 @@ def ranks_of(
     ] = "auto",
     link_delay: Annotated[
         str | None,
-        option("Emulate a link between CPU ranks: how long a collective takes at least, e.g. 1ms or 200us."),
+        option(
+            "Emulate a link between CPU ranks: how long a collective takes at least, e.g. 1ms or 200us."
+        ),
     ] = None,
     link_bandwidth: Annotated[
-        str | None, option("Emulate a link between CPU ranks: bytes per second that a rank can send, e.g. 1GB.")
+        str | None,
+        option("Emulate a link between CPU ranks: bytes per second that a rank can send, e.g. 1GB."),
     ] = None,
     compress: Compress = None,
 ) -> RankOptions:
@@ -198,19 +222,27 @@ def ranks_of(
     from surgeon.runtime.comm.link import parse_link
     from surgeon.runtime.worker.options import RankOptions, choose_device
 
-    return RankOptions(tp, choose_device(device, tp), collectives, parse_link(link_delay, link_bandwidth), compress)
+    return RankOptions(
+        tp, choose_device(device, tp), collectives, parse_link(link_delay, link_bandwidth), compress
+    )
 
 
 Ranks = Annotated[
     "int | RankOptions",
-    option("How many, on GPUs where there is one for each, or what they are in full.", made_by=ranks_of, default=1),
+    option(
+        "How many, on GPUs where there is one for each, or what they are in full.",
+        made_by=ranks_of,
+        default=1,
+    ),
 ]
 
 
 class TextFlags(TypedDict, total=False):
     """A text to measure on."""
 
-    tokens: Annotated[int, option("Tokens to measure on, from the start of the data.", default=DEFAULT_TOKENS)]
+    tokens: Annotated[
+        int, option("Tokens to measure on, from the start of the data.", default=DEFAULT_TOKENS)
+    ]
     window: Window
     separator: Separator
 
@@ -303,18 +335,21 @@ class SamplingFlags(TypedDict, total=False):
     temperature: Annotated[
         float,
         option(
-            "0 takes the most likely token each time (greedy); the higher, the more often unlikely ones.", default=0.0
+            "0 takes the most likely token each time (greedy); the higher, the more often unlikely ones.",
+            default=0.0,
         ),
     ]
     top_p: Annotated[
         float,
         option(
-            "Draw among the fewest most likely tokens that have this probability together; 0 is greedy.", default=1.0
+            "Draw among the fewest most likely tokens that have this probability together; 0 is greedy.",
+            default=1.0,
         ),
     ]
     top_k: Annotated[int, option("Draw among this many of the most likely tokens; 0 is all.", default=0)]
     min_p: Annotated[
-        float, option("Draw among tokens at least this times as likely as the most likely one.", default=0.0)
+        float,
+        option("Draw among tokens at least this times as likely as the most likely one.", default=0.0),
     ]
     repetition_penalty: Annotated[
         float | None,
@@ -331,7 +366,8 @@ class SamplingFlags(TypedDict, total=False):
         ),
     ]
     stop: Annotated[
-        Sequence[str], option("A text that ends what is written, and is no part of it; may be repeated.", default=())
+        Sequence[str],
+        option("A text that ends what is written, and is no part of it; may be repeated.", default=()),
     ]
 
 

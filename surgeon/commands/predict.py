@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 
 def deployment_of(
     ranks: Annotated[int, option("How many tensor-parallel ranks share the model.", least=1)],
-    per_node: Annotated[int | None, option("Ranks in one node. Default: as many as it has devices.", least=1)] = None,
-    link: Annotated[str | None, option("Which of the hardware's links connects a node. Default: its first.")] = None,
+    per_node: Annotated[
+        int | None, option("Ranks in one node. Default: as many as it has devices.", least=1)
+    ] = None,
+    link: Annotated[
+        str | None, option("Which of the hardware's links connects a node. Default: its first.")
+    ] = None,
     network: Annotated[
         str | None, option("Which of the hardware's networks connects nodes. Default: its first.")
     ] = None,
@@ -34,7 +38,10 @@ def deployment_of(
     ] = "auto",
     graphs: Annotated[
         bool | None,
-        option("Whether decoding passes are captured graphs. Default: on GPUs they are.", "--graphs/--no-graphs"),
+        option(
+            "Whether decoding passes are captured graphs. Default: on GPUs they are.",
+            "--graphs/--no-graphs",
+        ),
     ] = None,
     low_rank: Annotated[
         str,
@@ -46,14 +53,20 @@ def deployment_of(
     ] = "auto",
     kv: Annotated[
         str,
-        option("What attentions whose k and v are two factors each keep of them.", metavar="[full|lowrank]"),
+        option(
+            "What attentions whose k and v are two factors each keep of them.", metavar="[full|lowrank]"
+        ),
     ] = "full",
     compress: Compress = None,
     link_delay: Annotated[
         str | None,
-        option("A link as surgeon bench emulates it, on top: how long a collective takes at least, e.g. 1ms."),
+        option(
+            "A link as surgeon bench emulates it, on top: how long a collective takes at least, e.g. 1ms."
+        ),
     ] = None,
-    link_bandwidth: Annotated[str | None, option("Likewise: bytes per second that a rank can send, e.g. 1GB.")] = None,
+    link_bandwidth: Annotated[
+        str | None, option("Likewise: bytes per second that a rank can send, e.g. 1GB.")
+    ] = None,
 ) -> Deployment:
     """The spread of a model over hardware."""
     from surgeon.cost.deployment import Deployment
@@ -101,14 +114,19 @@ def predict(
     program: ProgramText = None,
     batch: Batches = 1,
     prompt: Annotated[
-        int | None, option("Tokens of each prompt. Default: 1024, or half of the model's positions.", least=1)
+        int | None,
+        option("Tokens of each prompt. Default: 1024, or half of the model's positions.", least=1),
     ] = None,
     new: Annotated[
-        int | None, option("Tokens to add to each. Default: 512, or a quarter of the positions.", least=1)
+        int | None,
+        option("Tokens to add to each. Default: 512, or a quarter of the positions.", least=1),
     ] = None,
     ranks: Annotated[
         int | Deployment,
-        option("Tensor-parallel ranks that share the model, or all of how it is spread.", made_by=deployment_of),
+        option(
+            "Tensor-parallel ranks that share the model, or all of how it is spread.",
+            made_by=deployment_of,
+        ),
     ] = 1,
     sweep: Annotated[
         str | Sequence[str] | Mapping[str, Sequence[int]] | None,
@@ -136,7 +154,9 @@ def predict(
     ] = None,
     acceptance: Annotated[
         float | Sequence[str | float],
-        several("With --draft: the chance of a drafted token to be right. Default: 0.8.", kind=list[str]),
+        several(
+            "With --draft: the chance of a drafted token to be right. Default: 0.8.", kind=list[str]
+        ),
     ] = (),
 ) -> Predictions:
     """Predict what programs cost on hardware that you do not have.

@@ -38,7 +38,8 @@ def sweep_cells(
 ) -> list[SweepCell]:
     """Predict all candidates for all combinations; arguments as of `predict`, `load` is prompt and new tokens."""
     deployment = ranks if isinstance(ranks, Deployment) else Deployment(ranks)
-    dtype = deployment.dtype or hardware.dtype(candidates[0].model.shapes.dtype)  # as its weights have it
+    # As its weights have it.
+    dtype = deployment.dtype or hardware.dtype(candidates[0].model.shapes.dtype)
     positions = min(candidate.model.positions for candidate in candidates)
     workload = Workload.within(positions, 1, *load)
     axes = {**_axes({"batch": batch}), **_axes(sweep)}
@@ -68,10 +69,15 @@ def heading_of(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
     return f"{cells[0].candidate.model.label} on {hardware.name}: {', '.join(words)}"
 
 
-def record_of(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: dict[str, Any]) -> dict[str, Any]:
+def record_of(
+    name: str, hardware: Hardware, cells: Sequence[SweepCell], said: dict[str, Any]
+) -> dict[str, Any]:
     """The record beside the table of predictions."""
     programs = {
-        cell.candidate.name: {"program": cell.prediction.plan.program, "model": cell.candidate.model.label}
+        cell.candidate.name: {
+            "program": cell.prediction.plan.program,
+            "model": cell.candidate.model.label,
+        }
         for cell in reversed(cells)
         if cell.prediction is not None
     }
@@ -109,7 +115,9 @@ def draft_table(
         except ValueError as error:
             if not swept:
                 raise
-            refused.append(f"{words_of('ranks', plain.deployment.ranks)}, batch {plain.workload.batch}: {error}")
+            refused.append(
+                f"{words_of('ranks', plain.deployment.ranks)}, batch {plain.workload.batch}: {error}"
+            )
     return pd.DataFrame(rows, columns=list(DRAFT_COLUMNS)), list(dict.fromkeys(refused))
 
 

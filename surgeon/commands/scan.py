@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 _RANDOM = " and ".join(name for name, heatmap in HEATMAPS.items() if heatmap.seeded)
 _PAPER = ", ".join(name for name, heatmap in HEATMAPS.items() if heatmap.paper)
-_OTHERS = ", ".join(described(name, heatmap.note) for name, heatmap in HEATMAPS.items() if not heatmap.paper)
+_OTHERS = ", ".join(
+    described(name, heatmap.note) for name, heatmap in HEATMAPS.items() if not heatmap.paper
+)
 
 
 @command()
@@ -35,7 +37,8 @@ def scan(
         ),
     ] = None,
     layers: Annotated[
-        range | str | None, option("Only stretches inside this range; 4:30 is layers 4 to 29. Default: all layers.")
+        range | str | None,
+        option("Only stretches inside this range; 4:30 is layers 4 to 29. Default: all layers."),
     ] = None,
     max_length: Annotated[int | None, option("Only stretches of at most this many layers.")] = None,
     every: Annotated[
@@ -65,7 +68,10 @@ def scan(
     sampled_acceptance: SampledAcceptance = False,
     batch: Annotated[
         int | None,
-        option("Windows to run together at most. Default: what runs fastest, about 2,048 tokens on a CPU.", least=1),
+        option(
+            "Windows to run together at most. Default: what runs fastest, about 2,048 tokens on a CPU.",
+            least=1,
+        ),
     ] = None,
     workers: Annotated[
         int,
@@ -114,6 +120,13 @@ def scan(
         few = f"{windows} windows are too few to screen: every cell gets all of them"
         warn([f"{few}; use a smaller window or more tokens"])
     found = measure(
-        subject, folder, selection, seed=seed, screened=screen, sampled=sampled_acceptance, batch=batch, workers=workers
+        subject,
+        folder,
+        selection,
+        seed=seed,
+        screened=screen,
+        sampled=sampled_acceptance,
+        batch=batch,
+        workers=workers,
     )
     return replace(found, files=(folder / "cells.csv", *found.draw(folder)))

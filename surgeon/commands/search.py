@@ -37,12 +37,16 @@ def _show(call: Callable[[], SearchResult]) -> None:
         cost = aspect.show(question.price(aspect, trial))
         _print("cost", f"{cost}; the original's is {aspect.quantity.show(dense)}")
     _print("divergence", f"{measured.divergence:.4g} nats per token")
-    _print("perplexity", f"{measured.perplexity:.4g}; the original's is {question.original.perplexity:.4g}")
+    _print(
+        "perplexity", f"{measured.perplexity:.4g}; the original's is {question.original.perplexity:.4g}"
+    )
     _print("measured", f"{len(found.trials)} trials; {found.work.line}")
     for line in winner.draft.lines() if winner.draft else []:
         _print("draft", line)
     for refused in found.record.get("refused", ()):
-        _print("refused", f"{plural(refused['edits'], 'edit')} of {refused['space']}: {refused['reason']}")
+        _print(
+            "refused", f"{plural(refused['edits'], 'edit')} of {refused['space']}: {refused['reason']}"
+        )
     for curve in found.curves:
         _print("knee", curve.line())
     if "experts" in found.record:
@@ -100,8 +104,13 @@ class ProblemFlags(MeasuringFlags, total=False):
         ),
     ]
     sampled_acceptance: SampledAcceptance
-    ranks: Annotated[int, option("Tensor-parallel ranks, for tracks and whatever depends on them.", least=1, default=2)]
-    batch: Annotated[int, option("For a latency, speedup or draft: texts computed together.", least=1, default=1)]
+    ranks: Annotated[
+        int,
+        option("Tensor-parallel ranks, for tracks and whatever depends on them.", least=1, default=2),
+    ]
+    batch: Annotated[
+        int, option("For a latency, speedup or draft: texts computed together.", least=1, default=1)
+    ]
     prompt: Annotated[
         int | None,
         option(
@@ -118,7 +127,9 @@ class ProblemFlags(MeasuringFlags, total=False):
     ]
     link_delay: Annotated[
         str | None,
-        option("For a latency, speedup or draft: a link on top, how long a collective takes at least, e.g. 1ms."),
+        option(
+            "For a latency, speedup or draft: a link on top, how long a collective takes at least, e.g. 1ms."
+        ),
     ]
     using: Annotated[
         str | Path | RunResult | Sequence[str | Path | RunResult],
@@ -159,7 +170,9 @@ class SearchFlags(ProblemFlags, total=False):
             least=0,
         ),
     ]
-    holdout_data: Annotated[str | Path | None, option("Hold out this text instead, as --data takes it.", kind=str)]
+    holdout_data: Annotated[
+        str | Path | None, option("Hold out this text instead, as --data takes it.", kind=str)
+    ]
     heal: Annotated[
         int | None,
         option(
@@ -171,7 +184,10 @@ class SearchFlags(ProblemFlags, total=False):
     ]
     heal_data: Annotated[
         str | Path | None,
-        option("Text to heal on, as --data takes it; none of the text that is searched or judged on.", kind=str),
+        option(
+            "Text to heal on, as --data takes it; none of the text that is searched or judged on.",
+            kind=str,
+        ),
     ]
     heal_batch: Annotated[int, option("For --heal: windows of text in a step.", least=1, default=8)]
     storage: Annotated[
@@ -190,7 +206,8 @@ class SearchFlags(ProblemFlags, total=False):
         ),
     ]
     workers: Annotated[
-        int, option("Processes of this machine to work on it; they divide its cores.", least=1, default=1)
+        int,
+        option("Processes of this machine to work on it; they divide its cores.", least=1, default=1),
     ]
 
 
@@ -221,7 +238,9 @@ def search(
 
     minutes = asked.get("minutes")
     if minutes is not None and not minutes > 0:
-        raise ValueError(f"minutes must be more than 0, not {minutes:g}; give none to try all {trials} programs")
+        raise ValueError(
+            f"minutes must be more than 0, not {minutes:g}; give none to try all {trials} programs"
+        )
     question = read_question({**asked, "data": data, "output": output, "trials": trials})
     found = join_search(model, question, worker=0)
     assert found is not None

@@ -51,7 +51,9 @@ class SearchProblem(Search):
     ) -> None:
         question = read_question({**asked, "data": data})
         if question.is_timed_here:
-            raise ValueError("time on this machine (@here) is calibrated by surgeon.search; name a hardware file here")
+            raise ValueError(
+                "time on this machine (@here) is calibrated by surgeon.search; name a hardware file here"
+            )
         _, question, pricing = open_question(model, question)
         if output is None:
             self._folder = tempfile.TemporaryDirectory(prefix="search-")  # gone with the problem

@@ -25,7 +25,9 @@ from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import PricedQuestion, Question, priced
 
 
-def open_question(model: str | Path | Model, question: Question) -> tuple[Model, Question, Pricing | None]:
+def open_question(
+    model: str | Path | Model, question: Question
+) -> tuple[Model, Question, Pricing | None]:
     """Open a model for a question, without its weights, and refuse what cannot be had.
 
     Returns:
@@ -57,13 +59,23 @@ class SearchSetup:
 
     @classmethod
     def load(
-        cls, model: str | Path | Model, question: Question, pricing: Pricing | None, folder: Path, make: bool = True
+        cls,
+        model: str | Path | Model,
+        question: Question,
+        pricing: Pricing | None,
+        folder: Path,
+        make: bool = True,
     ) -> SearchSetup:
         """Load the model and the text, read the findings of passes, and make factors, or read those of worker 0."""
         opened = open_model(model)
         mixture = question.mixture(opened)  # factors of others' are known by what tensors are called
         subject = open_subject(
-            opened, question.data, question.tokens, question.window, question.separator, memory=question.memory
+            opened,
+            question.data,
+            question.tokens,
+            question.window,
+            question.separator,
+            memory=question.memory,
         )
         known = read_known(map(Path, question.using), subject.opened, subject.windows)
         mixture = known.mixture(mixture).on_text(recorded(subject.windows))
@@ -73,12 +85,16 @@ class SearchSetup:
         warn(known.notes(mixture))
         programs = mixture.single_edits
         made = open_factors(subject, programs, measured_ranks(mixture), folder / "factors", make)
-        factors = most_important(subject.model, programs, subject.windows, factors=made, memory=subject.memory)
+        factors = most_important(
+            subject.model, programs, subject.windows, factors=made, memory=subject.memory
+        )
         if opened.own is not None:
             restore(subject.model)  # its program is the one that others are compared with
         return cls(subject, question, mixture, pricing, known, factors)
 
-    def evaluator(self, folder: Path, unseen: Windows | None = None, kept: int | None = None) -> Evaluator:
+    def evaluator(
+        self, folder: Path, unseen: Windows | None = None, kept: int | None = None
+    ) -> Evaluator:
         """An evaluator of programs on the text of the search, or on unseen text."""
         subject = self.subject
         return Evaluator(

@@ -99,7 +99,8 @@ from surgeon.threads import wait_asleep
 DEFAULT_STUDY = "search"
 HEALED = "healed"  # folder of checkpoints of finalists
 SEARCH_FORMAT = 3  # of studies; those of 0.2.0 say none, and are begun anew
-WORKER = ("-P", "-m", "surgeon.commands.searching")  # not from the current folder, in which anything may lie
+# Not from the current folder, in which anything may lie.
+WORKER = ("-P", "-m", "surgeon.commands.searching")
 
 
 def join_search(model: str | Path | Model, options: Question, worker: int) -> SearchResult | None:
@@ -132,13 +133,17 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
         here = None
         if options.is_timed_here:
             on = sorted({1, options.ranks})
-            here = parse_hardware(kept(study, "here", lambda: calibrate(HERE, subject.opened, on, ROUNDS)))
+            here = parse_hardware(
+                kept(study, "here", lambda: calibrate(HERE, subject.opened, on, ROUNDS))
+            )
         question = setup.question(original, here)
         searching = Search(question, evaluator, known=known)
         if options.sampler == SURGEON:  # the others do not go by terms
             searching.known_terms = _terms(study, searching)
         # Each session draws other numbers; those of ours follow from the trials alone.
-        study.sampler = make_sampler(searching, options.sampler, options.seed + len(study.trials) + 1000 * worker)
+        study.sampler = make_sampler(
+            searching, options.sampler, options.seed + len(study.trials) + 1000 * worker
+        )
         with WorkerProcesses(1 if worker else options.workers, WORKER, given, output):
             trials = _run_trials(study, searching, options, until)
         work = SearchWork.of(searching.known_terms, study.trials)
@@ -174,10 +179,14 @@ def _require_what_it_takes(options: Question, model: Model) -> None:
     require_sampler(options.sampler, len(options.recorded))
     if options.heal is None:
         if options.heal_data is not None:
-            raise ValueError("text to heal on without a number of steps heals nothing; say how many steps")
+            raise ValueError(
+                "text to heal on without a number of steps heals nothing; say how many steps"
+            )
         return
     if options.heal_data is None:
-        raise ValueError(f"to heal for {options.heal} steps takes text, apart from the one that is searched on")
+        raise ValueError(
+            f"to heal for {options.heal} steps takes text, apart from the one that is searched on"
+        )
     if options.heal_data == SELF:
         raise ValueError(
             "candidates are healed on a text that is there, and self is written anew for each; search without, and "
@@ -200,10 +209,13 @@ def _text_before_rest(model: str | Path | Model, options: Question) -> Question:
     if options.holdout is not None or options.holdout_data is not None:
         return options
     opened = open_model(model)
-    options.mixture(opened)  # what others decomposed is known by its tensors, and refused before a text is read
+    # What others decomposed is known by its tensors, and refused before a text is read.
+    options.mixture(opened)
     data = DEMO if options.data is None else options.data
     window = window_for(opened.config, options.window)
-    tokens = tokens_before_rest(opened.tokenizer, data, window, options.tokens, options.separator, LEAST_HELD_OUT)
+    tokens = tokens_before_rest(
+        opened.tokenizer, data, window, options.tokens, options.separator, LEAST_HELD_OUT
+    )
     return replace(options, tokens=tokens)
 
 
@@ -226,10 +238,14 @@ def _tasks(setup: SearchSetup, output: Path) -> TaskAccuracy | None:
         from surgeon.searches.accuracy import TaskAccuracy  # lm-eval takes seconds to import
 
     identity = {"model_hash": subject.opened.hash}
-    return TaskAccuracy(subject.model, subject.opened.tokenizer, objectives, identity, output, factors=setup.factors)
+    return TaskAccuracy(
+        subject.model, subject.opened.tokenizer, objectives, identity, output, factors=setup.factors
+    )
 
 
-def _open_study(subject: Subject, options: Question, known: Known, storage: StudyStorage) -> optuna.Study:
+def _open_study(
+    subject: Subject, options: Question, known: Known, storage: StudyStorage
+) -> optuna.Study:
     settings = {
         "format": FORMAT,
         "search_format": SEARCH_FORMAT,
@@ -262,11 +278,15 @@ def _terms(study: optuna.Study, searching: Search) -> Terms:
         evaluator.ran = lambda _: None
 
 
-def _run_trials(study: optuna.Study, searching: Search, options: Question, until: float | None) -> list[Trial]:
+def _run_trials(
+    study: optuna.Study, searching: Search, options: Question, until: float | None
+) -> list[Trial]:
     """Run all trials; returns those of other workers and earlier commands, too."""
     question = searching.question
     found = searching.finished(counted(study))
-    with progress("search", options.trials, "trials", len(found), lambda: question.best_in_words(found)) as ran:
+    with progress(
+        "search", options.trials, "trials", len(found), lambda: question.best_in_words(found)
+    ) as ran:
 
         def tell(_: object) -> None:
             found[:] = searching.finished(counted(study))
@@ -300,7 +320,9 @@ def end_search(
         if cost in question.traded:
             curves += quality_curves(cost, trials, question.original, question.pricing)
     if len(question.traded) > 1:  # it is there where no trial keeps the budget, too
-        tables["front"] = write_front(output, question.front(trials), question, opened.reference, opened.hash)
+        tables["front"] = write_front(
+            output, question.front(trials), question, opened.reference, opened.hash
+        )
         SearchResult.TABLES["front"].write(output, tables["front"])
     ranked, why = choose(question, trials, curves)
     first, *others = fast_enough_here(question, ranked, opened.folder)
@@ -311,7 +333,9 @@ def end_search(
     text_of = "the search's text"
     runners_up = others[:RUNNERS_UP]
     # REAP's own choice of experts goes by less than the search's, and may be the better one on another text.
-    runners_up += [trial for trial in others[RUNNERS_UP:] if trial.program == salient != first.program][:1]
+    runners_up += [trial for trial in others[RUNNERS_UP:] if trial.program == salient != first.program][
+        :1
+    ]
     why_own = ""
     if unseen is not None:
         finalists = [opened.program, *(trial.program for trial in (first, *runners_up))]
@@ -386,7 +410,9 @@ def heal_finalists(
     """Heal each finalist as `surgeon.heal` does, into a checkpoint of its own, and compare them on held-out text."""
     window = unseen.ids.shape[1]
     distilled = Distillation() if before.by == "divergence" else None
-    settings = TrainSettings(steps=steps, batch=batch, scope="edited", distillation=distilled, evaluate_every=steps + 1)
+    settings = TrainSettings(
+        steps=steps, batch=batch, scope="edited", distillation=distilled, evaluate_every=steps + 1
+    )
     judge = HeldOutQuality(unseen, load(original.folder).float())
     winner = before.chosen
     after = []
@@ -411,7 +437,9 @@ def heal_finalists(
     return HealedFinalists(before, compare(after[0], after[1:], before.original, before.by), how)
 
 
-def require_text_to_heal(model: Model, data: str, steps: int, batch: int, searched: Windows, unseen: Windows) -> None:
+def require_text_to_heal(
+    model: Model, data: str, steps: int, batch: int, searched: Windows, unseen: Windows
+) -> None:
     """Refuse too little text, and text that is searched or judged on."""
     window = unseen.ids.shape[1]
     tokens = (steps * batch + 1) * window  # `heal` holds one window out

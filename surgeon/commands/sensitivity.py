@@ -23,7 +23,10 @@ def sensitivity(
         int, option("Windows to compute Jacobians on, spread over the data.", least=1)
     ] = 4,
     iterations: Annotated[
-        int, option("The most iterations for a Jacobian's norm; those that bound it to 1% are enough.", least=1)
+        int,
+        option(
+            "The most iterations for a Jacobian's norm; those that bound it to 1% are enough.", least=1
+        ),
     ] = 100,
     seed: Annotated[int, option("Seed of the vectors that the iterations start from.")] = 0,
     **text: Unpack[MeasuringFlags],

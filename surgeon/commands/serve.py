@@ -39,7 +39,9 @@ def _show(call: Callable[..., None]) -> None:
 def serve(
     model: Checkpoint,
     *,
-    host: Annotated[str, option("The address to listen at; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    host: Annotated[
+        str, option("The address to listen at; 0.0.0.0 lets other machines in.")
+    ] = "127.0.0.1",
     port: Annotated[int, option("The port; 0 takes any that is free.", min=0, max=65535)] = 8000,
     api_key: Annotated[
         str | None,
@@ -58,12 +60,19 @@ def serve(
             metavar="ORIGIN",
         ),
     ] = (),
-    served_model_name: Annotated[str | None, option("What clients call the model. Default: the folder's name.")] = None,
+    served_model_name: Annotated[
+        str | None, option("What clients call the model. Default: the folder's name.")
+    ] = None,
     max_batch: Annotated[int, option("Requests that are computed together.", least=1)] = 8,
-    max_waiting: Annotated[int, option("Requests that may wait; further ones are refused.", least=0)] = 64,
+    max_waiting: Annotated[
+        int, option("Requests that may wait; further ones are refused.", least=0)
+    ] = 64,
     max_tokens: Annotated[
         int | None,
-        option("Tokens that prompt and answer of a request may have together. Default: the model's positions.", min=2),
+        option(
+            "Tokens that prompt and answer of a request may have together. Default: the model's positions.",
+            min=2,
+        ),
     ] = None,
     blocks: Annotated[
         int | None,
@@ -74,7 +83,9 @@ def serve(
         ),
     ] = None,
     memory: CacheMemory = None,
-    on_start: Annotated[Callable[[Serving], None], keyword("Called when the first request can be answered.")] = print,
+    on_start: Annotated[
+        Callable[[Serving], None], keyword("Called when the first request can be answered.")
+    ] = print,
     **serving: Unpack[ServiceFlags],
 ) -> None:
     """Serve a model with OpenAI's API, on one or more ranks, until SIGTERM or Ctrl-C.
@@ -105,7 +116,9 @@ def serve(
     from surgeon.server.texts import Texts
 
     if api_key is not None and not api_key.strip():
-        raise ValueError("the API key is empty; give one, or none at all (SURGEON_API_KEY may be set to nothing)")
+        raise ValueError(
+            "the API key is empty; give one, or none at all (SURGEON_API_KEY may be set to nothing)"
+        )
     if not 0 <= port < 2**16:
         raise ValueError(f"port must be at least 0, for any that is free, and at most 65535, not {port}")
     origins = tuple(map(check_origin, cors_origins))
@@ -129,7 +142,9 @@ def serve(
         warn_if_open(host, api_key, origins)
         with Service(opened, options, tokenizer) as service:
             name = served_model_name or opened.public_name
-            state = ServerState(service, Texts(tokenizer), name, options.most_open, defaults, api_key, origins)
+            state = ServerState(
+                service, Texts(tokenizer), name, options.most_open, defaults, api_key, origins
+            )
             server = Serving(name, url_of(bound), service.capacity, service.kernels)
             run(state, bound, lambda: on_start(server))
 

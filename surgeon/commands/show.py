@@ -22,7 +22,11 @@ _NAMED = 12  # tensors that a line names
 @command(lambda call: call())
 def show(
     what: Annotated[
-        str, option("A checkpoint folder, a hub name, a .gguf file, demo, or a recipe (YAML).", metavar="DIR|RECIPE")
+        str,
+        option(
+            "A checkpoint folder, a hub name, a .gguf file, demo, or a recipe (YAML).",
+            metavar="DIR|RECIPE",
+        ),
     ],
     other: Annotated[
         str | None, option("A second one: say in what the two differ.", metavar="[OTHER]", argument=True)
@@ -31,7 +35,8 @@ def show(
         Path | None, option("Draw the program too, as a PNG file under this name.", "--output", "-o")
     ] = None,
     verify: Annotated[
-        bool, option("Read all files of an exported checkpoint, and say which are not as they were written.")
+        bool,
+        option("Read all files of an exported checkpoint, and say which are not as they were written."),
     ] = False,
 ) -> None:
     """Say what a checkpoint or a recipe is: its model, its program, what that costs, and how it was proven.
@@ -53,7 +58,9 @@ def show(
     if output is not None and output.suffix.lower() != ".png":
         raise ValueError(f"the picture is a PNG; give -o a name that ends in .png, not {output.name!r}")
     if verify and is_recipe(what):
-        raise ValueError(f"{what} is a recipe, which has no files to verify; name a folder that surgeon export wrote")
+        raise ValueError(
+            f"{what} is a recipe, which has no files to verify; name a folder that surgeon export wrote"
+        )
     if other is not None and (output is not None or verify):
         raise ValueError("-o and --verify are for one checkpoint; leave them out, or the second one")
     verified = None
@@ -62,7 +69,9 @@ def show(
         verified = verify_files(folder, folder / REPORT_FILE)
     found = describe(what)
     for label, text in facts(found) if other is None else differences(found, describe(other)):
-        print(textwrap.fill(text, WIDTH, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL))
+        print(
+            textwrap.fill(text, WIDTH, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL)
+        )
     if verified is not None:
         print(f"{'files':<{LABEL}}{verified} files are as they were written (sizes and SHA-256)")
     if output is not None:
@@ -112,7 +121,10 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
     if behind := left_behind(left_by(found.report)):
         yield "left behind", behind
     if isinstance(proof := found.report.get("proof"), dict):
-        yield "proof", _proof(proof, "the program's" if found.trained is None else "those of the trained weights")
+        yield (
+            "proof",
+            _proof(proof, "the program's" if found.trained is None else "those of the trained weights"),
+        )
 
 
 def differences(a: Surgery, b: Surgery) -> Iterator[tuple[str, str]]:
@@ -164,7 +176,9 @@ def _parameters(found: Surgery) -> Iterator[str]:
     source = found.report.get("source", {}).get("parameters")
     if left != before:
         yield f"{left:,} of {before:,} in the layers' matrices ({left / before:.1%})"
-    elif program != program.whole() and isinstance(source, int):  # all layers are as narrow as config.json says
+    elif program != program.whole() and isinstance(
+        source, int
+    ):  # all layers are as narrow as config.json says
         left = found.stored.parameters
         yield f"{left:,} of {source:,} ({left / source:.1%})"
 
@@ -209,6 +223,10 @@ def what_it_is(found: Surgery) -> str:
             return f"a checkpoint in {found.form} form"
         return "a checkpoint"
     if found.from_scratch:
-        return f"trained from scratch, in {found.form} form, by surgeon {found.report.get('surgeon', '?')}"
+        return (
+            f"trained from scratch, in {found.form} form, by surgeon {found.report.get('surgeon', '?')}"
+        )
     healed = "" if found.trained is None else ", trained since"
-    return f"{found.original} in {found.form} form, by surgeon {found.report.get('surgeon', '?')}{healed}"
+    return (
+        f"{found.original} in {found.form} form, by surgeon {found.report.get('surgeon', '?')}{healed}"
+    )

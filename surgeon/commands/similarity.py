@@ -59,7 +59,9 @@ def similarity(
     from surgeon.findings.sensitivity import Sensitivity
 
     if sensitivity is not None and scan is None:
-        raise ValueError("sensitivity is used with scan only; give scan, too, a folder made by surgeon scan")
+        raise ValueError(
+            "sensitivity is used with scan only; give scan, too, a folder made by surgeon scan"
+        )
     folder = Path(output)
     subject = open_subject(model, data, **text)
     # What is wrong with the folders is said before any work begins.

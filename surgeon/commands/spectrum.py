@@ -25,10 +25,14 @@ def spectrum(
     data: Data,
     output: Output = "runs/spectrum",
     *,
-    layers: Annotated[range | str | None, option("Only these layers; 4:30 is layers 4 to 29. Default: all.")] = None,
+    layers: Annotated[
+        range | str | None, option("Only these layers; 4:30 is layers 4 to 29. Default: all.")
+    ] = None,
     weights: Annotated[
         str | Sequence[str] | None,
-        several("Only these matrices, such as q,k or gate,up,down (also v and o). Default: all that the model has."),
+        several(
+            "Only these matrices, such as q,k or gate,up,down (also v and o). Default: all that the model has."
+        ),
     ] = None,
     ranks: Annotated[
         str | float | Sequence[str | float],
@@ -77,7 +81,8 @@ def spectrum(
         ),
     ] = None,
     calibration_tokens: Annotated[
-        int, option("Tokens of it. More whiten better; they should be many times a matrix's input features.")
+        int,
+        option("Tokens of it. More whiten better; they should be many times a matrix's input features."),
     ] = 32768,
     **measured: Unpack[TextFlags],
 ) -> Spectrum:
@@ -139,7 +144,9 @@ def spectrum(
             shutil.rmtree(scratch)
         else:
             chosen = share.ranks(found.curves)
-        files.append(write_recipe(folder, subject, found, share, chosen, found.record["calibration_text"]))
+        files.append(
+            write_recipe(folder, subject, found, share, chosen, found.record["calibration_text"])
+        )
     return replace(found, files=tuple(files))
 
 
@@ -154,7 +161,9 @@ def _share(
     if keep is not None and budget is not None:
         raise ValueError(f"keep {keep:g} is the same as the budget params={keep:g}x; give one of them")
     if allocation == "damage" and not damage:
-        raise ValueError("allocation by damage goes by what is left out here; use energy or uniform, or measure damage")
+        raise ValueError(
+            "allocation by damage goes by what is left out here; use energy or uniform, or measure damage"
+        )
     if budget is None:
         return RankBudget("params", keep or 0.0, relative=True, allocation=allocation)
     checkpoint = model.checkpoint

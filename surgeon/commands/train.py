@@ -38,10 +38,16 @@ def train(
             kind=Path,
         ),
     ],
-    output: Annotated[str | Path, option("Folder of the checkpoint; its run lies in FOLDER.run.", "--output", "-o")],
+    output: Annotated[
+        str | Path, option("Folder of the checkpoint; its run lies in FOLDER.run.", "--output", "-o")
+    ],
     *,
-    steps: Annotated[int | None, option("Of the optimiser, in place of the configuration's.", least=1)] = None,
-    seed: Annotated[int | None, option("Of the weights and the order of the text, in its place.", least=0)] = None,
+    steps: Annotated[
+        int | None, option("Of the optimiser, in place of the configuration's.", least=1)
+    ] = None,
+    seed: Annotated[
+        int | None, option("Of the weights and the order of the text, in its place.", least=0)
+    ] = None,
     scale: Annotated[
         float | str | None,
         option(
@@ -52,16 +58,22 @@ def train(
             kind=str,
         ),
     ] = None,
-    tokenizer: Annotated[str | None, option("A folder, a hub name or demo, in place of the configuration's.")] = None,
+    tokenizer: Annotated[
+        str | None, option("A folder, a hub name or demo, in place of the configuration's.")
+    ] = None,
     data: Annotated[
         str | Sequence[str] | Mapping[str, float] | None,
         several("Text to train on in its place, as surgeon heal takes it, e.g. demo:train."),
     ] = None,
     eval_data: Annotated[str | None, option("Held-out text in its place, e.g. demo.")] = None,
-    show_row: Annotated[bool, option("Print one row of the text, with what is trained on between brackets.")] = False,
+    show_row: Annotated[
+        bool, option("Print one row of the text, with what is trained on between brackets.")
+    ] = False,
     arguments: TrainerArguments = None,
     form: Form = "auto",
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], option("Of the written weights.")] = "float32",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], option("Of the written weights.")
+    ] = "float32",
     overwrite: Overwrite = False,
     device: ProcessDevice = "auto",
 ) -> ScratchRun | None:
@@ -91,7 +103,13 @@ def train(
     from surgeon.training.model import announce, say, say_proof, say_stages, train_model
     from surgeon.training.run import run_folder
     from surgeon.training.scratch.build import blueprint
-    from surgeon.training.scratch.config import ScratchConfig, parse_config, parse_scale, read_config_file, scale_config
+    from surgeon.training.scratch.config import (
+        ScratchConfig,
+        parse_config,
+        parse_scale,
+        read_config_file,
+        scale_config,
+    )
     from surgeon.training.texts import parse_texts
 
     target = Path(output)
@@ -106,9 +124,12 @@ def train(
     read = replace(read, **{name: value for name, value in instead.items() if value is not None})
     if scale is not None:
         read = scale_config(read, scale if isinstance(scale, int | float) else parse_scale(scale), steps)
-    plan = blueprint(read.with_settings(steps=steps, seed=seed, arguments=parse_trainer_arguments(arguments)))
+    plan = blueprint(
+        read.with_settings(steps=steps, seed=seed, arguments=parse_trainer_arguments(arguments))
+    )
     if form != "auto":
-        lay_out(plan.program, plan.family, plan.architecture, form)  # refuses what could not be written, untrained
+        # Refuses what could not be written, untrained.
+        lay_out(plan.program, plan.family, plan.architecture, form)
     processes, where = join_processes(device)
     texts = plan.texts()
     announce(processes, where, _in_words(plan), texts, plan.config.settings, plan.tokenizer, show_row)
@@ -138,7 +159,13 @@ def train(
     say_proof(proof, "the configuration's")
     written = open_model(target)
     found.finish(
-        provenance(str(target), written.hash, seed=plan.config.settings.seed, parameters=written.parameters, **story)
+        provenance(
+            str(target),
+            written.hash,
+            seed=plan.config.settings.seed,
+            parameters=written.parameters,
+            **story,
+        )
     )
     return replace(ScratchRun.read(folder), files=(target,))
 

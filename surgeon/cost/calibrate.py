@@ -163,7 +163,9 @@ def load_sampled(ranks: Ranks, plan: Plan, shapes: ModelShapes) -> None:
     sample_computing(ranks, plan, shapes, Round(), median)
 
 
-def sample_computing(ranks: Ranks, plan: Plan, shapes: ModelShapes, one: Round, typical: Typical) -> None:
+def sample_computing(
+    ranks: Ranks, plan: Plan, shapes: ModelShapes, one: Round, typical: Typical
+) -> None:
     """Note products, and passes of both programs, in a round."""
     products = ranks.call(time_products, matrices_of(plan, shapes), plan.hidden, plan.dtype)[0]
     one.products = {rows: typical(seconds) for rows, seconds in products.items()}
@@ -181,7 +183,9 @@ def sample_exchanges(ranks: Ranks, way: str, one: Round, typical: Typical) -> No
     by_rank: list[dict[int, list[tuple[float, float]]]] = ranks.call(time_exchanges, SIZES, EXCHANGES)
     for size in SIZES:
         for noted, which in ((one.starting, 0), (one.waiting, 1)):
-            noted[way, size] = median(typical([times[which] for times in each[size]]) for each in by_rank)
+            noted[way, size] = median(
+                typical([times[which] for times in each[size]]) for each in by_rank
+            )
 
 
 # What ranks do.
@@ -209,7 +213,9 @@ def time_passes(rank: Rank, name: str, load: Workload) -> tuple[list[float], lis
     """Compute texts on a rank; seconds of each pass of their prompts, and of each that adds a token."""
     engine: PacedEngine = rank.engines[name]
     plan = engine.plan
-    limits = Limits(load.batch, plan.max_tokens, pass_tokens=load.batch * load.prompt, long_texts=plan.long_texts)
+    limits = Limits(
+        load.batch, plan.max_tokens, pass_tokens=load.batch * load.prompt, long_texts=plan.long_texts
+    )
     engine.seconds = []
     prompts = []
     for each in (load, *[replace(load, new=1)] * MORE_PROMPTS):
@@ -246,7 +252,10 @@ def time_launches(rank: Rank) -> dict[str, list[float]]:
     """Launch trivial kernels on a rank; seconds of one "operation" or "product", of every turn."""
     x = torch.ones(1, SMALL, device=rank.device)
     linear = Linear([torch.ones(SMALL, SMALL, device=rank.device)], [None])
-    launches: dict[str, Callable[[], object]] = {"operation": lambda: x + x, "product": lambda: linear(x)}
+    launches: dict[str, Callable[[], object]] = {
+        "operation": lambda: x + x,
+        "product": lambda: linear(x),
+    }
     return {name: [_seconds(rank, one, CALLS) for _ in range(TURNS)] for name, one in launches.items()}
 
 
@@ -322,13 +331,20 @@ class MachineCalibration:
 
     def measure(self, advance: Callable[[float], None]) -> dict[int, list[Round]]:
         return {
-            ranks: measure_ranks(plan, self.shapes, self.device, self.ways, self.rounds, self.typical, advance)
+            ranks: measure_ranks(
+                plan, self.shapes, self.device, self.ways, self.rounds, self.typical, advance
+            )
             for ranks, plan in sorted(self.plans.items())
         }
 
 
 def calibrate(
-    name: str, model: str | Path | Model, counts: Sequence[int], rounds: int, device: str = "auto", dtype: str = "auto"
+    name: str,
+    model: str | Path | Model,
+    counts: Sequence[int],
+    rounds: int,
+    device: str = "auto",
+    dtype: str = "auto",
 ) -> str:
     """Measure this machine at a model's shapes, and return the text of a hardware file."""
     check_ranks(counts)
@@ -336,7 +352,9 @@ def calibrate(
     opened = open_model(model)
     longest = make_plan(opened, 1, None, device=chosen, dtype=dtype).max_tokens
     if longest < LENGTH:
-        raise ValueError(f"{opened.name} takes texts of {longest} tokens at most, and measuring needs {LENGTH}")
+        raise ValueError(
+            f"{opened.name} takes texts of {longest} tokens at most, and measuring needs {LENGTH}"
+        )
     plans = {count: make_plan(opened, count, LENGTH, device=chosen, dtype=dtype) for count in counts}
     calibration = MachineCalibration(opened.shapes, plans, chosen, rounds, WAYS[chosen])
     with progress("calibrate", calibration.steps, "measurements") as advance:
@@ -346,7 +364,9 @@ def calibrate(
 def check_ranks(ranks: Sequence[int]) -> None:
     """Refuse numbers of ranks that cannot be measured."""
     if 1 not in ranks or len(set(ranks)) < len(ranks):
-        raise ValueError(f"ranks {','.join(map(str, ranks))}: name each number once, and 1 among them, as in 1,2,4")
+        raise ValueError(
+            f"ranks {','.join(map(str, ranks))}: name each number once, and 1 among them, as in 1,2,4"
+        )
 
 
 @dataclass(frozen=True)
@@ -378,7 +398,9 @@ def fit(calibration: MachineCalibration, ranks: int, one: Round) -> RankFigures:
     links = {way: _link(calibration, ranks, way, one) for way in calibration.ways if ranks > 1}
     starting = one.starting[calibration.ways[0], SIZES[0]] if ranks > 1 else 0.0
     asynchronous = calibration.device == "cuda"
-    host = Host(_round(one.launches["operation"]), 0.0, _round(starting), Figure.constant(0.0), asynchronous)
+    host = Host(
+        _round(one.launches["operation"]), 0.0, _round(starting), Figure.constant(0.0), asynchronous
+    )
     figures = RankFigures(flops, moved / computing[1], host, links)
     return replace(figures, host=_fit_host(calibration, ranks, one, figures))
 
@@ -389,7 +411,8 @@ def _link(calibration: MachineCalibration, ranks: int, way: str, one: Round) -> 
     most = SIZES[-1]
     shortest = one.starting[way, least] + one.waiting[way, least]
     slope = _beyond(one.starting[way, most] + one.waiting[way, most], shortest) / (most - least)
-    often = ranks + 1 if way == "shm" else 2 * (ranks - 1) / ranks  # how often an operand's bytes are moved
+    # How often an operand's bytes are moved.
+    often = ranks + 1 if way == "shm" else 2 * (ranks - 1) / ranks
     return max(0.0, shortest - one.starting[calibration.ways[0], least]), often / slope
 
 
@@ -415,7 +438,9 @@ def _fit_host(calibration: MachineCalibration, ranks: int, one: Round, figures: 
         forward = Forward(texts, 1, PROMPT + NEW // 2)
         least = predict(layers, forward, idle, idle.asynchronous)
         left[layers, texts] = seconds - least
-        counts[layers, texts] = [(predict(layers, forward, host, idle.asynchronous) - least) / UNIT for host in hosts]
+        counts[layers, texts] = [
+            (predict(layers, forward, host, idle.asynchronous) - least) / UNIT for host in hosts
+        ]
     launch, attention = _share_out(one.passes, left, counts)
     rest = {}
     for texts in BATCHES:
@@ -456,9 +481,14 @@ def _beyond(seconds: float, others: float) -> float:
     return max(seconds - others, LEAST * seconds)
 
 
-def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[int, list[Round]]) -> str:
+def hardware_text(
+    name: str, calibration: MachineCalibration, measured: Mapping[int, list[Round]]
+) -> str:
     """Write the hardware file; ValueError if what was measured makes no hardware."""
-    typical = {ranks: fit(calibration, ranks, merged(each, calibration.typical)) for ranks, each in measured.items()}
+    typical = {
+        ranks: fit(calibration, ranks, merged(each, calibration.typical))
+        for ranks, each in measured.items()
+    }
     text = f"{_head(calibration)}\n{write_hardware(_hardware(name, calibration, typical))}"
     parse_hardware(text)
     return text
@@ -474,7 +504,9 @@ def _head(calibration: MachineCalibration) -> str:
         f"rounds. {platform.machine()}, {usable_cores()} cores, "
         f"threads: {threads}; {plan.hidden} wide, {plan.layers} layers, {plan.dtype}; {used}."
     )
-    return textwrap.fill(said, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+    return textwrap.fill(
+        said, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+    )
 
 
 def _hardware(

@@ -8,7 +8,13 @@ from pathlib import Path
 
 from surgeon.checkpoint.locate import DEMO
 from surgeon.errors import did_you_mean
-from surgeon.language.operations.variants import HALVES, UPPER_BOUND, is_variant, variant_names, variant_of
+from surgeon.language.operations.variants import (
+    HALVES,
+    UPPER_BOUND,
+    is_variant,
+    variant_names,
+    variant_of,
+)
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
 from surgeon.named import is_program, is_recipe, on_disk
@@ -72,7 +78,9 @@ def open_candidates(
     return [replace(one, name=name) for one, name in zip(found, names, strict=True)]
 
 
-def _open(what: str | Path | Model | EditedModel, weights: bool, program: Program | str | None = None) -> Candidate:
+def _open(
+    what: str | Path | Model | EditedModel, weights: bool, program: Program | str | None = None
+) -> Candidate:
     path = Path(what) if isinstance(what, str | Path) and is_recipe(what) else None
     if program is not None and (path is not None or isinstance(what, EditedModel)):
         given = f"{path} is a recipe and" if path is not None else f"{what!r}"
@@ -100,14 +108,18 @@ def _variant(name: str, first: Candidate, layers: range | None) -> Candidate:
     if name == HALVES:
         return replace(first, name=name, halves="on")
     model = first.model
-    return Candidate(name, model, variant_of(name, model.num_layers, model.family.steps_per_layer, layers))
+    return Candidate(
+        name, model, variant_of(name, model.num_layers, model.family.steps_per_layer, layers)
+    )
 
 
 def apart(names: Sequence[str]) -> list[str]:
     """Shorten names, with a number behind those that occur again."""
     seen: dict[str, int] = {}
     found = []
-    for name in (name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..." for name in names):
+    for name in (
+        name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..." for name in names
+    ):
         number = seen[name] = seen.get(name, 0) + 1
         suffix = f" ({number})" if number > 1 else ""
         found.append(name[: _LONGEST_NAME - len(suffix)] + suffix)

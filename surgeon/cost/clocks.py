@@ -88,7 +88,8 @@ class Costs(Protocol):
         """The reduction of a part, as each rank of a group sees it; nothing where ranks do not wait for each other."""
 
 
-Arrival = tuple[float, float]  # when a rank can read the result of a collective, and when it has it by its own line
+# When a rank can read the result of a collective, and when it has it by its own line.
+Arrival = tuple[float, float]
 
 
 @dataclass
@@ -153,7 +154,9 @@ class RankClock:
 def pass_seconds(program: Program, clocks: list[RankClock], *costs: Costs) -> None:
     """Run a program on ranks' clocks."""
     machines = [SimulatedRanks(clocks, tuple(range(len(clocks))), one) for one in costs]
-    states = in_turn(program.nodes[: program.attended], [State(torch.zeros(1))] * len(machines), machines)
+    states = in_turn(
+        program.nodes[: program.attended], [State(torch.zeros(1))] * len(machines), machines
+    )
     for one in costs:
         one.leave_attention()
     for state in in_turn(program.nodes[program.attended :], states, machines):

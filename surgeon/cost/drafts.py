@@ -92,7 +92,9 @@ class DraftPrices:
 
     def __post_init__(self) -> None:
         if self.workload.new < 2:
-            raise ValueError("the first new token comes of the prompt's pass; to draft, ask for at least 2")
+            raise ValueError(
+                "the first new token comes of the prompt's pass; to draft, ask for at least 2"
+            )
         _ = self.model
 
     @cached_property
@@ -107,7 +109,9 @@ class DraftPrices:
         """Plan any draft beside the model."""
         found = _beside(self.model.plan, self.shapes, draft)
         load = self.workload
-        needed = room(self.shapes, replace(self.model.plan, draft=found), self.hardware, load.batch, load.prompt)
+        needed = room(
+            self.shapes, replace(self.model.plan, draft=found), self.hardware, load.batch, load.prompt
+        )
         if self.model.memory.fits and not needed.fits:
             raise ValueError(
                 f"the model and its draft need {show_size(needed.needed)} on a rank, and {self.hardware.name} has "
@@ -120,7 +124,9 @@ class DraftPrices:
         if not draft.keeps_own:
             return 0.0
         ranks = PredictedRanks(self.shapes, draft.plan, self.hardware, self.deployment)
-        return ranks.forward(Forward(self.workload.batch, self.workload.prompt, asked=1), graphs=False).seconds
+        return ranks.forward(
+            Forward(self.workload.batch, self.workload.prompt, asked=1), graphs=False
+        ).seconds
 
     def seconds(self, draft: Plan) -> float:
         """Mean seconds of a draft's pass."""
@@ -142,7 +148,9 @@ class DraftPrices:
         if prompts and per_token > self.verifying(1):
             ahead = 0
             per_token = self.verifying(1)
-        return DraftedPrediction(self.model, acceptance, ahead, draft, self.verifying(ahead + 1), per_token)
+        return DraftedPrediction(
+            self.model, acceptance, ahead, draft, self.verifying(ahead + 1), per_token
+        )
 
     @cached_property
     def _verification_times(self) -> dict[int, float]:
@@ -151,12 +159,16 @@ class DraftPrices:
 
 def draft_on_paper(plan: Plan, shapes: ModelShapes, draft: Program) -> Plan:
     """Plan a draft beside a model that costs passes only."""
-    return require_shared(_beside(plan, shapes, draft), "for those it computes prompts, too, which has no price here")
+    return require_shared(
+        _beside(plan, shapes, draft), "for those it computes prompts, too, which has no price here"
+    )
 
 
 def _beside(plan: Plan, shapes: ModelShapes, draft: Program) -> DraftPlan:
     def paper(sliced: bool) -> Plan:
-        return plan_on_paper(shapes, draft, plan.ranks, plan.max_tokens, plan.dtype, plan.low_rank, plan.kv, sliced)
+        return plan_on_paper(
+            shapes, draft, plan.ranks, plan.max_tokens, plan.dtype, plan.low_rank, plan.kv, sliced
+        )
 
     found = draft_beside(plan, shapes, paper)
     return replace(found, plan=replace(found.plan, mixtures=plan.mixtures))
@@ -169,7 +181,9 @@ def read_chances(acceptances: Sequence[str | float]) -> list[float]:
         try:
             chances.append(float(acceptance))
         except ValueError:
-            raise ValueError(f"{acceptance!r} is no chance; give acceptances from 0 to 1, e.g. 0.6,0.8") from None
+            raise ValueError(
+                f"{acceptance!r} is no chance; give acceptances from 0 to 1, e.g. 0.6,0.8"
+            ) from None
         if not 0 <= chances[-1] <= 1:
             raise ValueError(f"an acceptance is a chance from 0 to 1, not {acceptance}")
     return chances
@@ -198,6 +212,15 @@ def draft_cells(
     rows = []
     for found in predict_drafting(shapes, programs, hardware, load, ranks, acceptances):
         times = found.draft * MS, found.verify * MS, found.per_token * MS
-        values = found.acceptance, found.ahead, *times, dense, found.rate, lossy, found.rate / dense, lossy / dense
+        values = (
+            found.acceptance,
+            found.ahead,
+            *times,
+            dense,
+            found.rate,
+            lossy,
+            found.rate / dense,
+            lossy / dense,
+        )
         rows.append(sizes | dict(zip(DRAFT_COLUMNS[4:], values, strict=True)))
     return rows

@@ -105,7 +105,9 @@ def _table(number: Any) -> GetPydanticSchema:
 
     several = BeforeValidator(lambda value: value if isinstance(value, dict) else {1.0: value})
     kind = Annotated[dict[Positive, number], several]
-    return GetPydanticSchema(lambda _, schema_of: no_info_after_validator_function(read, schema_of(kind)))
+    return GetPydanticSchema(
+        lambda _, schema_of: no_info_after_validator_function(read, schema_of(kind))
+    )
 
 
 AtLeastZero = Annotated[float, BeforeValidator(_at_least_zero)]
@@ -162,7 +164,9 @@ class Device(_Entries):
     def peak(self, dtype: str) -> float:
         """FLOP/s in a dtype."""
         if dtype not in self.flops:
-            raise ValueError(f"the hardware has no figure of FLOP/s in {dtype}; {did_you_mean(dtype, self.flops)}")
+            raise ValueError(
+                f"the hardware has no figure of FLOP/s in {dtype}; {did_you_mean(dtype, self.flops)}"
+            )
         return self.flops[dtype]
 
 
@@ -349,8 +353,12 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     path = MACHINES / f"{text}{SUFFIX}" if text in known else on_disk(text)
     if path is None or not path.is_file():
         if "/" in text or Path(text).suffix.lower() == SUFFIX:
-            raise FileNotFoundError(f"there is no hardware file {text}; write one, or use {', '.join(known)}")
-        raise ValueError(f"there is no hardware {text!r}; {did_you_mean(text, known)} (or give a {SUFFIX} file)")
+            raise FileNotFoundError(
+                f"there is no hardware file {text}; write one, or use {', '.join(known)}"
+            )
+        raise ValueError(
+            f"there is no hardware {text!r}; {did_you_mean(text, known)} (or give a {SUFFIX} file)"
+        )
     try:
         return parse_hardware(path.read_text(encoding="utf-8"))
     except (YamlError, UnicodeDecodeError) as error:
@@ -388,7 +396,11 @@ def _plain(value: Any) -> Any:
             if len(points) == 1:
                 return points[0][1]
             return table
-        return {key: _plain(each) for key, each in value.items() if each not in (None, "", {}) or key == "links"}
+        return {
+            key: _plain(each)
+            for key, each in value.items()
+            if each not in (None, "", {}) or key == "links"
+        }
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     return value
@@ -410,9 +422,14 @@ _MISSING = {
 _MESSAGES = {
     **dict.fromkeys(UNKNOWN, "there is no entry {key}; {known}"),
     **dict.fromkeys(("dataclass_type", "dict_type", "mapping_type"), "{name} is a mapping, not {value}"),
-    **dict.fromkeys(("int_type", "greater_than_equal"), "{name} is a whole number of at least 1, not {value}"),
+    **dict.fromkeys(
+        ("int_type", "greater_than_equal"), "{name} is a whole number of at least 1, not {value}"
+    ),
     "missing": "the figure {name} is missing; add it",
-    **{f"missing {name}": f"the figure {name} is missing; add it ({about})" for name, about in _MISSING.items()},
+    **{
+        f"missing {name}": f"the figure {name} is missing; add it ({about})"
+        for name, about in _MISSING.items()
+    },
     "number": "{name} is a number of at least 0, not {value}",
     "greater_than": "{name} is a number above 0, not {value}",
     "value_error": "{name}: {problem}",

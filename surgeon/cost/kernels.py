@@ -101,7 +101,9 @@ def burst(kernels: Sequence[Kernel], speed: RankSpeed, graphs: bool) -> Burst:
     host = speed.host
     if graphs:
         return Burst(sum(times), gaps=host.graph * sum(kernel.launches for kernel in kernels))
-    launching = [kernel.launches * host.launching(kernel.name, kernel.nature, kernel.rows) for kernel in kernels]
+    launching = [
+        kernel.launches * host.launching(kernel.name, kernel.nature, kernel.rows) for kernel in kernels
+    ]
     if not host.asynchronous:
         return Burst(sum(times), gaps=sum(launching))
     lag = 0.0
@@ -183,10 +185,14 @@ class Wiring:
 
 def best(link: Interconnect, operation: Operation, size: int, ranks: int) -> Seconds:
     """The link's fastest way."""
-    return min((_seconds(each, link.bandwidth, operation, size, ranks) for each in link.algorithms), key=sum)
+    return min(
+        (_seconds(each, link.bandwidth, operation, size, ranks) for each in link.algorithms), key=sum
+    )
 
 
-def _seconds(algorithm: Algorithm, bandwidth: float, operation: Operation, size: int, ranks: int) -> Seconds:
+def _seconds(
+    algorithm: Algorithm, bandwidth: float, operation: Operation, size: int, ranks: int
+) -> Seconds:
     base = algorithm.base.at(ranks)
     hop = algorithm.hop.at(ranks)
     once = size / (bandwidth * algorithm.share.at(ranks))  # seconds of sending an operand once
@@ -201,6 +207,11 @@ def _seconds(algorithm: Algorithm, bandwidth: float, operation: Operation, size:
         "one-shot": (1, others),
         "sharp": (1, 1),
     }
-    gather = {"ring": (others, others), "tree": (levels, others), "one-shot": (1, others), "sharp": (1, others)}
+    gather = {
+        "ring": (others, others),
+        "tree": (levels, others),
+        "one-shot": (1, others),
+        "sharp": (1, others),
+    }
     messages, sent = (reduce if operation == "all-reduce" else gather)[algorithm.kind]
     return base + messages * hop + sent * once, 0.0, 0.0

@@ -24,7 +24,8 @@ from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import Plan
 
 PLANS = 16  # plans of which it is remembered what is the same for all batches
-USABLE = 0.92  # of a device's memory, an estimate; the rest is the driver's, the libraries' and lost between tensors
+# Of a device's memory, an estimate; the rest is the driver's, the libraries' and lost between tensors.
+USABLE = 0.92
 _footprint = lru_cache(maxsize=PLANS)(footprint)
 
 
@@ -52,7 +53,8 @@ def plan_on_paper(
             require_sliceable(spec, shapes.family)
         for role, _ in sublayer.ranks:
             spec.projection(role)  # a gate that the model lacks, say
-        replace(sublayer, piece=None).parameters(shapes.layer_shapes)  # refuses ranks above those of the matrices
+        # Refuses ranks above those of the matrices.
+        replace(sublayer, piece=None).parameters(shapes.layer_shapes)
     mixtures = mixtures_of(shapes)
     units = shared_units(shapes.units, shapes.latent)
     check_division(different(program, units, mixtures), units, ranks, mixtures, sliced)
@@ -149,11 +151,15 @@ def activation_bytes(shapes: ModelShapes, plan: Plan, texts: int, tokens: int) -
     """
     mixture = shapes.layer_shapes.mixture
     neurons = shapes.neurons * (1 if mixture is None else mixture.top_k)
-    own = 2 * neurons // plan.ranks + 2 * (shapes.heads + shapes.kv_heads) * shapes.head_dim // plan.ranks
+    own = (
+        2 * neurons // plan.ranks + 2 * (shapes.heads + shapes.kv_heads) * shapes.head_dim // plan.ranks
+    )
     logits = 4 * texts * -(-shapes.vocabulary // plan.ranks)
     return plan.dtype_bytes * tokens * (4 * shapes.hidden + own) + logits
 
 
 def most_texts(shapes: ModelShapes, plan: Plan, hardware: Hardware, prompt: int, limit: int) -> int:
     """The largest batch with room, below a limit; 0 if there is none."""
-    return bisect_left(range(1, limit), True, key=lambda texts: not room(shapes, plan, hardware, texts, prompt).fits)
+    return bisect_left(
+        range(1, limit), True, key=lambda texts: not room(shapes, plan, hardware, texts, prompt).fits
+    )

@@ -64,7 +64,9 @@ class PredictedRanks:
         captured: whether decoding passes are captured graphs.
     """
 
-    def __init__(self, shapes: ModelShapes, plan: Plan, hardware: Hardware, deployment: Deployment) -> None:
+    def __init__(
+        self, shapes: ModelShapes, plan: Plan, hardware: Hardware, deployment: Deployment
+    ) -> None:
         self.shapes = shapes
         self.plan = plan
         self.hardware = hardware
@@ -73,7 +75,9 @@ class PredictedRanks:
         asynchronous = hardware.host.asynchronous
         self.captured = asynchronous if deployment.graphs is None else deployment.graphs
         if self.captured and not asynchronous:
-            raise ValueError(f"{hardware.name} launches kernels one by one; captured graphs are for GPUs")
+            raise ValueError(
+                f"{hardware.name} launches kernels one by one; captured graphs are for GPUs"
+            )
         self.node = deployment.node or (plan.ranks if hardware.sharing else hardware.devices)
         self.speed = RankSpeed.of(hardware, plan.dtype, min(plan.ranks, self.node))
         self._ways: dict[tuple[object, ...], bool] = {}
@@ -96,7 +100,9 @@ class PredictedRanks:
         if key not in self._ways:
             work = Work(Step((replace(part.sublayer, piece=None),)), (replace(part, index=0),))
             ways: tuple[GathersFirst, ...] = (lambda _: True, lambda _: False)
-            gathered, replicated = (PassCosts(self, Forward(1, 1), self.captured, way).alone(work) for way in ways)
+            gathered, replicated = (
+                PassCosts(self, Forward(1, 1), self.captured, way).alone(work) for way in ways
+            )
             self._ways[key] = gathered < replicated
         return self._ways[key]
 
@@ -130,7 +136,8 @@ def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
 
     def number(work: Work) -> int:
         sublayers = tuple(
-            (replace(one, layers=(0,)), plan.mixtures.size(one), plan.window(one)) for one in work.step.sublayers
+            (replace(one, layers=(0,)), plan.mixtures.size(one), plan.window(one))
+            for one in work.step.sublayers
         )
         parts = tuple((part.index, part.sublayer.piece, part.sharers) for part in work.parts)
         return numbers.setdefault((sublayers, parts), len(numbers))
@@ -138,7 +145,8 @@ def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
     return program, [[(work, number(work)) for work in each] for each in by_rank]
 
 
-Timed = tuple[list[Burst | Transfer], Counts]  # what a rank does of a step, and the collectives inside it
+# What a rank does of a step, and the collectives inside it.
+Timed = tuple[list[Burst | Transfer], Counts]
 
 
 class PassCosts(Costs):
@@ -148,13 +156,17 @@ class PassCosts(Costs):
         layers, vocabulary: collectives that rank 0 has started.
     """
 
-    def __init__(self, ranks: PredictedRanks, forward: Forward, graphs: bool, gathers: GathersFirst) -> None:
+    def __init__(
+        self, ranks: PredictedRanks, forward: Forward, graphs: bool, gathers: GathersFirst
+    ) -> None:
         self.ranks = ranks
         self.plan = ranks.plan
         self.forward = forward
         self.graphs = graphs
         static = ranks.hardware.host.asynchronous
-        self.rank_work = RankWork(ranks.plan, ranks.shapes, gathers, static, static and ranks.deployment.adding)
+        self.rank_work = RankWork(
+            ranks.plan, ranks.shapes, gathers, static, static and ranks.deployment.adding
+        )
         self.wires = ranks.wiring(graphs)
         self.connected = ranks.deployment.connected
         self.layers = Counts()
@@ -178,7 +190,9 @@ class PassCosts(Costs):
         return items
 
     def part(self, node: Step | Fork, group: Group) -> Tensor:
-        return self._operand(self.rank_work.reduced(node, isinstance(node, Fork) or self._whole(node, group)))
+        return self._operand(
+            self.rank_work.reduced(node, isinstance(node, Fork) or self._whole(node, group))
+        )
 
     def finish(self, step: Step, group: Group) -> Burst | None:
         if self._whole(step, group):
@@ -215,7 +229,9 @@ class PassCosts(Costs):
         rows = -(-plan.vocabulary // plan.ranks)
         norm = numbers.copy("norm", 2 * texts * plan.hidden)
         head = numbers.product("head", texts, rows, plan.hidden)
-        self._end(clocks, [norm, head, numbers.copy("best", texts * rows)], "all-gather", CANDIDATE * texts)
+        self._end(
+            clocks, [norm, head, numbers.copy("best", texts * rows)], "all-gather", CANDIDATE * texts
+        )
 
     def alone(self, work: Work) -> float:
         """Seconds of a step, among ranks that do the same."""
@@ -227,7 +243,9 @@ class PassCosts(Costs):
                 meet([clock], item)
         return max(clock.now, clock.host)
 
-    def _end(self, clocks: Sequence[RankClock], kernels: Sequence[Kernel], operation: Operation, size: int) -> None:
+    def _end(
+        self, clocks: Sequence[RankClock], kernels: Sequence[Kernel], operation: Operation, size: int
+    ) -> None:
         """Spend kernels at an end of the program, and an exact collective of all, hidden by nothing."""
         for clock in clocks:
             clock.spend(self._burst(kernels))
@@ -258,7 +276,9 @@ class PassCosts(Costs):
         return burst(kernels, self.ranks.speed, self.graphs)
 
     def _operand(self, width: int) -> Tensor:
-        return torch.empty(self.forward.tokens, width, dtype=getattr(torch, self.plan.dtype), device="meta")
+        return torch.empty(
+            self.forward.tokens, width, dtype=getattr(torch, self.plan.dtype), device="meta"
+        )
 
     def _transfer(self, operation: Operation, part: Tensor, group: Group, counts: Counts) -> Transfer:
         compress = self.ranks.deployment.compress
@@ -268,7 +288,10 @@ class PassCosts(Costs):
         sent = self._exact("all-gather", wire.count_bytes(part.shape, part.dtype), group, counts)
         before, after = (
             self._burst([Kernel("pack", "copy", 0.0, often * moved, launches=launches)])
-            for moved, (often, launches) in ((part.nbytes, wire.packing), (len(group) * part.nbytes, wire.unpacking))
+            for moved, (often, launches) in (
+                (part.nbytes, wire.packing),
+                (len(group) * part.nbytes, wire.unpacking),
+            )
         )
         return replace(sent, before=before, after=after)
 
@@ -281,7 +304,9 @@ class PassCosts(Costs):
     def _whole(self, step: Step, group: Group) -> bool:
         """Tell whether each rank of a group computes whole sublayers of a step."""
         alone = len(group) == 1 or not self.plan.sliced
-        return alone and all(part == step.sublayers[index] for index, part in placed_parts(step, 0, len(group))[0])
+        return alone and all(
+            part == step.sublayers[index] for index, part in placed_parts(step, 0, len(group))[0]
+        )
 
 
 @dataclass(frozen=True)
@@ -337,7 +362,9 @@ def predict(
             a link or a device that is asked for.
     """
     dtype = deployment.dtype or hardware.dtype(shapes.dtype)
-    plan = plan_on_paper(shapes, program, deployment.ranks, workload.length, dtype, deployment.low_rank, deployment.kv)
+    plan = plan_on_paper(
+        shapes, program, deployment.ranks, workload.length, dtype, deployment.low_rank, deployment.kv
+    )
     ranks = PredictedRanks(shapes, plan, hardware, deployment)
     prefill = ranks.forward(Forward(workload.batch, workload.prompt, asked=1), graphs=False)
     decode = mean_decode(ranks, workload) if workload.new > 1 else None
@@ -352,7 +379,9 @@ def mean_decode(ranks: PredictedRanks, workload: Workload) -> PassCost:
     weights = {first: 1 / 6, (first + last) // 2: 4 / 6, last: 1 / 6}
     if last <= first + 1:
         weights = dict.fromkeys((first, last), 1 / (last - first + 1))
-    passes = {before: ranks.forward(Forward(workload.batch, 1, before), ranks.captured) for before in weights}
+    passes = {
+        before: ranks.forward(Forward(workload.batch, 1, before), ranks.captured) for before in weights
+    }
     means = {
         name: sum(weight * getattr(passes[before], name) for before, weight in weights.items())
         for name in ("seconds", "compute", "launches", "exposed", "communication")

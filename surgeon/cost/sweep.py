@@ -69,14 +69,19 @@ def parse_sweep(text: str) -> dict[str, list[int]]:
             raise ValueError(f"there is no {name!r} to sweep; {did_you_mean(name, AXES)}")
         match = _RANGE.fullmatch(values)
         if not equals or match is None:
-            raise ValueError(f"{part.strip()!r} is no range; write e.g. {name}=1..64 (doubling) or {name}=8")
+            raise ValueError(
+                f"{part.strip()!r} is no range; write e.g. {name}=1..64 (doubling) or {name}=8"
+            )
         if name in axes:
             raise ValueError(f"{name} is there twice; keep one of them")
         first = int(match[1])
         last = int(match[2] or match[1])
         if not 1 <= first <= last:
             raise ValueError(f"{name}={values}: a range goes from at least 1 upwards")
-        axes[name] = [*(first << doubling for doubling in range(((last - 1) // first).bit_length())), last]
+        axes[name] = [
+            *(first << doubling for doubling in range(((last - 1) // first).bit_length())),
+            last,
+        ]
     return axes
 
 
@@ -94,15 +99,21 @@ def sweep(
         chosen = {name: value for name, value in zip(AXES, values, strict=True) if value is not None}
         ranks = chosen.pop("ranks", deployment.ranks)
         for one in candidates:
-            cells.append(cell(one, hardware, replace(deployment, ranks=ranks), replace(workload, **chosen)))
+            cells.append(
+                cell(one, hardware, replace(deployment, ranks=ranks), replace(workload, **chosen))
+            )
             advance(1)
     return cells
 
 
-def cell(candidate: Candidate, hardware: Hardware, deployment: Deployment, workload: Workload) -> SweepCell:
+def cell(
+    candidate: Candidate, hardware: Hardware, deployment: Deployment, workload: Workload
+) -> SweepCell:
     """Predict one cell; refusals of ranks or memory are noted in it."""
     halves = deployment.halves if candidate.halves == "off" else candidate.halves
-    deployment = replace(deployment, connected=deployment.connected and candidate.connected, halves=halves)
+    deployment = replace(
+        deployment, connected=deployment.connected and candidate.connected, halves=halves
+    )
     try:
         program = candidate.program(deployment.ranks)
         prediction = predict(candidate.model.shapes, program, hardware, workload, deployment)

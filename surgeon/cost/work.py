@@ -54,7 +54,8 @@ def divided_load(experts: int, chosen: int, tokens: int, ranks: int) -> ExpertLo
         below = 0.0
         most = 0.0
         chances = [comb(own, n) * hit**n * (1 - hit) ** (own - n) for n in range(own + 1)]
-        for chance in chances[:-1]:  # the mean of the highest of some is the sum of the chances that it is above n
+        # The mean of the highest of some is the sum of the chances that it is above n.
+        for chance in chances[:-1]:
             below += chance
             most += 1 - below**ranks
     most = max(most, whole.hit / ranks)
@@ -146,7 +147,9 @@ class Forward:
             return self.new * self.before + self.new * (self.new + 1) / 2
         if chunked:
             ends = (divmod(end, window) for end in (self.before, self.before + self.new))
-            before, up_to = (whole * window * (window + 1) / 2 + rest * (rest + 1) / 2 for whole, rest in ends)
+            before, up_to = (
+                whole * window * (window + 1) / 2 + rest * (rest + 1) / 2 for whole, rest in ends
+            )
             return up_to - before
         growing = min(self.new, max(0, window - self.before))  # tokens that look at all there are
         return growing * self.before + growing * (growing + 1) / 2 + (self.new - growing) * window
@@ -201,7 +204,8 @@ class RankWork:
         maps = _Maps(self, part, sublayer, work, forward.tokens)
         stream = forward.tokens * self.plan.hidden
         normed = "norm" in self.plan.family.spec(sublayer.kind, sublayer.layers[0]).stream_norms
-        adds = self.adding and normed and part is work.parts[0]  # to the stream, which is read and written, too
+        # To the stream, which is read and written, too.
+        adds = self.adding and normed and part is work.parts[0]
         items: list[Item] = [self.numbers.copy("norm", (4 if adds else 2) * stream)] if normed else []
         if sublayer.kind == ATTENTION:
             items += self._attention(maps, forward)
@@ -219,7 +223,9 @@ class RankWork:
         sublayer = maps.sublayer
         plan = self.plan
         if plan.latent is None:
-            heads, kv_heads = (self.shapes.matrix(sublayer, role).shape[0] // plan.head_dim for role in "qk")
+            heads, kv_heads = (
+                self.shapes.matrix(sublayer, role).shape[0] // plan.head_dim for role in "qk"
+            )
             kept = plan.kept_factors(sublayer, kv_heads)
             yield from maps.reading(["q", "k", "v"], frozenset() if kept is None else frozenset("kv"))
         else:
@@ -240,7 +246,9 @@ class RankWork:
         read = 2 * keys * kv_heads * plan.head_dim + 2 * forward.tokens * heads * plan.head_dim
         flops = 4.0 * forward.texts * forward.pairs(*seen) * heads * plan.head_dim
         launches = 1 if self.static and forward.new == 1 else forward.texts
-        yield Kernel("attention", "attention", flops, float(self.numbers.size * read), forward.new, launches)
+        yield Kernel(
+            "attention", "attention", flops, float(self.numbers.size * read), forward.new, launches
+        )
         if plan.latent is None:
             yield from maps.writing("o")
         else:
@@ -296,7 +304,9 @@ class RankWork:
             yield from self._gated_work(maps, ["shared_gate", "shared_up"], "shared_down")
             yield self.numbers.copy("add", 3 * maps.tokens * plan.hidden)
 
-    def _experts(self, of: Sublayer, here: int, load: ExpertLoad, pairs: int, forward: Forward) -> Iterable[Item]:
+    def _experts(
+        self, of: Sublayer, here: int, load: ExpertLoad, pairs: int, forward: Forward
+    ) -> Iterable[Item]:
         """Yield the work of `here` experts on their tokens (`runtime/model/mixture.py`).
 
         Args:
@@ -388,7 +398,9 @@ class _Maps:
         factored = [role for role in roles if self.sublayer.rank(role) is not None]
         if self._is_base:
             for role in roles:
-                yield from self._gathered_work([role], later) if role in later else self._summed_work(role)
+                yield from (
+                    self._gathered_work([role], later) if role in later else self._summed_work(role)
+                )
         elif factored and self._members > 1 and self.rank_work.gathers(self.of):
             yield from self._gathered_work(roles, later)
         else:
@@ -436,7 +448,9 @@ class _Maps:
         first = self._share(role) if self._is_base else rank
         yield self.product(f"{role} first", first, inputs)
         summed_first = not self.work.whole and self._members > 1
-        if self._is_base or not (summed_first and self.of.index in self.rank_work.in_rank_space(self.work.step)):
+        if self._is_base or not (
+            summed_first and self.of.index in self.rank_work.in_rank_space(self.work.step)
+        ):
             yield self.product(f"{role} second", outputs, first)
 
     def _share(self, role: str) -> int:

@@ -31,7 +31,9 @@ class Workload:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     @classmethod
-    def within(cls, positions: int, batch: int = 1, prompt: int | None = None, new: int | None = None) -> Workload:
+    def within(
+        cls, positions: int, batch: int = 1, prompt: int | None = None, new: int | None = None
+    ) -> Workload:
         """A load with default lengths that fit a model of so many positions."""
         usual = min(cls.prompt, positions // 2), max(2, min(cls.new, positions // 4))
         return cls(batch, prompt or usual[0], new or usual[1])

@@ -76,7 +76,9 @@ def library_files(held_out: bool) -> list[Path]:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(
-        path.relative_to(root).as_posix() for path in root.rglob("*.py") if _is_prose(path.relative_to(root))
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if _is_prose(path.relative_to(root))
     )
     chosen = [root / name for name in names if _is_held_out(name) == held_out]
     if not chosen:

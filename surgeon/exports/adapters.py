@@ -77,11 +77,15 @@ def export_with_adapter(
             if base_of is None:
                 proof = export(base, partial / BASE, form=layout.form.name, tokenizer=tokenizer)
             else:
-                plan = plan_export(base_of.model, base_of.program, layout.form.name, factors=base_of.factors)
+                plan = plan_export(
+                    base_of.model, base_of.program, layout.form.name, factors=base_of.factors
+                )
                 proof = write_export(plan, partial / BASE)
         wrapped = Checkpoint(partial / BASE).wrapped
         place = str if wrapped is None else wrapped.wrapper.path_inside
-        names = {path: [*map(place, _written_names(path, layout, family_of(base.config)))] for path in lora}
+        names = {
+            path: [*map(place, _written_names(path, layout, family_of(base.config)))] for path in lora
+        }
         (partial / ADAPTER).mkdir()
         state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
         save_file(_rename(state, names), partial / ADAPTER / ADAPTER_FILE, metadata={"format": "pt"})
@@ -95,7 +99,11 @@ def export_with_adapter(
             exclude_modules=None,
             layers_to_transform=None,
             layers_pattern=None,
-            rank_pattern={f"^{re.escape(path)}": one.r[name] for path, one in own.items() if one.r[name] != config.r},
+            rank_pattern={
+                f"^{re.escape(path)}": one.r[name]
+                for path, one in own.items()
+                if one.r[name] != config.r
+            },
             alpha_pattern={
                 f"^{re.escape(path)}": one.lora_alpha[name]
                 for path, one in own.items()
@@ -125,7 +133,9 @@ def _without_adapter(base: nn.Module, lora: dict[str, Any]) -> Iterator[None]:
     """Put the modules that carry the adapter back to those before it, while inside."""
     for path, module in lora.items():
         if module.merged:
-            raise ValueError(f"the adapter is merged into {path} already; unmerge it, or export the model as it is")
+            raise ValueError(
+                f"the adapter is merged into {path} already; unmerge it, or export the model as it is"
+            )
     for path, module in lora.items():
         base.set_submodule(path, module.base_layer)
     try:
@@ -139,7 +149,9 @@ def _layout_of(base: PreTrainedModel) -> Layout:
     """Lay out the model in a form that keeps its modules."""
     with stock_model(base) as stock:
         try:
-            return lay_out(stock.program, family_of(base.config), base.config, among=("plain", "program"))
+            return lay_out(
+                stock.program, family_of(base.config), base.config, among=("plain", "program")
+            )
         except ValueError as refusal:
             reason = str(refusal)
     raise ValueError(f"the model cannot be written with its modules as they are: {reason}; {_MERGE}")
@@ -153,7 +165,11 @@ def _written_names(path: str, layout: Layout, family: Family) -> list[str]:
     layer, _, rest = inside.partition(".")
     if not layer.isdigit():
         raise ValueError(f"the adapter lies on {layer}, which is stored as something else; {_MERGE}")
-    kinds = [kind for kind in KINDS if any(f"{rest}.".startswith(f"{one}.") for one in family.spec(kind).modules)]
+    kinds = [
+        kind
+        for kind in KINDS
+        if any(f"{rest}.".startswith(f"{one}.") for one in family.spec(kind).modules)
+    ]
     return [
         f"{family.layers}.{index}.{rest}"
         for index, stored in enumerate(layout.layers)
@@ -168,13 +184,17 @@ def _rename(state: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
         own = name.removeprefix(WRAPPED)
         path = max((path for path in names if own.startswith(f"{path}.")), key=len, default=None)
         if path is None:
-            raise ValueError(f"the adapter has a tensor {own}, which is of no module that carries it; {_MERGE}")
+            raise ValueError(
+                f"the adapter has a tensor {own}, which is of no module that carries it; {_MERGE}"
+            )
         for written in names[path]:
             found[f"{WRAPPED}{written}{own.removeprefix(path)}"] = (
                 tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             )
     if not found:
-        raise ValueError("the adapter lies on no module that the program runs, so there is nothing to keep")
+        raise ValueError(
+            "the adapter lies on no module that the program runs, so there is nothing to keep"
+        )
     return found
 
 
@@ -190,7 +210,8 @@ def _prove(model: PeftModel, folder: Path) -> None:
     tokens = random_tokens(written.config)
     alive: Any = model  # which takes what its base model takes
     reference = Reference(tokens, logits_of(alive, tokens))
-    found = reference.difference(logits_of(PeftModel.from_pretrained(base, str(folder / ADAPTER)), tokens))  # type: ignore[arg-type]
+    adapted: Any = PeftModel.from_pretrained(base, str(folder / ADAPTER))
+    found = reference.difference(logits_of(adapted, tokens))
     bound = WRITTEN_TOLERANCE.get(kept, EXACT_TOLERANCE)
     if not found <= bound:
         raise NotProven(

@@ -78,7 +78,9 @@ def write_export(
     try:
         with ExitStack() as stack:
             # One thread for each thing that goes on at once; factors are long work of one, and get all but one core.
-            stack.enter_context(torch_threads(max(1, torch.get_num_threads() - 1) if plan.has_factors else 1))
+            stack.enter_context(
+                torch_threads(max(1, torch.get_num_threads() - 1) if plan.has_factors else 1)
+            )
             if plan.makes_factors:
                 stack.enter_context(plan.factors.inside(stack.enter_context(scratch(target))))
 
@@ -128,7 +130,9 @@ def check_apart(source: Path, target: Path) -> None:
     first = source.resolve()
     second = target.resolve()
     if first == second or first in second.parents or second in first.parents:
-        raise ValueError(f"the target {target} and the model's folder {source} must lie apart; choose another target")
+        raise ValueError(
+            f"the target {target} and the model's folder {source} must lie apart; choose another target"
+        )
 
 
 def keep_tokenizer_class(folder: Path, config: Any) -> None:
@@ -171,7 +175,10 @@ def edit_record(plan: ExportPlan, recipe: str | None, training: Training | None)
         "stored_layers": [
             list(
                 dict.fromkeys(
-                    of for one in layer.sublayers for at in one.layers for of in whose.get((one.kind, at), ())
+                    of
+                    for one in layer.sublayers
+                    for at in one.layers
+                    for of in whose.get((one.kind, at), ())
                 )
             )
             for layer in plan.layout.layers
@@ -198,7 +205,10 @@ def write_report(
     """Write surgeon.json."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {name: records[name] if name in records else FileRecord.of(folder / name) for name in names}
-    report = {"surgeon": __version__, "source": source_record(plan.original, plan.companions.folder)} | edits
+    report = {
+        "surgeon": __version__,
+        "source": source_record(plan.original, plan.companions.folder),
+    } | edits
     companions = {"carried": sorted(plan.companions.files), "left_behind": plan.companions.left}
     report |= {"companions": companions, "proof": asdict(proof)}
     report |= {"files": {name: asdict(record) for name, record in files.items()}, "versions": versions()}

@@ -147,7 +147,9 @@ def _prove_codas(folder: Path, nodes: Sequence[int], codas: Sequence[Coda]) -> N
     found = read_codas(folder)
     assert found is not None
     if len(program) != nodes[-1]:
-        raise NotProven(f"the checkpoint runs {len(program)} steps or forks, and the racks have {nodes[-1]}")
+        raise NotProven(
+            f"the checkpoint runs {len(program)} steps or forks, and the racks have {nodes[-1]}"
+        )
     for rack, coda in enumerate(codas):
         written = found.coda(rack)
         if written.tensors.keys() != coda.tensors.keys() or str(found.program) != str(coda.program):
@@ -166,15 +168,21 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
         options: as `save_pretrained` takes them, but for `push_to_hub`.
     """
     if options.get("push_to_hub"):
-        raise ValueError("an edited model is saved with a modeling file; save it into a folder, and upload that")
+        raise ValueError(
+            "an edited model is saved with a modeling file; save it into a folder, and upload that"
+        )
     folder = Path(save_directory)
     if model.config.model_type == FUSED.model_type:
-        raise ValueError("a fused model that was edited again cannot be saved; edit and export the original model")
+        raise ValueError(
+            "a fused model that was edited again cannot be saved; edit and export the original model"
+        )
     state = options.pop("state_dict", None)
     with stock_model(model, state) as stock:
         # Under their own names: those that stock checkpoints have are translated for stock classes only.
         numbers = _numbers_of(model) if state is None else stock.state(state)
-        type(model).save_pretrained(model, folder, state_dict=numbers, **options | {"save_original_format": False})
+        type(model).save_pretrained(
+            model, folder, state_dict=numbers, **options | {"save_original_format": False}
+        )
     if not options.get("is_main_process", True):
         return
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -205,15 +213,21 @@ def _with_home(written: Companions, model: PreTrainedModel, has_tokenizer: bool)
         return replace(written, left={})
     found = companions_of(home)
     try:
-        is_unchanged = GENERATION in found.files and model.generation_config == GenerationConfig.from_pretrained(home)
+        is_unchanged = (
+            GENERATION in found.files
+            and model.generation_config == GenerationConfig.from_pretrained(home)
+        )
     except (OSError, ValueError):  # the folder's cannot be read
         is_unchanged = False
     if is_unchanged:
-        kept = {name: path for name, path in written.files.items() if name != GENERATION}  # the file says it all
+        # The file says it all.
+        kept = {name: path for name, path in written.files.items() if name != GENERATION}
         written = replace(written, files=kept)
     carried = found.files
     if has_tokenizer:
-        carried = {name: path for name, path in carried.items() if kind_of(name) is not FileKind.TOKENIZER}
+        carried = {
+            name: path for name, path in carried.items() if kind_of(name) is not FileKind.TOKENIZER
+        }
     return replace(found, files=carried | written.files)
 
 

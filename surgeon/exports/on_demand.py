@@ -30,7 +30,8 @@ from surgeon.checkpoint.stored import StoredModel
 from surgeon.models.weights import take_experts_apart
 from surgeon.threads import in_order, usable_cores
 
-BLOCK = 1 << 20  # elements of a weight that are held in float32 at a time: they stay in the processor's cache
+# Elements of a weight that are held in float32 at a time: they stay in the processor's cache.
+BLOCK = 1 << 20
 READ_AT_ONCE = 8  # blocks
 _ALWAYS_IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")  # as transformers does
 
@@ -50,7 +51,9 @@ class WeightsOnDemand(TorchFunctionMode):
     def __init__(self, model: nn.Module, rows: Mapping[str, Rows]) -> None:
         super().__init__()
         self.parameters = _parameters(model)  # kept, so that nothing else can get the id of one of them
-        self.rows = {id(parameter): rows[name] for name, parameter in self.parameters.items() if name in rows}
+        self.rows = {
+            id(parameter): rows[name] for name, parameter in self.parameters.items() if name in rows
+        }
         self.at_once = max(1, usable_cores() // torch.get_num_threads())
         self.pool: ThreadPoolExecutor | None = None
 
@@ -71,12 +74,14 @@ class WeightsOnDemand(TorchFunctionMode):
     ) -> Any:
         args = tuple(args)
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__":  # dtype, shape and the like are those of the parameter itself
+        # Dtype, shape and the like are those of the parameter itself.
+        if getattr(func, "__name__", "") == "__get__":
             found = func(*args, **kwargs)
             stored = id(args[0]) in self.rows
             if stored and isinstance(found, Tensor):  # `weight.T`
                 return func(self.whole(args[0]))
-            return torch.device("cpu") if stored and func == _DEVICE else found  # they are read into memory
+            # They are read into memory.
+            return torch.device("cpu") if stored and func == _DEVICE else found
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
         if id(weight) in self.rows and func in _BY_ROWS:
             return _BY_ROWS[func](self, *args, **kwargs)
@@ -94,7 +99,9 @@ class WeightsOnDemand(TorchFunctionMode):
         assert self.pool is not None
         step = max(1, BLOCK // max(1, weight.shape[1]))
         rows = self.rows[id(weight)](READ_AT_ONCE * step)
-        blocks = (block for some in rows for block in zip(*(one.split(step) for one in some), strict=True))
+        blocks = (
+            block for some in rows for block in zip(*(one.split(step) for one in some), strict=True)
+        )
         product = partial(_product, x, torch.is_inference_mode_enabled())
         output = torch.cat(list(in_order(self.pool, product, blocks, 2 * self.at_once)), dim=-1)
         if bias is None:
@@ -116,7 +123,9 @@ def _product(x: Tensor, inference: bool, versions: Sequence[Tensor]) -> Tensor:
         return _by_parts(x, lambda part, block: functional.linear(part, block.float()), versions)
 
 
-def _by_parts(x: Tensor, compute: Callable[[Tensor, Tensor], Tensor], versions: Sequence[Tensor]) -> Tensor:
+def _by_parts(
+    x: Tensor, compute: Callable[[Tensor, Tensor], Tensor], versions: Sequence[Tensor]
+) -> Tensor:
     """Compute on equal parts of a batch, each with its own version of something."""
     found = [compute(part, own) for part, own in zip(x.chunk(len(versions)), versions, strict=True)]
     if len(found) == 1:
@@ -143,7 +152,10 @@ def build_empty(model_class: Any, config: Any, buffers: bool = True) -> PreTrain
     """
     config._attn_implementation = None  # the class's own choice, whatever the file asks for
     try:
-        with no_init_weights(), init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
+        with (
+            no_init_weights(),
+            init_empty_weights(include_buffers=False) if buffers else torch.device("meta"),
+        ):
             model: PreTrainedModel = model_class(config)
     except Exception as error:  # whatever it trips over is a fault of the configuration
         raise ValueError(
@@ -188,7 +200,9 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
     if store.wrapped is not None and not isinstance(model.config, type(stored.config)):
         # What is around the text decoder no text is computed with.
         paths = {parameter: store.wrapped.wrapper.text_path(parameter) for parameter in parameters}
-        parameters = {parameter: tensor for parameter, tensor in parameters.items() if paths[parameter] is not None}
+        parameters = {
+            parameter: tensor for parameter, tensor in parameters.items() if paths[parameter] is not None
+        }
     own = (
         (parameter, stored.weights.names.parts(path, parameters[parameter].shape[0]))
         for parameter, path in paths.items()
@@ -208,8 +222,12 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
         if second in found:
             found.setdefault(first, found[second])
     missing = [parameter for parameter in parameters if parameter not in found]
-    shapes = {parameter: shape_of(names, stored, parameters[parameter]) for parameter, names in found.items()}
-    misshapen = [parameter for parameter, shape in shapes.items() if shape != parameters[parameter].shape]
+    shapes = {
+        parameter: shape_of(names, stored, parameters[parameter]) for parameter, names in found.items()
+    }
+    misshapen = [
+        parameter for parameter, shape in shapes.items() if shape != parameters[parameter].shape
+    ]
     return Match(found, missing, misshapen, unexpected)
 
 

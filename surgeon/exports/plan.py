@@ -43,7 +43,9 @@ def check_exportable(model: Model, program: Program | None = None) -> None:
     layers = model.weights.names.layers
     for tensor in match.unexpected:
         if not tensor.startswith(layers):  # further layers may lie idle
-            raise ValueError(f"{tensor} is no tensor of {model.family.name} that surgeon knows; it cannot be exported")
+            raise ValueError(
+                f"{tensor} is no tensor of {model.family.name} that surgeon knows; it cannot be exported"
+            )
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ class ExportPlan:
 
     def identity(self, name: str) -> Identity:
         """Identify the checkpoint for its card before it is written; weights are read."""
-        return Identity(name, None, self.program, self.original.hash, self.program, self.original.program)
+        return Identity(
+            name, None, self.program, self.original.hash, self.program, self.original.program
+        )
 
     @property
     def passes(self) -> int:
@@ -95,8 +99,14 @@ class ExportPlan:
     @property
     def needed_bytes(self) -> int:
         """Bytes on the disk: of the checkpoint, and of factors made for it, in float32 at least."""
-        made = [tensor for tensor in self.tensors if self.makes_factors and tensor.name.endswith(FACTOR_ENDINGS)]
-        factors = sum(torch.Size(tensor.shape).numel() * max(4, tensor.dtype.itemsize) for tensor in made)
+        made = [
+            tensor
+            for tensor in self.tensors
+            if self.makes_factors and tensor.name.endswith(FACTOR_ENDINGS)
+        ]
+        factors = sum(
+            torch.Size(tensor.shape).numel() * max(4, tensor.dtype.itemsize) for tensor in made
+        )
         beside = sum(path.stat().st_size for path in self.companions.files.values())
         return self.weight_bytes + factors + beside + JSON_ALLOWANCE
 
@@ -176,15 +186,21 @@ def plan_export(
     return ExportPlan(original, program, layout, tensors, companions, dtype, kept)
 
 
-def layout_of(original: Model, program: Program, form: str = "auto", wrapped: Wrapped | None = None) -> Layout:
+def layout_of(
+    original: Model, program: Program, form: str = "auto", wrapped: Wrapped | None = None
+) -> Layout:
     """Lay out a program of a model; `wrapped` as `plan_export` takes it."""
     original.check(program)
     # What else the config.json of its own program form says is of its own program.
-    is_of_its_own = original.own is not None and original.form is PROGRAM and not original.checkpoint.imported
+    is_of_its_own = (
+        original.own is not None and original.form is PROGRAM and not original.checkpoint.imported
+    )
     if is_of_its_own and form == "auto":
         form = PROGRAM.name
     if is_of_its_own and form != PROGRAM.name:
-        raise ValueError(f"{original.name} runs a program of its own, which only the program form has; leave form out")
+        raise ValueError(
+            f"{original.name} runs a program of its own, which only the program form has; leave form out"
+        )
     return lay_out(program, original.family, original.config, form, wrapped=wrapped or original.wrapped)
 
 
@@ -206,7 +222,9 @@ _LEFT_ALONE = {
 _BY_PATTERN = "dynamic"  # of GPTQ: patterns of modules, of which "-:" leaves those that match alone
 
 
-def quantisation(original: StoredModel, layout: Layout, tensors: Sequence[PlannedTensor]) -> dict[str, Any] | None:
+def quantisation(
+    original: StoredModel, layout: Layout, tensors: Sequence[PlannedTensor]
+) -> dict[str, Any] | None:
     """Return the quantization_config of a checkpoint; None where nothing in it is quantised any more.
 
     Entries that name layers of the text decoder follow them to their new numbers; dequantised modules are named among
@@ -227,7 +245,9 @@ def quantisation(original: StoredModel, layout: Layout, tensors: Sequence[Planne
         re.compile(rf"{before}(?<![^.\\^*(:]){layers.rpartition('.')[2]}(\\?\.)(\d+)(?!\d)"),
         [layer.sources for layer in layout.layers],
     )
-    dense = list(dict.fromkeys(stored(one.name).rpartition(".")[0] for one in tensors if one.dequantised))
+    dense = list(
+        dict.fromkeys(stored(one.name).rpartition(".")[0] for one in tensors if one.dequantised)
+    )
     method = followed["quant_method"]
     head = stored(f"{original.family.head}.weight").removesuffix(".weight")
     if method == "gptq":
@@ -244,11 +264,14 @@ def _following(said: Any, layer: re.Pattern[str], sources: Sequence[Sequence[int
     """Rename modules, in lists or as keys, once for each layer that holds them."""
     if isinstance(said, dict):
         return {
-            new: _following(value, layer, sources) for key, value in said.items() for new in _new(key, layer, sources)
+            new: _following(value, layer, sources)
+            for key, value in said.items()
+            for new in _new(key, layer, sources)
         }
     if isinstance(said, list):
         names = (
-            _new(one, layer, sources) if isinstance(one, str) else [_following(one, layer, sources)] for one in said
+            _new(one, layer, sources) if isinstance(one, str) else [_following(one, layer, sources)]
+            for one in said
         )
         return [new for one in names for new in one]
     return said
@@ -260,4 +283,8 @@ def _new(name: str, layer: re.Pattern[str], sources: Sequence[Sequence[int]]) ->
     if match is None:
         return [name]
     number = int(match[2])
-    return [f"{name[: match.start(2)]}{new}{name[match.end(2) :]}" for new, old in enumerate(sources) if number in old]
+    return [
+        f"{name[: match.start(2)]}{new}{name[match.end(2) :]}"
+        for new, old in enumerate(sources)
+        if number in old
+    ]

@@ -90,7 +90,9 @@ class Reference:
     def difference(self, logits: Tensor) -> float:
         """Return the largest difference from these logits, relative to their scale."""
         if logits.shape != self.logits.shape:
-            raise NotProven(f"logits have the shape {tuple(logits.shape)}, not {tuple(self.logits.shape)}")
+            raise NotProven(
+                f"logits have the shape {tuple(logits.shape)}, not {tuple(self.logits.shape)}"
+            )
         return ((logits - self.logits).abs().max() / self.scale).item()
 
     @property
@@ -111,7 +113,9 @@ def reference_of(
     edit(model, program, _DerivedWhenRun, factors)
     # What is stored is the only version of a tensor, and `zip` makes tuples of one.
     stored = original.checkpoint
-    logits = _logits(model, tokens, match, stored, lambda name, count: zip(stored[name].rows(count)), advance)
+    logits = _logits(
+        model, tokens, match, stored, lambda name, count: zip(stored[name].rows(count)), advance
+    )
     reference = Reference(tokens, logits)
     if not reference.logits.isfinite().all():
         raise ValueError(
@@ -121,7 +125,9 @@ def reference_of(
     return reference
 
 
-def require_alike(reference: Reference, alive: Callable[[Tensor], Tensor], dtypes: set[torch.dtype]) -> None:
+def require_alike(
+    reference: Reference, alive: Callable[[Tensor], Tensor], dtypes: set[torch.dtype]
+) -> None:
     """Refuse to export a model in memory that does not compute its own weights and program.
 
     Args:
@@ -147,7 +153,9 @@ def original_model(
     """
     kind = type(original.config)
     known = kind in MODEL_FOR_CAUSAL_LM_MAPPING  # or a form's own, of layers as wide as several
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind] if known else original.form.model_class(original)
+    model_class: Any = (
+        MODEL_FOR_CAUSAL_LM_MAPPING[kind] if known else original.form.model_class(original)
+    )
     with quiet():
         model = build_empty(model_class, copy.deepcopy(original.config), buffers)
     make_room(model, original.weights, program or original.program)
@@ -173,7 +181,9 @@ class _DerivedWhenRun(EditedLayers):
 
 def random_tokens(config: Any, length: int = LENGTH) -> Tensor:
     """Return tokens for a proof, (batch, tokens), always the same of a vocabulary."""
-    tokens = torch.randint(config.vocab_size, (BATCH, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        config.vocab_size, (BATCH, length), generator=torch.Generator().manual_seed(0)
+    )
     return tokens[:, : getattr(config, "max_position_embeddings", length)]
 
 
@@ -201,7 +211,9 @@ def prove(
     versions = _Versions(checkpoint, rounded, wait)
     logits_of = partial(_logits, model, match=match, checkpoint=checkpoint)
     if not rounded:
-        exact = written = reference.difference(logits_of(reference.tokens, rows=versions.written, advance=advance))
+        exact = written = reference.difference(
+            logits_of(reference.tokens, rows=versions.written, advance=advance)
+        )
     elif _only_linear(model, match, rounded.keys()):
         # One run in which each half of the batch has one version: most of the work is to read and fold the weights.
         tokens = reference.tokens.repeat(2, 1)
@@ -209,13 +221,22 @@ def prove(
         def twice(size: float) -> None:
             advance(2 * size)
 
-        exact, written = map(reference.difference, logits_of(tokens, rows=versions.both, advance=twice).chunk(2))
+        exact, written = map(
+            reference.difference, logits_of(tokens, rows=versions.both, advance=twice).chunk(2)
+        )
     else:
-        written = reference.difference(logits_of(reference.tokens, rows=versions.written, advance=advance))
+        written = reference.difference(
+            logits_of(reference.tokens, rows=versions.written, advance=advance)
+        )
         exact = reference.difference(logits_of(reference.tokens, rows=versions.exact, advance=advance))
     versions.compare_unread()
-    tolerance = max((WRITTEN_TOLERANCE[tensor.dtype] for tensor in rounded.values()), default=EXACT_TOLERANCE)
-    for what, found, bound in (("before rounding", exact, EXACT_TOLERANCE), ("as written", written, tolerance)):
+    tolerance = max(
+        (WRITTEN_TOLERANCE[tensor.dtype] for tensor in rounded.values()), default=EXACT_TOLERANCE
+    )
+    for what, found, bound in (
+        ("before rounding", exact, EXACT_TOLERANCE),
+        ("as written", written, tolerance),
+    ):
         if not found <= bound:  # so that nan is refused too
             advice = ""
             if exact <= EXACT_TOLERANCE:
@@ -224,7 +245,9 @@ def prove(
                 f"the {form} form does not compute what the program does: its logits {what} differ by "
                 f"{found:.2g} of their scale (at most {bound:g} is allowed), so nothing was written{advice}"
             )
-    dtype = str(next((tensor.dtype for tensor in rounded.values()), torch.float32)).removeprefix("torch.")
+    dtype = str(next((tensor.dtype for tensor in rounded.values()), torch.float32)).removeprefix(
+        "torch."
+    )
     return Proof(reference.tokens.numel(), reference.scale, exact, written, tolerance, dtype)
 
 
@@ -274,7 +297,9 @@ class _Versions:
             own = written[first : first + len(exact)] if exact.dim() else written
             bits = BITS[own.element_size()]  # so that NaNs are equal, and 0 is not -0
             if not torch.equal(exact.to(own.dtype).view(bits), own.view(bits)):
-                raise NotProven(f"{name} was written with other values than it should have, so nothing was kept")
+                raise NotProven(
+                    f"{name} was written with other values than it should have, so nothing was kept"
+                )
             yield exact, own
             first += len(own) if own.dim() else 1
         self._uncompared.discard(name)
@@ -297,7 +322,11 @@ def _written_model(written: StoredModel, form: Form) -> tuple[PreTrainedModel, M
 
 def _only_linear(model: PreTrainedModel, match: Match, stored: Set[str]) -> bool:
     """Tell whether the model uses some stored tensors in linear maps only."""
-    used = (parameter.rpartition(".")[0] for parameter, names in match.names.items() if not stored.isdisjoint(names))
+    used = (
+        parameter.rpartition(".")[0]
+        for parameter, names in match.names.items()
+        if not stored.isdisjoint(names)
+    )
     return all(type(model.get_submodule(module)).forward is nn.Linear.forward for module in used)
 
 
@@ -321,7 +350,9 @@ def _logits(
             yield from rows(name, count)
 
     try:
-        with WeightsOnDemand(model, {parameter: partial(read, names) for parameter, names in match.names.items()}):
+        with WeightsOnDemand(
+            model, {parameter: partial(read, names) for parameter, names in match.names.items()}
+        ):
             logits: Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
     except (ValueError, OSError, MemoryError, Stopped):
         raise

@@ -16,10 +16,36 @@ from surgeon.words import first_few
 
 # What lies in a checkpoint's folder beside the files that surgeon.json lists.
 FILES = (
-    *("config.json", "generation_config.json", "surgeon.json", "*.safetensors", "*.safetensors.index.json"),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
-    *("chat_template*", "preprocessor_config.json", "processor_config.json", "modeling_*.py", "configuration_*.py"),
-    *("tokenization_*.py", "pytorch_model*.bin", "pytorch_model.bin.index.json", "README.md", ".gitattributes"),
+    *(
+        "config.json",
+        "generation_config.json",
+        "surgeon.json",
+        "*.safetensors",
+        "*.safetensors.index.json",
+    ),
+    *(
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.*",
+        "merges.txt",
+        "*.model",
+        "*.tiktoken",
+    ),
+    *(
+        "chat_template*",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "modeling_*.py",
+        "configuration_*.py",
+    ),
+    *(
+        "tokenization_*.py",
+        "pytorch_model*.bin",
+        "pytorch_model.bin.index.json",
+        "README.md",
+        ".gitattributes",
+    ),
     *("LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 # What lies in folders inside: racks' codas (see codas.py), and chat templates.
@@ -54,7 +80,9 @@ def check_target(target: Path, overwrite: bool) -> None:
     if not any(target.iterdir()):
         return
     if not overwrite:
-        raise FileExistsError(f"{target} exists and is not empty; choose another name, or pass overwrite")
+        raise FileExistsError(
+            f"{target} exists and is not empty; choose another name, or pass overwrite"
+        )
     reason = why_kept(target)
     if reason is not None:
         raise FileExistsError(
@@ -84,7 +112,9 @@ def why_kept(folder: Path) -> str | None:
 def _belongs(path: Path, known: set[str]) -> bool:
     """Tell whether a checkpoint has such a file, or folder of nothing else; none has links."""
     if path.is_dir() and not path.is_symlink():
-        inside = {name.removeprefix(f"{path.name}/") for name in known if name.startswith(f"{path.name}/")}
+        inside = {
+            name.removeprefix(f"{path.name}/") for name in known if name.startswith(f"{path.name}/")
+        }
         patterns = FOLDERS.get(path.name, ())
         is_known = bool(inside or patterns)
         return is_known and all(_is_file(one, one.name in inside, patterns) for one in path.iterdir())

@@ -20,7 +20,16 @@ from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES, SHA
 from surgeon.models.edit import decoder_layers, decoder_parent, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
-from surgeon.models.weights import Group, ModelWeights, ModuleStore, NamedTensors, Store, Tensors, module_with, packed
+from surgeon.models.weights import (
+    Group,
+    ModelWeights,
+    ModuleStore,
+    NamedTensors,
+    Store,
+    Tensors,
+    module_with,
+    packed,
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,9 @@ class StockLayers:
         }
         for index, layer in enumerate(self.layers):
             if type(layer) is nn.Module:  # made of derived sublayers
-                renamed |= {f"{self.prefix}{index}.{name}": one for name, one in layer.state_dict().items()}
+                renamed |= {
+                    f"{self.prefix}{index}.{name}": one for name, one in layer.state_dict().items()
+                }
         return renamed
 
 
@@ -71,7 +82,9 @@ def stock_layers_of(model: PreTrainedModel, state: Tensors | None = None) -> Sto
 
     derived = {str(sublayer) for sublayer in layers.program.sublayers() if layers.is_derived(sublayer)}
     program = layers.program.renamed(stored)
-    return StockLayers([*layers.original[0], *made], sources, program, f"{layers.family.layers}.", derived)
+    return StockLayers(
+        [*layers.original[0], *made], sources, program, f"{layers.family.layers}.", derived
+    )
 
 
 def _layer_of(group: Group, edited: EditedLayers, state: Tensors | None) -> nn.Module:
@@ -85,7 +98,9 @@ def _layer_of(group: Group, edited: EditedLayers, state: Tensors | None) -> nn.M
         pieces = [None] if count is None else [(index, count) for index in range(count)]
         sublayers = [group.sublayer(kind, piece) for piece in pieces]
         parts = [_values_of(sublayer, edited, state) for sublayer in sublayers]
-        live = [part for part, sublayer in zip(parts, sublayers, strict=True) if _lives(sublayer, edited)]
+        live = [
+            part for part, sublayer in zip(parts, sublayers, strict=True) if _lives(sublayer, edited)
+        ]
         tensors = packed(_join(parts, live, f"{kind}{group.layers[0]}"), spec, weights.unit_width(kind))
         for name, module in module_with(tensors, owner, spec, weights.head_dim).named_children():
             made.add_module(name, module)
@@ -145,7 +160,8 @@ def _divided_dim(key: str) -> int | None:
         if what in ("weight", "first.weight"):
             return -1
         return None
-    return None if what == "first.weight" else -1 if what == "bias" else -2  # matrices of experts are stacked
+    # Matrices of experts are stacked.
+    return None if what == "first.weight" else -1 if what == "bias" else -2
 
 
 @contextmanager
@@ -157,7 +173,9 @@ def stock_model(model: PreTrainedModel, state: Tensors | None = None) -> Iterato
     parent, name = decoder_parent(model)
     before = getattr(parent, name)
     original = before.undo(model.config) if edited else before
-    entries = family.per_layer_entries(model.config, stock.sources) | {"num_hidden_layers": len(stock.layers)}
+    entries = family.per_layer_entries(model.config, stock.sources) | {
+        "num_hidden_layers": len(stock.layers)
+    }
     config_before = {key: getattr(model.config, key) for key in entries}
     for key, value in entries.items():
         setattr(model.config, key, value)

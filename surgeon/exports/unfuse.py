@@ -33,7 +33,8 @@ from surgeon.models.families import FAMILIES, Family, family_of
 from surgeon.models.families.fused import FUSED, POSITIONS
 from surgeon.models.weights import ModelWeights, packed
 
-BIAS_SWITCHES = ("attention_bias", "use_bias", "bias", "enable_bias")  # what configurations call having them
+# What configurations call having them.
+BIAS_SWITCHES = ("attention_bias", "use_bias", "bias", "enable_bias")
 # How many sublayers of each kind lie side by side in a layer of a fused checkpoint.
 Parts = dict[str, int]
 
@@ -53,7 +54,9 @@ def unfused(model: str | Path | StoredModel) -> PreTrainedModel:
     if stored.own is not None:
         raise ValueError(_advice(checkpoint.where, "some of its layers have no attention or no MLP"))
     if fused.base_model_type not in FAMILIES:
-        raise ValueError(_advice(checkpoint.where, f"its architecture {fused.base_model_type!r} is not known here"))
+        raise ValueError(
+            _advice(checkpoint.where, f"its architecture {fused.base_model_type!r} is not known here")
+        )
     said = fused.to_dict()  # its attributes are those of single layers where these differ
     parts = [_parts_of(index, said, weights) for index in range(stored.num_layers)]
     program = _program_of(parts, 1 if fused.parallel_residual else 2)
@@ -76,7 +79,9 @@ def unfused(model: str | Path | StoredModel) -> PreTrainedModel:
 
 
 def _advice(where: str, reason: str) -> str:
-    return f"{where} cannot be taken apart ({reason}); use the recipe and the original that it was made of"
+    return (
+        f"{where} cannot be taken apart ({reason}); use the recipe and the original that it was made of"
+    )
 
 
 def _config_of(stored: StoredModel, program: Program) -> Any:
@@ -96,7 +101,8 @@ def _config_of(stored: StoredModel, program: Program) -> Any:
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
     said = stored.config.to_dict()
     for key, value in fused_config(family, config, layout, shapes).items():
-        if value not in (said.get(key), checkpoint.config.get(key)):  # as transformers reads it, or as it is stored
+        # As transformers reads it, or as it is stored.
+        if value not in (said.get(key), checkpoint.config.get(key)):
             reason = f"{family.name} would have {key}: {value} in the fused form, and config.json has {said.get(key)}"
             raise ValueError(_advice(checkpoint.where, reason))
     return config
@@ -104,17 +110,29 @@ def _config_of(stored: StoredModel, program: Program) -> Any:
 
 def _parts_of(index: int, said: dict[str, Any], weights: ModelWeights) -> Parts:
     """Count the sublayers side by side in a layer, by its widths."""
-    names = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "neurons": "intermediate_size"}
+    names = {
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "neurons": "intermediate_size",
+    }
     counts: Parts = {}
     for kind in KINDS:
         units = weights.units(Sublayer(kind, (index,)))
         found = {count / said[names[unit]] for unit, count in units.items()}
         if len(found) > 1 or not min(found).is_integer():
-            sizes = " and ".join(f"{count} {unit.replace('kv_', 'KV ')}" for unit, count in units.items())
-            raise ValueError(_advice(weights.store.where, f"layer {index} has {sizes}, which are slices of layers"))
+            sizes = " and ".join(
+                f"{count} {unit.replace('kv_', 'KV ')}" for unit, count in units.items()
+            )
+            raise ValueError(
+                _advice(weights.store.where, f"layer {index} has {sizes}, which are slices of layers")
+            )
         counts[kind] = int(found.pop())
     norms = weights.norms(Sublayer(ATTENTION, (index,)))
-    if any(len(norms[name]) != counts[ATTENTION] for name in ("q_norm.weight", "k_norm.weight") if name in norms):
+    if any(
+        len(norms[name]) != counts[ATTENTION]
+        for name in ("q_norm.weight", "k_norm.weight")
+        if name in norms
+    ):
         raise ValueError(_advice(weights.store.where, f"layer {index} has slices of attentions"))
     return counts
 
@@ -155,7 +173,9 @@ def _fill(model: PreTrainedModel, weights: ModelWeights, parts: list[Parts]) -> 
         places[name].zero_()
 
 
-def _values(model: PreTrainedModel, weights: ModelWeights, parts: list[Parts]) -> Iterator[tuple[str, Tensor]]:
+def _values(
+    model: PreTrainedModel, weights: ModelWeights, parts: list[Parts]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors of the checkpoint, by the stock model's names."""
     own = family_of(model.config)
     moved = {FUSED.embedding: own.embedding, FUSED.final_norm: own.final_norm}

@@ -71,10 +71,14 @@ class Benchmark(RunResult):
                 depths = f"{row['effective_depth']:g}", str(row["sync_points"])
                 body.append([row["program"], str(row["batch"]), *depths, first, token, extent, rate])
             caption = f"Times as fast as {table['program'].iloc[0]} to the first token and per token"
-            yield Table(caption, [*begin, "depth", "syncs", "first", "per token", "range", "tokens/s"], body)
+            yield Table(
+                caption, [*begin, "depth", "syncs", "first", "per token", "range", "tokens/s"], body
+            )
         if "divergence" in table:
             measured = table.drop_duplicates("program").dropna(subset=["divergence"])
-            body = [[row["program"], *with_intervals(row, ["divergence"])] for _, row in measured.iterrows()]
+            body = [
+                [row["program"], *with_intervals(row, ["divergence"])] for _, row in measured.iterrows()
+            ]
             caption = f"What {self.record['compression']} changes in predictions, nats per token"
             yield Table(caption, ["program", "divergence", "95% interval"], body)
 
@@ -84,7 +88,9 @@ class Benchmark(RunResult):
         if "decode_compute_ms" in self.speeds:
             phase = "decode"
         return {
-            "bench": Picture([_chart(f"batch {n}", own, phase) for n, own in self.speeds.groupby("batch", sort=False)])
+            "bench": Picture(
+                [_chart(f"batch {n}", own, phase) for n, own in self.speeds.groupby("batch", sort=False)]
+            )
         }
 
 
@@ -99,7 +105,10 @@ def passes_table(
             if math.isnan(reduces):
                 continue
             calls = int(reduces + row[f"{phase}_all_gathers"])
-            counts = [f"{calls}+{int(row[f'{phase}_vocabulary_collectives'])}", show_size(row[f"{phase}_bytes"])]
+            counts = [
+                f"{calls}+{int(row[f'{phase}_vocabulary_collectives'])}",
+                show_size(row[f"{phase}_bytes"]),
+            ]
             rows.append([row["program"], str(row["batch"]), phase, *spent(row, phase), *counts])
     return Table(caption, ["program", "batch", "pass", *parts, "collectives", "bytes"], rows)
 

@@ -58,10 +58,13 @@ class Table:
 
     @property
     def markdown(self) -> str:
-        aligned_by = [":--" if column == 0 or column in self.left else "--:" for column in range(len(self.head))]
+        aligned_by = [
+            ":--" if column == 0 or column in self.left else "--:" for column in range(len(self.head))
+        ]
         lines = [self.head, aligned_by, *self.rows]
         return "\n".join(
-            f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in line)} |" for line in lines
+            f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in line)} |"
+            for line in lines
         )
 
 

@@ -15,7 +15,15 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from surgeon.checkpoint.belongings import CARD_FILE, FileKind, Inherited, kind_of, left_behind, left_by, names_in
+from surgeon.checkpoint.belongings import (
+    CARD_FILE,
+    FileKind,
+    Inherited,
+    kind_of,
+    left_behind,
+    left_by,
+    names_in,
+)
 from surgeon.checkpoint.describe import Surgery, describe
 from surgeon.checkpoint.locate import DEMO
 from surgeon.checkpoint.training import STAGES
@@ -37,14 +45,18 @@ if TYPE_CHECKING:
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 WIDTH = 100  # of the card's lines
-_SEAL = re.compile(r"<!-- written by surgeon [\w.+-]+; sha256 of what stands above: ([0-9a-f]{64}) -->\n\Z")
+_SEAL = re.compile(
+    r"<!-- written by surgeon [\w.+-]+; sha256 of what stands above: ([0-9a-f]{64}) -->\n\Z"
+)
 
 
 def open_edited(folder: Path) -> Surgery:
     """Describe a checkpoint that `surgeon export` wrote."""
     found = describe(folder)
     if not found.report:
-        raise ValueError(f"{folder} has no surgeon.json; cards are for checkpoints that surgeon export has written")
+        raise ValueError(
+            f"{folder} has no surgeon.json; cards are for checkpoints that surgeon export has written"
+        )
     return found
 
 
@@ -78,7 +90,9 @@ def write_card(folder: Path, name: str, measured: Sequence[CardScore] = ()) -> I
         **belongings(found, folder, inherited),
     )
     card.text = _laid_out(card.text)
-    seal = f"<!-- written by surgeon {__version__}; sha256 of what stands above: {_digest(str(card))} -->\n"
+    seal = (
+        f"<!-- written by surgeon {__version__}; sha256 of what stands above: {_digest(str(card))} -->\n"
+    )
     write_text(folder / CARD_FILE, f"{card}{seal}")
     return inherited
 
@@ -170,7 +184,9 @@ def surgery(found: Surgery) -> dict[str, Any]:
     kind = found.stored.family.name
     what_it_is = f"This is {_base(found.original)} ({kind}, {layers}) after surgery with {by}, {how}."
     if found.from_scratch:
-        what_it_is = f"This is a {kind} of {layers}, made with {by} and {how}. There is no original behind it."
+        what_it_is = (
+            f"This is a {kind} of {layers}, made with {by} and {how}. There is no original behind it."
+        )
     operations: tuple[AppliedOperation, ...] = ()
     recipe = report.get("recipe") or (found.training or {}).get("configuration")
     if isinstance(recipe, str):
@@ -188,7 +204,9 @@ def surgery(found: Surgery) -> dict[str, Any]:
         "what_it_is": one_line(what_it_is),
         "operations": operations,
         "summaries": OPERATIONS,
-        "program": textwrap.fill(" ".join(nodes), PROGRAM_WIDTH, **WHOLE).replace("\N{NO-BREAK SPACE}", " "),
+        "program": textwrap.fill(" ".join(nodes), PROGRAM_WIDTH, **WHOLE).replace(
+            "\N{NO-BREAK SPACE}", " "
+        ),
         "legend": f"{'; '.join(signs)}.",
         "sizes": list(size_lines(program.sublayers())),
         "proof": proof,
@@ -247,7 +265,11 @@ def _how(training: dict[str, Any]) -> str:
 
 def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any]:
     """Quality before and after on held-out text, for the template."""
-    found = {stage: training[stage] for stage in STAGES if training is not None and training.get(stage) is not None}
+    found = {
+        stage: training[stage]
+        for stage in STAGES
+        if training is not None and training.get(stage) is not None
+    }
     if training is None or not found:
         return {"stages": None}
     columns = [stage for stage in COLUMNS if stage in found]

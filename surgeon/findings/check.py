@@ -56,7 +56,12 @@ class Check(RunResult):
     RECORD = "check.json"
     TABLES: ClassVar = {
         "answers": TableFile(
-            "check.csv", ("bytes",), _WORDS, one_of={"works": (YES, NO, PARTLY)}, may_be_empty=True, missing=""
+            "check.csv",
+            ("bytes",),
+            _WORDS,
+            one_of={"works": (YES, NO, PARTLY)},
+            may_be_empty=True,
+            missing="",
         )
     }
 
@@ -79,8 +84,15 @@ class Check(RunResult):
         return dict(self.record.get("facts", {}))
 
     def to_json(self) -> dict[str, object]:
-        answers = [{**one._asdict(), "bytes": None if math.isnan(one.bytes) else int(one.bytes)} for one in self]
-        return {"model": self.record.get("model"), "refused": self.refused, **self.described, "answers": answers}
+        answers = [
+            {**one._asdict(), "bytes": None if math.isnan(one.bytes) else int(one.bytes)} for one in self
+        ]
+        return {
+            "model": self.record.get("model"),
+            "refused": self.refused,
+            **self.described,
+            "answers": answers,
+        }
 
     def __iter__(self) -> Iterator[Verdict]:
         return (Verdict(*row) for row in self.answers.itertuples(index=False))
@@ -93,7 +105,9 @@ class Check(RunResult):
         refused = []
         if self.refused is not None:
             refused = [("refused", self.refused)]
-        lines = [hanging(f"{label:<{AREA}}", text) for label, text in [*refused, *self.described.items()]]
+        lines = [
+            hanging(f"{label:<{AREA}}", text) for label, text in [*refused, *self.described.items()]
+        ]
         before = ""
         grouped: dict[str, tuple[Verdict, list[str]]] = {}
         for one in self:  # those of an area that say the same together; as text: NaN equals nothing
@@ -102,7 +116,9 @@ class Check(RunResult):
             if one.area != before:
                 lines.append("")
             start = f"{one.area if one.area != before else '':<{AREA}}{one.works:<{WORKS + 1}}"
-            said = ", ".join(filter(None, ["" if math.isnan(one.bytes) else show_size(one.bytes), one.why]))
+            said = ", ".join(
+                filter(None, ["" if math.isnan(one.bytes) else show_size(one.bytes), one.why])
+            )
             lines.append(hanging(start, ", ".join(what) + (f": {said}" if said else "")))
             before = one.area
         return "\n".join(lines)
@@ -180,6 +196,8 @@ class FamilyTable:
     def markdown(self) -> str:
         from jinja2 import Template
 
-        table = Table("", HEAD, [row.cells() for row in self.rows], left=frozenset(range(len(HEAD)))).markdown
+        table = Table(
+            "", HEAD, [row.cells() for row in self.rows], left=frozenset(range(len(HEAD)))
+        ).markdown
         page = Template(PAGE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
         return str(page.render(table=table, rows=self.rows, wrappers=self.wrappers))

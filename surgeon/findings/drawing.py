@@ -57,7 +57,8 @@ _BOTTOM = 40.0
 _WIDEST = 1700.0  # of a file's picture, in points
 POINTS = 72.0  # to the inch
 
-TIPS: WeakKeyDictionary[Artist, Sequence[str]] = WeakKeyDictionary()  # what is said of each of a line's points
+# What is said of each of a line's points.
+TIPS: WeakKeyDictionary[Artist, Sequence[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,9 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def panel(width: float, height: float, left: float, bottom: float, right: float, top: float) -> tuple[Figure, Axes]:
+def panel(
+    width: float, height: float, left: float, bottom: float, right: float, top: float
+) -> tuple[Figure, Axes]:
     """A figure with axes inside margins, all in points."""
     figure = Figure(figsize=(width / POINTS, height / POINTS))
     inside = (left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)
@@ -306,11 +309,15 @@ def points(
     drawn = {}
     if marks:
         drawn = {"markevery": np.flatnonzero(inside).tolist(), "mec": PAPER, "mew": 0.8, **mark}
-    (curve,) = axes.plot(x, shown, linestyle=dashes if line else "", lw=1.8, label=label or None, **drawn, **look)
+    (curve,) = axes.plot(
+        x, shown, linestyle=dashes if line else "", lw=1.8, label=label or None, **drawn, **look
+    )
     if marks:
         TIPS[curve] = [tip for tip, here in zip(said, inside, strict=True) if here]
     if marks and not inside.all():
-        (hollow,) = axes.plot(x[~inside], shown[~inside], linestyle="", mfc=PAPER, mew=1.3, **mark, **look)
+        (hollow,) = axes.plot(
+            x[~inside], shown[~inside], linestyle="", mfc=PAPER, mew=1.3, **mark, **look
+        )
         TIPS[hollow] = [tip for tip, here in zip(said, inside, strict=True) if not here]
 
 
@@ -350,7 +357,9 @@ def rule(axes: Axes, value: float) -> None:
 
 def above(axes: Axes) -> str:
     """The number of points beyond the axis, in words."""
-    hollow = [len(TIPS[line]) for line in axes.lines if line in TIPS and line.get_markerfacecolor() == PAPER]
+    hollow = [
+        len(TIPS[line]) for line in axes.lines if line in TIPS and line.get_markerfacecolor() == PAPER
+    ]
     count = sum(hollow)
     if not count:
         return ""
@@ -361,7 +370,9 @@ def above(axes: Axes) -> str:
     return f"{plural(count, 'point')} of {every} {verb} above (hollow, on the edge)."
 
 
-def bars(axes: Axes, names: Sequence[str], parts: Sequence[tuple[str, int, Any]], notes: Sequence[str]) -> None:
+def bars(
+    axes: Axes, names: Sequence[str], parts: Sequence[tuple[str, int, Any]], notes: Sequence[str]
+) -> None:
     """Draw a horizontal bar for each name, the first on top, of parts end to end, with a note behind it.
 
     Args:

@@ -41,7 +41,9 @@ class Edit:
         """The inverse of `str`; a ValueError shows text that is no edit."""
         match = _TEXT.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} is no edit; it should be a space, its layers and an option: pair 4:6 lp")
+            raise ValueError(
+                f"{text!r} is no edit; it should be a space, its layers and an option: pair 4:6 lp"
+            )
         return cls(int(match["first"]), int(match["stop"]), match["space"], match["option"] or "")
 
     @property

@@ -42,7 +42,9 @@ class Exploration(RunResult):
     RECORD = "explore.json"
     TITLE = "What to do next"
     OF_SURGERY = False
-    TABLES: ClassVar = {"steps": TableFile("explore.csv", ("seconds",), ("step", "did"), may_be_empty=True)}
+    TABLES: ClassVar = {
+        "steps": TableFile("explore.csv", ("seconds",), ("step", "did"), may_be_empty=True)
+    }
 
     steps: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["step", "did", "seconds"]))
     checked: Check | None = None
@@ -74,7 +76,10 @@ class Exploration(RunResult):
 
     def __str__(self) -> str:
         lines = [self.heading, ""]
-        rows = [*zip(self.steps["step"], self.steps["did"], strict=True), *(("left out", one) for one in self.left_out)]
+        rows = [
+            *zip(self.steps["step"], self.steps["did"], strict=True),
+            *(("left out", one) for one in self.left_out),
+        ]
         width = max((len(step) for step, _ in rows), default=0) + 2
         lines += [hanging(f"{step:<{width}}", did) for step, did in rows]
         for number, one in enumerate(self.next_steps, start=1):
@@ -97,7 +102,9 @@ class Exploration(RunResult):
         tokens = self.record.get("plan", {}).get("tokens")
         if tokens:
             spent = f"{clock(self.spent)} of {self.minutes:g} minutes"
-            text = f"In {spent}, on {tokens:,} tokens of {self.record['data']}. What to do next is below."
+            text = (
+                f"In {spent}, on {tokens:,} tokens of {self.record['data']}. What to do next is below."
+            )
             yield Finding("Explored", text)
 
     def missing(self) -> Iterator[str]:

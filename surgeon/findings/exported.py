@@ -48,11 +48,18 @@ class ExportRun(RunResult):
             when = "trained"
         training = ""
         said = record.get("trained")
-        if isinstance(said, dict) and all(isinstance(said.get(name), int) for name in ("steps", "tokens")):
+        if isinstance(said, dict) and all(
+            isinstance(said.get(name), int) for name in ("steps", "tokens")
+        ):
             steps = plural(said["steps"], "step")
-            training = f"{steps} on {said['tokens']:,} tokens of {said.get('data')}, {said.get('method')}"
+            training = (
+                f"{steps} on {said['tokens']:,} tokens of {said.get('data')}, {said.get('method')}"
+            )
         rows = [
-            ["effective depth", f"{depth:g} of {layers} layers" if isinstance(depth, int | float) and layers else ""],
+            [
+                "effective depth",
+                f"{depth:g} of {layers} layers" if isinstance(depth, int | float) and layers else "",
+            ],
             ["synchronisations on two ranks", str(record.get("sync_points_on_two_ranks", ""))],
             [when, training],
         ]

@@ -35,7 +35,10 @@ class Healing:
     @classmethod
     def of(cls, record: dict[str, Any]) -> Healing:
         """Read a `run.json`; a ValueError says which perplexity is not above 0."""
-        found = {name: record[name] and Quality.from_json(record[name]) for name in ("original", "edited", "healed")}
+        found = {
+            name: record[name] and Quality.from_json(record[name])
+            for name in ("original", "edited", "healed")
+        }
         for quality in filter(None, found.values()):
             if not quality.perplexity > 0:
                 raise ValueError(f"a perplexity of {quality.perplexity:g} is not above 0")
@@ -46,7 +49,9 @@ class Healing:
         """The regained share of the lost log-perplexity; NaN where none was lost, None without the original."""
         if self.original is None:
             return None
-        edited, healed, original = (math.log(one.perplexity) for one in (self.edited, self.healed, self.original))
+        edited, healed, original = (
+            math.log(one.perplexity) for one in (self.edited, self.healed, self.original)
+        )
         lost = edited - original
         if not (math.isfinite(lost) and lost > 0):
             return math.nan
@@ -108,8 +113,12 @@ class HealRun(TrainingRun):
         if healing.original:
             rows = [["original", *_cells(healing.original, divergence=False)]]
         rows += [["edited", *_cells(healing.edited)], ["healed", *_cells(healing.healed, *back)]]
-        marked = frozenset((len(rows) - 1, column) for column, share in zip((3, 6), back, strict=True) if share)
-        yield Table("Before and after", ["", *_HEAD], rows, _NOTE if any(back) else _UNKNOWN, marked=marked)
+        marked = frozenset(
+            (len(rows) - 1, column) for column, share in zip((3, 6), back, strict=True) if share
+        )
+        yield Table(
+            "Before and after", ["", *_HEAD], rows, _NOTE if any(back) else _UNKNOWN, marked=marked
+        )
         yield Picture(list(self.charts()))
         yield from record_codes(record, program="The program that was healed", recipe="Recipe")
 
@@ -145,7 +154,9 @@ class HealRun(TrainingRun):
             note = _NOTE
         if not same_text:
             note += " The runs were measured on different texts: only shares can be compared."
-        table = Table("All healings side by side", ["", "tokens", *_HEAD], rows, note, marked=frozenset(marked))
+        table = Table(
+            "All healings side by side", ["", "tokens", *_HEAD], rows, note, marked=frozenset(marked)
+        )
         return [table, Picture(list(held_out_charts({run.name: run for run in runs}, ", all healings")))]
 
     def summary(self) -> Iterator[Finding]:
@@ -162,16 +173,22 @@ class HealRun(TrainingRun):
         if healing.original:
             text += f", the original's being {number(healing.original.perplexity)}"
         if healing.of_divergence:
-            text += f", and its divergence from {number(edited.divergence)} to {number(healed.divergence)}"
+            text += (
+                f", and its divergence from {number(edited.divergence)} to {number(healed.divergence)}"
+            )
         text += f": {_verdict(healing)}."
         back = healing.of_divergence
         figure = ""
         if back and math.isfinite(back):
             figure = _percent(back)
-        yield Finding("Trained", text, figure, "of the edit's divergence regained by healing" if figure else "")
+        yield Finding(
+            "Trained", text, figure, "of the edit's divergence regained by healing" if figure else ""
+        )
 
 
-def _cells(state: Quality, regained: str = "", of_divergence: str = "", divergence: bool = True) -> list[str]:
+def _cells(
+    state: Quality, regained: str = "", of_divergence: str = "", divergence: bool = True
+) -> list[str]:
     cells = [number(state.perplexity), interval(*state.ends("perplexity")), regained]
     if divergence:
         cells += [number(state.divergence), interval(*state.ends("divergence")), of_divergence]

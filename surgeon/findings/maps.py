@@ -27,7 +27,8 @@ COLOURS = "viridis"
 BEYOND = "#fff6c2"  # paler than the scale's last colour, so that a capped cell is seen to be one
 CAP = 3.0  # colours end at this multiple of the base perplexity, at the latest
 LEAST_CAP = 1.1
-MOST = 0.85  # where a few cells are beyond the cap, colours tell this share of the cells apart, with some room
+# Where a few cells are beyond the cap, colours tell this share of the cells apart, with some room.
+MOST = 0.85
 _ROOM = 1.4
 MANY_LAYERS = 48  # beyond, a map needs more room on the page
 # Of flat maps, alone and side by side, in points.
@@ -73,7 +74,9 @@ def scale_of(grids: Sequence[pd.DataFrame], base: float, cap: float = CAP) -> tu
 
     Colours end at the worst cell, at the latest at `cap` times the base; sooner where nearly all cells are far better.
     """
-    cells = pd.Series(np.concatenate([values.to_numpy().ravel() for values in grids]), dtype=float).dropna()
+    cells = pd.Series(
+        np.concatenate([values.to_numpy().ravel() for values in grids]), dtype=float
+    ).dropna()
     worst = base
     if len(cells):
         worst = float(cells.max())
@@ -114,7 +117,10 @@ class Legend:
             if not ratios or self.scale(self.base * ratios[-1]) < 0.85:
                 ratios.append(high / self.base)
             ticks = [self.base, *(self.base * ratio for ratio in ratios)]
-            names = ["base", *(allowance(ratio) if ratio < 2 else f"{TIMES}{ratio:.3g}" for ratio in ratios)]
+            names = [
+                "base",
+                *(allowance(ratio) if ratio < 2 else f"{TIMES}{ratio:.3g}" for ratio in ratios),
+            ]
         bar.set_ticks(ticks, labels=names)
         bar.outline.set_visible(False)
         return bar
@@ -208,15 +214,22 @@ class Map:
         within = cells <= self.limit
         below = known[:-1] & known[1:] & (within[:-1] != within[1:])
         beside = known[:, :-1] & known[:, 1:] & (within[:, :-1] != within[:, 1:])
-        edges = [[(column - 0.5, row + 0.5), (column + 0.5, row + 0.5)] for row, column in np.argwhere(below)]
-        edges += [[(column + 0.5, row - 0.5), (column + 0.5, row + 0.5)] for row, column in np.argwhere(beside)]
+        edges = [
+            [(column - 0.5, row + 0.5), (column + 0.5, row + 0.5)] for row, column in np.argwhere(below)
+        ]
+        edges += [
+            [(column + 0.5, row - 0.5), (column + 0.5, row + 0.5)] for row, column in np.argwhere(beside)
+        ]
         if edges:
             for colour, width in (("#00000090", 2.2), ("#fefefe", 1.1)):
                 axes.add_collection(
                     LineCollection(edges, colors=colour, lw=width, capstyle="projecting"), autolim=False
                 )
         across = int(self.inside[0] / 24)
-        for axis, names, room in ((axes.xaxis, self.values.columns, across), (axes.yaxis, self.values.index, rows)):
+        for axis, names, room in (
+            (axes.xaxis, self.values.columns, across),
+            (axes.yaxis, self.values.index, rows),
+        ):
             step = 1
             while len(names) / step > room:
                 step *= 2
@@ -261,18 +274,24 @@ def map_cells(
         title: of a cell, with {row} and {column}; `one` where the two are the same.
         base: compared with the first field.
     """
-    rows, columns = ({name: place for place, name in enumerate(axis)} for axis in (values.index, values.columns))
+    rows, columns = (
+        {name: place for place, name in enumerate(axis)} for axis in (values.index, values.columns)
+    )
     cells: dict[str, Any] = {
         "rows": [name_of(name) for name in values.index],
         "columns": [name_of(name) for name in values.columns],
-        "at": [rows[row] * len(columns) + columns[column] for row, column in zip(down, across, strict=True)],
+        "at": [
+            rows[row] * len(columns) + columns[column] for row, column in zip(down, across, strict=True)
+        ],
         "fields": [],
         "title": title,
     }
     for name, label in fields.items():
         ends = {end: f"{name}_{end}" for end in ("low", "high") if f"{name}_{end}" in table}
         shown = {"values": name, **(ends if len(ends) == 2 else {})}
-        numbers = {key: [_short_number(value) for value in table[column]] for key, column in shown.items()}
+        numbers = {
+            key: [_short_number(value) for value in table[column]] for key, column in shown.items()
+        }
         cells["fields"].append({"label": label} | numbers)
     if one:
         cells["one"] = one

@@ -66,7 +66,9 @@ class Identity:
             )
         if model_hash in (self.model_hash, self.source_hash):
             text = shorten(str(program), _LONGEST_PROGRAM, placeholder="...")
-            raise ValueError(f"{path} was measured under another program than that of {self.name}: {text}")
+            raise ValueError(
+                f"{path} was measured under another program than that of {self.name}: {text}"
+            )
         own = "its source is not known"
         if self.source_hash is not None:
             own = f"its source has {_short(self.source_hash)}"
@@ -74,7 +76,9 @@ class Identity:
             own = f"it has {_short(self.model_hash)}, {own}"
         else:
             own += "; what was measured on an exported checkpoint itself is for surgeon card"
-        raise ValueError(f"{path} was measured on another model ({_short(model_hash)}) than {self.name}: {own}")
+        raise ValueError(
+            f"{path} was measured on another model ({_short(model_hash)}) than {self.name}: {own}"
+        )
 
 
 @dataclass(frozen=True)
@@ -102,12 +106,16 @@ def read_measured(paths: Sequence[Path], identity: Identity) -> tuple[CardScore,
 
 def _files(path: Path) -> list[Path]:
     if not path.exists():
-        raise FileNotFoundError(f"there are no results {path}; give folders or files that surgeon commands wrote")
+        raise FileNotFoundError(
+            f"there are no results {path}; give folders or files that surgeon commands wrote"
+        )
     if path.is_file():
         return [path]
     found = [file for pattern in PATTERNS for file in sorted(path.glob(pattern))]
     if not found:
-        raise ValueError(f"{path} holds no results of surgeon eval or search; looked for {', '.join(PATTERNS)} in it")
+        raise ValueError(
+            f"{path} holds no results of surgeon eval or search; looked for {', '.join(PATTERNS)} in it"
+        )
     return found
 
 

@@ -46,10 +46,12 @@ _OF_THE_PAGE = {"#000000": "currentColor", PAPER: "var(--paper)", INK: "var(--in
 _OF_THE_PAGE |= {GRID: "var(--grid)", NO_CELL: "var(--no-cell)"}
 _OF_THE_PAGE |= {colour: f"var(--s{number})" for number, colour in enumerate(COLOURS)}
 _OF_THE_PAGE |= {colour: f"var(--q{number})" for number, colour in enumerate(ORDERED)}
-_LEFT_OUT = {"metadata", "style", "clipPath"}  # nothing is drawn beyond the axes, and styles become attributes
+# Nothing is drawn beyond the axes, and styles become attributes.
+_LEFT_OUT = {"metadata", "style", "clipPath"}
 _UNUSED = {"id", "clip-path", "font-family", "stroke-dashoffset", "width", "height"}
 _SHEET = "#fdfdfc"
-_NO_TEXT = re.compile("[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\ud800-\\udfff\\ufffe\\uffff]")  # what XML cannot hold
+# What XML cannot hold.
+_NO_TEXT = re.compile("[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\ud800-\\udfff\\ufffe\\uffff]")
 _PRECISE = re.compile(r"-?\d+\.\d{3,}")
 
 
@@ -71,7 +73,12 @@ def inline_svg(figure: Figure, title: str = "", name: str = "", themed: bool = T
     for words in figure.findobj(Text):
         words.set_parse_math(False)  # a dollar in a name is a dollar
     text = StringIO()
-    fixed: Any = {"svg.fonttype": "none", "svg.hashsalt": "surgeon", "path.simplify": False, "text.parse_math": False}
+    fixed: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "surgeon",
+        "path.simplify": False,
+        "text.parse_math": False,
+    }
     with matplotlib.rc_context(fixed), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # the reader's own fonts are used
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
@@ -91,7 +98,8 @@ def inline_svg(figure: Figure, title: str = "", name: str = "", themed: bool = T
         "stroke-linejoin": "round",
     }
     head |= {"role": "img", "aria-label": title} if title else {"aria-hidden": "true", "class": "key"}
-    if figure.axes and figure.axes[0].images:  # where the cells lie, for the page's script, and which is pointed at
+    # Where the cells lie, for the page's script, and which is pointed at.
+    if figure.axes and figure.axes[0].images:
         box = figure.axes[0].get_position()
         down, across = figure.axes[0].images[0].get_size()
         place = {"left": box.x0 * width, "top": (1 - box.y1) * height}
@@ -99,7 +107,9 @@ def inline_svg(figure: Figure, title: str = "", name: str = "", themed: bool = T
         head |= {f"data-{key}": f"{value:.4f}" for key, value in place.items()}
         head |= {"data-across": str(across), "data-down": str(down)}
         size = {"width": head["data-w"], "height": head["data-h"]}
-        inside += _element("rect", {"class": "here", "visibility": "hidden", "fill": "none"} | size, Markup(""))
+        inside += _element(
+            "rect", {"class": "here", "visibility": "hidden", "fill": "none"} | size, Markup("")
+        )
     return _element("svg", head, inside)
 
 
@@ -143,7 +153,9 @@ def _shorten(text: str, digits: int) -> str:
 
 
 def _element(tag: str, attributes: Mapping[str, str], inside: Markup) -> Markup:
-    given = Markup("").join(Markup(' {}="{}"').format(Markup(key), value) for key, value in attributes.items())
+    given = Markup("").join(
+        Markup(' {}="{}"').format(Markup(key), value) for key, value in attributes.items()
+    )
     return Markup("<{}{}>{}</{}>").format(Markup(tag), given, inside, Markup(tag))
 
 
@@ -166,7 +178,9 @@ def _legend_sample(handle: Artist | BarContainer) -> Figure:
         sample = Line2D([0.0, 0.5, 1.0], [0.5] * 3, markevery=[1])
         for name in ("color", "linestyle", "linewidth", "marker", "markersize"):
             sample.set(**{name: getattr(handle, f"get_{name}")()})
-        sample.set(markerfacecolor=handle.get_markerfacecolor(), markeredgecolor=handle.get_markeredgecolor())
+        sample.set(
+            markerfacecolor=handle.get_markerfacecolor(), markeredgecolor=handle.get_markeredgecolor()
+        )
         figure.add_artist(sample)
     else:
         figure.add_axes((0.1, 0.07, 0.8, 0.86), xticks=[], yticks=[], facecolor=handle.get_facecolor())  # type: ignore[attr-defined]
@@ -305,7 +319,9 @@ def read_runs(path: Path) -> list[RunResult]:
 def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter:
     anchor = f"model-{number}"
     ordered = sorted(runs, key=lambda run: KINDS.index(type(run)))
-    sections = [_section(f"{anchor}-{place}", run, ordered) for place, run in enumerate(ordered, start=1)]
+    sections = [
+        _section(f"{anchor}-{place}", run, ordered) for place, run in enumerate(ordered, start=1)
+    ]
     summary: list[Finding] = []
     missing: list[str] = []
     for run in ordered:
@@ -313,7 +329,8 @@ def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter
         with named(run.files[0], run.COMMAND):
             if name:
                 summary += [
-                    replace(one, lead=f"{one.lead} ({name})", label=f"{one.label} ({name})") for one in run.summary()
+                    replace(one, lead=f"{one.lead} ({name})", label=f"{one.label} ({name})")
+                    for one in run.summary()
                 ]
                 missing += [f"{name}: {line}" for line in run.missing()]
             else:
@@ -324,7 +341,9 @@ def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter
         missing += [kind.WITHOUT for kind in KINDS if kind.WITHOUT and kind.COMMAND not in present]
     of_original = [run for run in ordered if run.model_hash == model_hash] or ordered
     names = listed(dict.fromkeys(public(run.model) for run in of_original))
-    return Chapter(names, model_hash[:SHORT_HASH], anchor, summary, list(dict.fromkeys(missing)), sections)
+    return Chapter(
+        names, model_hash[:SHORT_HASH], anchor, summary, list(dict.fromkeys(missing)), sections
+    )
 
 
 def _name_if_several(run: RunResult, runs: Sequence[RunResult]) -> str:

@@ -94,12 +94,23 @@ class Predictions(RunResult):
             speeds = (number(row[name], 3) for name in (*_SPEEDS, "tokens_per_second_speedup"))
             rows.append([*begin, *speeds, f"{row['communication_share']:.0%}", memory])
         there = show_size(table["there_bytes"].max())
-        notes = [f"Comm.: the share of time that ranks wait. Memory: of the rank that needs most, of {there} for it."]
+        notes = [
+            f"Comm.: the share of time that ranks wait. Memory: of the rank that needs most, of {there} for it."
+        ]
         if not table["fits"].all() and (table["refused"] == TOO_LARGE).any():
             notes.append(f"!: does not fit into the {there} that there are for it.")
         refused = table[table["first_token_ms"].isna()]
         notes += [f"refused: {reason}" for reason in refused["refused"].drop_duplicates()]
-        head = ["program", *axes, "first token, ms", "per token, ms", "tokens/s", "speedup", "comm.", "memory"]
+        head = [
+            "program",
+            *axes,
+            "first token, ms",
+            "per token, ms",
+            "tokens/s",
+            "speedup",
+            "comm.",
+            "memory",
+        ]
         return Table("Every prediction", head, rows, "\n".join(notes), folded=len(rows) > 24)
 
     def _drafting_table(self) -> Table:
@@ -109,7 +120,17 @@ class Predictions(RunResult):
             [*(f"{row[name]:g}" for name in asked), *(number(row[name], 3) for name in found)]
             for _, row in self.drafts.iterrows()
         ]
-        head = ["ranks", "batch", "accepted", "ahead", "draft, ms", "verify, ms", "tokens/s", "dense", "times"]
+        head = [
+            "ranks",
+            "batch",
+            "accepted",
+            "ahead",
+            "draft, ms",
+            "verify, ms",
+            "tokens/s",
+            "dense",
+            "times",
+        ]
         notes = "\n".join(f"refused: {reason}" for reason in self.record["refused"])
         return Table("Where drafts pay", [*head, "alone, times"], rows, notes)
 
@@ -122,7 +143,9 @@ class Predictions(RunResult):
         )
         charts = []
         if not self.record.get("swept"):
-            phases = (phase for phase in ("prefill", "decode") if table[f"{phase}_compute_ms"].notna().any())
+            phases = (
+                phase for phase in ("prefill", "decode") if table[f"{phase}_compute_ms"].notna().any()
+            )
             charts += [_pass(table, phase) for phase in phases]
         if table[[*AXES]].nunique().max() > 1:
             charts += _lines(table)
@@ -166,7 +189,8 @@ def _pass(table: pd.DataFrame, phase: str) -> Chart:
     spent = [table[f"{phase}_{part}_ms"].to_numpy() for part in PARTS]
     speedups = table["per_token_speedup" if phase == "decode" else "first_token_speedup"]
     notes = [
-        f"{number(end, 3)} ms, {speedup:.2f}x" for end, speedup in zip(np.sum(spent, axis=0), speedups, strict=True)
+        f"{number(end, 3)} ms, {speedup:.2f}x"
+        for end, speedup in zip(np.sum(spent, axis=0), speedups, strict=True)
     ]
 
     def draw(axes: Axes) -> None:
@@ -186,7 +210,9 @@ def _lines(table: pd.DataFrame) -> Iterator[Chart]:
     if table["program"].nunique() > 1:
         column = "tokens_per_second_speedup"
         title = f"tokens/s, times {table['program'].iloc[0]}"
-    along, by, *others = sorted(("batch", "ranks", "prompt", "new"), key=lambda name: table[name].nunique() == 1)
+    along, by, *others = sorted(
+        ("batch", "ranks", "prompt", "new"), key=lambda name: table[name].nunique() == 1
+    )
     for name in others:
         table = table[table[name] == table[name].iloc[0]]
     for value in list(table[by].unique())[:_MOST_CHARTS]:
@@ -222,11 +248,15 @@ def drafts_picture(found: dict[str, pd.DataFrame]) -> Picture:
     def add(title: str, rows: pd.DataFrame, column: str) -> None:
         values = rows.pivot(index="ranks", columns="batch", values=column)
         fields = {column: "times as fast", "ahead": "tokens ahead"}
-        cells = map_cells(values, rows["ranks"], rows["batch"], rows, fields, "{row} ranks, batch {column}")
+        cells = map_cells(
+            values, rows["ranks"], rows["batch"], rows, fields, "{row} ranks, batch {column}"
+        )
         panels.append(Map(title.strip(), values, colours, ("batch", "ranks"), cells, "times as fast"))
 
     for name, speeds in found.items():
-        drawn = speeds[(speeds[["prompt", "new"]] == speeds[["prompt", "new"]].iloc[0]).all(axis="columns")]
+        drawn = speeds[
+            (speeds[["prompt", "new"]] == speeds[["prompt", "new"]].iloc[0]).all(axis="columns")
+        ]
         for chance, cells in drawn.groupby("acceptance"):
             add(f"{name} {chance:g} accepted", cells, "speedup")
         add(f"{name} alone (lossy)", drawn.drop_duplicates(["ranks", "batch"]), "alone_speedup")

@@ -105,7 +105,10 @@ def _stack(item: Item) -> float:
 
 def _lines(item: Sublayer | LayersInOrder) -> list[str]:
     if isinstance(item, Sublayer):
-        return [str(replace(item, ranks=(), width=None)), *(f"{what} {size}" for what, size in item.sizes)]
+        return [
+            str(replace(item, ranks=(), width=None)),
+            *(f"{what} {size}" for what, size in item.sizes),
+        ]
     sizes = []
     if item.sizes:
         sizes = sizes_text(dict(item.sizes)).split("; ")
@@ -157,9 +160,15 @@ def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
             _box(axes, (x + 0.12, end - 0.12), y, item, fill, "#444444")
         else:
             axes.plot(
-                [(x + end) / 2] * 2, [y - 0.12, y + 0.32], color=_LEFT_OUT, linestyle=(0, (2, 1.5)), linewidth=1.2
+                [(x + end) / 2] * 2,
+                [y - 0.12, y + 0.32],
+                color=_LEFT_OUT,
+                linestyle=(0, (2, 1.5)),
+                linewidth=1.2,
             )
-            axes.text((x + end) / 2, y + 0.42, f"no {item.text}", color=_LEFT_OUT, fontsize=7.5, ha="center")
+            axes.text(
+                (x + end) / 2, y + 0.42, f"no {item.text}", color=_LEFT_OUT, fontsize=7.5, ha="center"
+            )
         x = end
     return x
 
@@ -172,10 +181,14 @@ def _draw_step(axes: Axes, step: Step, span: tuple[float, float], y: float, side
     # The first one on top, on either side of the stream.
     outwards = step.sublayers[::-side]
     rooms = [_box_height(one) + _BOX_GAP for one in outwards]
-    centers = [y + side * (_ABOVE + end - room / 2) for end, room in zip(accumulate(rooms), rooms, strict=True)]
+    centers = [
+        y + side * (_ABOVE + end - room / 2) for end, room in zip(accumulate(rooms), rooms, strict=True)
+    ]
     axes.plot([read, read], [y, centers[-1]], color=color, linewidth=1.1, zorder=1)
     axes.plot([plus, plus], [y, centers[-1]], color=color, linewidth=1.1, zorder=1)
-    left, right = (read + 0.1, plus - 0.1) if not step.late else (max(read + 0.1, plus - 0.68), plus - 0.1)
+    left, right = (
+        (read + 0.1, plus - 0.1) if not step.late else (max(read + 0.1, plus - 0.68), plus - 0.1)
+    )
     for sublayer, center in zip(outwards, centers, strict=True):
         axes.plot([read, plus], [center, center], color=color, linewidth=1.1, zorder=1)
         fill = _FEED_FORWARD
@@ -198,11 +211,20 @@ def _draw_fork(axes: Axes, fork: Fork, span: tuple[float, float], y: float) -> N
 
 
 def _box(
-    axes: Axes, span: tuple[float, float], y: float, item: Sublayer | LayersInOrder, fill: str, color: str
+    axes: Axes,
+    span: tuple[float, float],
+    y: float,
+    item: Sublayer | LayersInOrder,
+    fill: str,
+    color: str,
 ) -> None:
     left, right = span
     height = _box_height(item)
-    look: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.06", "edgecolor": "none", "zorder": 2}
+    look: dict[str, Any] = {
+        "boxstyle": "round,pad=0,rounding_size=0.06",
+        "edgecolor": "none",
+        "zorder": 2,
+    }
     axes.add_patch(FancyBboxPatch((left, y - height / 2), right - left, height, facecolor=fill, **look))
     lines = _lines(item)
     size = min(_FONT, 58 * (right - left) / max(map(len, lines)))
@@ -224,7 +246,9 @@ def _legend(axes: Axes, rows: Sequence[Sequence[Item]], y: float) -> None:
     items = [item for row in rows for item in row]
     nodes = tuple(item for item in items if isinstance(item, Step | Fork))
     if any(isinstance(item, LayersInOrder) and item.sizes for item in items):
-        handles.append(Patch(facecolor=_LOW_RANK, label="fewer heads or neurons, or factors of these ranks"))
+        handles.append(
+            Patch(facecolor=_LOW_RANK, label="fewer heads or neurons, or factors of these ranks")
+        )
     if any(step.late for step in steps_of(nodes)):
         handles.append(Line2D([], [], color=_LATE, label="late: beside the step before"))
     if any(isinstance(item, LeftOut) for item in items):
@@ -299,14 +323,18 @@ def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator
     at = 0
     while at < len(program.nodes):
         node = program.nodes[at]
-        gone = tuple(sublayer for sublayer in missing if _place(sublayer) < min(map(_place, _sublayers(node))))
+        gone = tuple(
+            sublayer for sublayer in missing if _place(sublayer) < min(map(_place, _sublayers(node)))
+        )
         if gone:
             yield LeftOut(gone)
             missing = missing[len(gone) :]
         layers = _layers_in_order(program.nodes, at, same, steps_per_layer)
         if layers >= FEWEST_IN_A_STRETCH:
             first = _sublayers(node)[0].layers[0]
-            yield LayersInOrder(first, first + layers - 1, _sizes(program.nodes[at : at + steps_per_layer]))
+            yield LayersInOrder(
+                first, first + layers - 1, _sizes(program.nodes[at : at + steps_per_layer])
+            )
             at += layers * steps_per_layer
         else:
             yield node
@@ -336,7 +364,9 @@ def _same_nodes(nodes: Sequence[Node], steps_per_layer: int) -> set[int]:
     """Nodes that are steps of the unedited model, in their order."""
     places = [sorted(map(_place, _sublayers(node))) for node in nodes]
     before = list(accumulate((each[-1] for each in places), max, initial=(-1, False)))
-    behind = list(accumulate((each[0] for each in reversed(places)), min, initial=(sys.maxsize, False)))[::-1]
+    behind = list(accumulate((each[0] for each in reversed(places)), min, initial=(sys.maxsize, False)))[
+        ::-1
+    ]
     return {
         at
         for at, node in enumerate(nodes)
@@ -354,7 +384,9 @@ def _layers_in_order(nodes: Sequence[Node], at: int, same: set[int], steps_per_l
         end = start + steps_per_layer
         layer = _sublayers(nodes[at])[0].layers[0] + layers
         here = Program(tuple(nodes[start:end]))
-        if not same.issuperset(range(start, end)) or here.whole().nodes != layer_nodes(layer, steps_per_layer):
+        if not same.issuperset(range(start, end)) or here.whole().nodes != layer_nodes(
+            layer, steps_per_layer
+        ):
             return layers
         if _sizes(here.nodes) != sizes:
             return layers

@@ -60,20 +60,36 @@ class TableFile:
         """Read and check the table; a ValueError names the file, and a column that is missing or wrong."""
         path = folder / self.name
         try:
-            table = pd.read_csv(io.StringIO(read_text(path)), keep_default_na=False, na_values=["", "nan", "NaN"])
+            table = pd.read_csv(
+                io.StringIO(read_text(path)), keep_default_na=False, na_values=["", "nan", "NaN"]
+            )
         except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-            raise ValueError(f"{path} is no table of comma-separated values ({error}); make it again") from error
+            raise ValueError(
+                f"{path} is no table of comma-separated values ({error}); make it again"
+            ) from error
         for name in (*self.words, *self.layers, *self.numbers):
             if name not in table.columns:
-                raise ValueError(f"{path} has no column {name}; make it again with this version of surgeon")
+                raise ValueError(
+                    f"{path} has no column {name}; make it again with this version of surgeon"
+                )
         if table.empty and not self.may_be_empty:
             raise ValueError(f"{path} has no rows; run the command that writes it to its end")
-        intervals = [name for name in table.columns if name.endswith(("_low", "_high")) and name not in self.numbers]
+        intervals = [
+            name
+            for name in table.columns
+            if name.endswith(("_low", "_high")) and name not in self.numbers
+        ]
         for name in (*self.layers, *self.numbers, *intervals):
             table[name] = _as_numbers(path, table[name])
         for name in self.layers:
             is_layer = (table[name] >= 0) & (table[name] < MOST_LAYERS) & (table[name] % 1 == 0)
-            _refuse_first(path, table[name], ~is_layer, "{}", "where a layer (0, 1, 2, ...) should be; make it again")
+            _refuse_first(
+                path,
+                table[name],
+                ~is_layer,
+                "{}",
+                "where a layer (0, 1, 2, ...) should be; make it again",
+            )
             table[name] = table[name].astype(int)
         table = table.assign(**{name: table[name].fillna("").astype(str) for name in self.words})
         for name, known in self.one_of.items():
@@ -90,11 +106,15 @@ def _as_numbers(path: Path, column: pd.Series[Any]) -> pd.Series[Any]:
     if pd.api.types.is_bool_dtype(column):
         return column.astype(float)
     values = pd.to_numeric(column, errors="coerce")
-    _refuse_first(path, column, values.isna() & column.notna(), "{!r}", "where a number should be; make it again")
+    _refuse_first(
+        path, column, values.isna() & column.notna(), "{!r}", "where a number should be; make it again"
+    )
     return values
 
 
-def _refuse_first(path: Path, column: pd.Series[Any], wrong: pd.Series[bool], how: str, why: str) -> None:
+def _refuse_first(
+    path: Path, column: pd.Series[Any], wrong: pd.Series[bool], how: str, why: str
+) -> None:
     if wrong.any():
         row = int(wrong.to_numpy().argmax())
         value = column.iloc[row]
@@ -184,7 +204,11 @@ class RunResult:
                 raise FileNotFoundError(
                     f"{folder} has {file.name} but no {table.name}; run surgeon {cls.COMMAND} to its end"
                 )
-        texts = {name: read_text(folder / text) for name, text in cls.TEXTS.items() if (folder / text).is_file()}
+        texts = {
+            name: read_text(folder / text)
+            for name, text in cls.TEXTS.items()
+            if (folder / text).is_file()
+        }
         with named(file, cls.COMMAND):
             return cls(**found | texts | cls.facts(record, file), record=record, files=(file,))
 
@@ -232,7 +256,9 @@ class RunResult:
 
     def write(self, folder: Path) -> list[Path]:
         found = ((table, getattr(self, name)) for name, table in self.TABLES.items())
-        written = [table.write(folder, rows) for table, rows in found if not (table.optional and rows.empty)]
+        written = [
+            table.write(folder, rows) for table, rows in found if not (table.optional and rows.empty)
+        ]
         write_json(folder / self.RECORD, self.record)
         return written
 
@@ -260,7 +286,8 @@ class RunResult:
 
     def pictures(self) -> dict[str, Picture]:
         """All pictures, by the name of their file without ending; the main one first."""
-        from surgeon.findings.drawing import pictures_in  # who reads results alone does without matplotlib
+        # Who reads results alone does without matplotlib.
+        from surgeon.findings.drawing import pictures_in
 
         return dict(pictures_in(self.section()))
 
@@ -277,7 +304,9 @@ class RunResult:
             raise ValueError(f"there are no pictures of this {self.COMMAND}")
         name = name or next(iter(found))
         if name not in found:
-            raise ValueError(f"there is no picture {name!r} of this {self.COMMAND}; {did_you_mean(name, found)}")
+            raise ValueError(
+                f"there is no picture {name!r} of this {self.COMMAND}; {did_you_mean(name, found)}"
+            )
         return sheet(found[name], self.picture_title)
 
     def draw(self, folder: Path) -> list[Path]:
@@ -288,7 +317,9 @@ class RunResult:
 
     def save(self, folder: Path) -> Self:
         """Write the tables, the record and every picture; returns a result that knows these files."""
-        return replace(self, files=(*self.files, *self.write(folder), folder / self.RECORD, *self.draw(folder)))
+        return replace(
+            self, files=(*self.files, *self.write(folder), folder / self.RECORD, *self.draw(folder))
+        )
 
     def __repr__(self) -> str:
         where = ""

@@ -70,13 +70,27 @@ class Scan(RunResult):
     WITHOUT = "No scan: what stretches of layers tolerate is not known (surgeon scan)."
     TABLES: ClassVar = {
         "cells": TableFile(
-            "cells.csv", ("perplexity", "divergence", "tokens"), ("operation",), _ENDS, _KNOWN, missing=""
+            "cells.csv",
+            ("perplexity", "divergence", "tokens"),
+            ("operation",),
+            _ENDS,
+            _KNOWN,
+            missing="",
         ),
         "permutations": TableFile(
-            "permutations.csv", ("perplexity",), ("operation", "order"), _ENDS, _KNOWN, optional=True, missing=""
+            "permutations.csv",
+            ("perplexity",),
+            ("operation", "order"),
+            _ENDS,
+            _KNOWN,
+            optional=True,
+            missing="",
         ),
         "experts": TableFile(
-            "experts.csv", ("expert", "load", "weight", "size", "saliency"), layers=("layer",), optional=True
+            "experts.csv",
+            ("expert", "load", "weight", "size", "saliency"),
+            layers=("layer",),
+            optional=True,
         ),
     }
 
@@ -100,7 +114,9 @@ class Scan(RunResult):
 
     def __str__(self) -> str:
         record = self.record
-        ran, loop, predicted = (record[key] for key in ("sublayers_run", "sublayers_of_a_loop", "tokens_predicted"))
+        ran, loop, predicted = (
+            record[key] for key in ("sublayers_run", "sublayers_of_a_loop", "tokens_predicted")
+        )
         lines = [
             f"base perplexity {self.base_perplexity:.4g} over {predicted:,} predicted tokens",
             f"{plural(len(self.cells), 'cell')}",
@@ -137,11 +153,15 @@ class Scan(RunResult):
         text = f"{plural(tokens, 'predicted token')} of {source}"
         scanned = [HEATMAPS[str(name)] for name in table["operation"].unique()]
         varied = dict.fromkeys(heatmap.across or heatmap.varied for heatmap in scanned)
-        kinds = ["a stretch of layers" if one is None else f"a layer and a value of {one}" for one in varied]
+        kinds = [
+            "a stretch of layers" if one is None else f"a layer and a value of {one}" for one in varied
+        ]
         parts = [f"{plural(len(table), 'cell')}, each {listed(kinds, 'or')}; {text}."]
         least = int(table["tokens"].min())
         if least < table["tokens"].max():
-            parts.append(f"Screened: a cell rests on {least:,} to {int(table['tokens'].max()):,} of them.")
+            parts.append(
+                f"Screened: a cell rests on {least:,} to {int(table['tokens'].max()):,} of them."
+            )
         if record.get("cells_missing"):
             parts.append(f"The time was over before {plural(record['cells_missing'], 'other cell')}.")
         if part := _only_part(record, self.touched.num_layers):
@@ -177,12 +197,18 @@ class Scan(RunResult):
             f"The {what} has {scan.num_layers} layers and a perplexity of {number(scan.base)}{ends}, over "
             f"{plural(tokens, 'token')} of {self.record.get('data', 'the text')}."
         )
-        return Finding("As it is", text, number(scan.base), f"perplexity, unedited, {scan.num_layers} layers")
+        return Finding(
+            "As it is", text, number(scan.base), f"perplexity, unedited, {scan.num_layers} layers"
+        )
 
     def missing(self) -> Iterator[str]:
         scanned = set(self.cells["operation"])
         # Maps whose columns follow from the model are not of every model.
-        absent = [one.title for name, one in HEATMAPS.items() if name not in scanned and not callable(one.values)]
+        absent = [
+            one.title
+            for name, one in HEATMAPS.items()
+            if name not in scanned and not callable(one.values)
+        ]
         if absent:
             yield f"Not scanned, so nothing is said about it: {listed(absent)} (surgeon scan --operation)."
         if part := _only_part(self.record, self.touched.num_layers):
@@ -198,7 +224,9 @@ def _only_part(record: dict[str, Any], num_layers: int) -> str:
         first, _, end = layers.partition(":")
         parts.append(f"only layers {first} to {int(end) - 1} were scanned" if end.isdecimal() else "")
     if isinstance(every, int) and every > 1:
-        parts.append(f"stretches begin every {every} layers only, and their lengths are multiples of {every}")
+        parts.append(
+            f"stretches begin every {every} layers only, and their lengths are multiples of {every}"
+        )
     if isinstance(longest, int) and longest < num_layers and not parts:
         parts.append(f"stretches have at most {longest} layers")
     text = "; ".join(filter(None, parts))
@@ -250,7 +278,9 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
     figure = "no pairs"
     if depth is not None:
         figure = f"{depth:g} of {scan.num_layers}"
-    label = f"effective depth with layers run {name}, within {allowance(TOLERANCES[1])} of the perplexity"
+    label = (
+        f"effective depth with layers run {name}, within {allowance(TOLERANCES[1])} of the perplexity"
+    )
     return Finding(f"Running layers {name}", text, figure, label)
 
 
@@ -269,7 +299,9 @@ def _removal(scan: ScanTable) -> Finding:
     most = cells.tail(count).iloc[::-1]
 
     def named(rows: pd.DataFrame) -> str:
-        return listed(f"layer {int(row['first'])} ({change(row['ratio'])})" for _, row in rows.iterrows())
+        return listed(
+            f"layer {int(row['first'])} ({change(row['ratio'])})" for _, row in rows.iterrows()
+        )
 
     text = f"It costs least perplexity to leave out {named(least)}, and most {named(most)}."
     cheapest = cells.iloc[0]
@@ -296,14 +328,15 @@ def _untouchable(scan: ScanTable) -> Finding:
             f"{allowance(_LIMIT)} of the perplexity."
         )
     if not kinds:
-        every = (
-            f"Every layer is part of some change of every scanned kind within {allowance(_LIMIT)} of the perplexity."
-        )
+        within = f"within {allowance(_LIMIT)} of the perplexity"
+        every = f"Every layer is part of some change of every scanned kind {within}."
         return Finding("Layers never to touch", every, "no layer", "is never to be touched")
     # A layer that allows none of the ways to a shorter model that most people ask for first is to be left alone.
     verbs = {name: heatmap.verb for name, heatmap in HEATMAPS.items() if heatmap.verb}
     tried = [name for name in scan.operations if name in verbs] or scan.operations
-    alone = sorted(layer for layer, names in kinds.items() if {HEATMAPS[name].title for name in tried} <= set(names))
+    alone = sorted(
+        layer for layer, names in kinds.items() if {HEATMAPS[name].title for name in tried} <= set(names)
+    )
     how = listed((verbs.get(name, HEATMAPS[name].title) for name in tried), "or")
     it = "them"
     if len(alone) == 1:

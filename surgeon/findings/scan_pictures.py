@@ -41,7 +41,9 @@ def charts(scan: ScanTable) -> Iterator[Block]:
         side_by_side.append(_by_depth(scan, best))
     if side_by_side:
         yield Picture(side_by_side)
-    drawn = sorted((name for name, heatmap in HEATMAPS.items() if heatmap.curves), key=lambda name: name != PAIRS)
+    drawn = sorted(
+        (name for name, heatmap in HEATMAPS.items() if heatmap.curves), key=lambda name: name != PAIRS
+    )
     curves = [_by_end(scan, name) for name in drawn if len(scan.of_operation(name))]
     if curves:
         caption = (
@@ -55,7 +57,9 @@ def _tips(cells: pd.DataFrame) -> list[str]:
     tips = []
     for _, cell in cells.iterrows():
         quality = ", ".join(f"{name} {known(cell, name)}" for name in ("perplexity", "divergence"))
-        tips.append(f"{stretch(int(cell['first']), int(cell['last']))}: {change(cell['ratio'])}, {quality}")
+        tips.append(
+            f"{stretch(int(cell['first']), int(cell['last']))}: {change(cell['ratio'])}, {quality}"
+        )
     return tips
 
 
@@ -85,7 +89,16 @@ def _removing_one(scan: ScanTable) -> Chart | None:
                 ends = (own["divergence_low"], own["divergence_high"])
             x = own["first"] + aside
             heatmap = HEATMAPS[operation]
-            points(axes, x, own["divergence"], _tips(own), heatmap.style, heatmap.title, line=False, ends=ends)
+            points(
+                axes,
+                x,
+                own["divergence"],
+                _tips(own),
+                heatmap.style,
+                heatmap.title,
+                line=False,
+                ends=ends,
+            )
 
     caption = "How far the predictions move with one layer, or a part of it, left out."
     if len(names) == 3 and np.isfinite(cells[names[1:]].to_numpy(dtype=float)).any():
@@ -98,11 +111,20 @@ def _by_depth(scan: ScanTable, best: dict[str, pd.DataFrame]) -> Chart:
     values = every["perplexity"].tolist()
 
     def draw(axes: Axes) -> None:
-        layers_across(axes, math.floor(every["depth"].min()), max(scan.num_layers, math.ceil(every["depth"].max())))
+        layers_across(
+            axes, math.floor(every["depth"].min()), max(scan.num_layers, math.ceil(every["depth"].max()))
+        )
         scale(axes, "y", [scan.base, *values], log=True, end=_end_of_axis(scan, values))
         rule(axes, scan.base)
         for name, cells in best.items():
-            points(axes, cells["depth"], cells["perplexity"], _tips(cells), HEATMAPS[name].style, HEATMAPS[name].title)
+            points(
+                axes,
+                cells["depth"],
+                cells["perplexity"],
+                _tips(cells),
+                HEATMAPS[name].style,
+                HEATMAPS[name].title,
+            )
 
     caption = "The least perplexity that each kind of change has at a depth. Dashed: the unedited model."
     x = "effective depth (layers one after the other)"
@@ -113,7 +135,10 @@ def _by_end(scan: ScanTable, operation: str) -> Chart:
     cells = scan.of_operation(operation)
     lengths = sorted(int(length) for length in cells["changed"].unique())
     if len(lengths) > len(ORDERED):
-        lengths = [lengths[place] for place in np.linspace(0, len(lengths) - 1, len(ORDERED)).round().astype(int)]
+        lengths = [
+            lengths[place]
+            for place in np.linspace(0, len(lengths) - 1, len(ORDERED)).round().astype(int)
+        ]
     shown = cells[cells["changed"].isin(lengths)]
 
     def draw(axes: Axes) -> None:
@@ -147,7 +172,9 @@ def reach_table(scan: ScanTable) -> Table:
             ends = ""
             if depth is not None:
                 ends = f", depth {depth:g}"
-            row.append(f"{stretch(int(cell['first']), int(cell['last']))} ({number(cell['perplexity'])}{ends})")
+            row.append(
+                f"{stretch(int(cell['first']), int(cell['last']))} ({number(cell['perplexity'])}{ends})"
+            )
         rows.append(row)
     head = ["change", *(f"within {allowance(tolerance)}" for tolerance in TOLERANCES)]
     note = (
@@ -179,7 +206,9 @@ class ScanMaps(ScanTable):
         return [name for name in self._cells if (HEATMAPS[name].varied is None) == over_stretches]
 
     def _legend(self, names: list[str]) -> Legend:
-        colours, capped = scale_of([self._cells[name][["perplexity"]] for name in names], self.base, self.cap)
+        colours, capped = scale_of(
+            [self._cells[name][["perplexity"]] for name in names], self.base, self.cap
+        )
         title = f"Colours: perplexity over that of the unedited model, {number(self.base)}"
         return Legend(colours, title, self.base, capped)
 
@@ -193,7 +222,9 @@ class ScanMaps(ScanTable):
     def _picture(self, names: list[str], caption: str = "", shared: str = "") -> Picture:
         legend = self._legend(names)
         maps = [
-            self._of_values(name, legend.scale) if HEATMAPS[name].varied else self._over_stretches(name, legend.scale)
+            self._of_values(name, legend.scale)
+            if HEATMAPS[name].varied
+            else self._over_stretches(name, legend.scale)
             for name in names
         ]
         colours = (
@@ -209,8 +240,13 @@ class ScanMaps(ScanTable):
         if names := self._names(over_stretches=False):
             yield self._picture(names, "Each layer alone, with every value of a parameter.")
         if len(self.experts):
-            share = {"load": "Load of experts: share of tokens", "saliency": "Share of the layer's saliency (REAP)"}
-            yield Picture([self._expert_map(column, title) for column, title in share.items()], name="experts")
+            share = {
+                "load": "Load of experts: share of tokens",
+                "saliency": "Share of the layer's saliency (REAP)",
+            }
+            yield Picture(
+                [self._expert_map(column, title) for column, title in share.items()], name="experts"
+            )
 
     def _over_stretches(self, operation: str, colours: Normalize) -> Map:
         cells = self._cells[operation]
@@ -224,7 +260,9 @@ class ScanMaps(ScanTable):
         described = f"{title}: {len(cells)} stretches, perplexity {' to '.join(extent)}"
         axes = ("last layer", "first layer")
         what = "perplexity of every stretch"
-        return Map(title, values, colours, axes, data, what, described=described, limit=self.base * MARKED)
+        return Map(
+            title, values, colours, axes, data, what, described=described, limit=self.base * MARKED
+        )
 
     def _of_values(self, operation: str, colours: Normalize) -> Map:
         cells = self._cells[operation]
@@ -240,7 +278,9 @@ class ScanMaps(ScanTable):
         what = f"perplexity of every layer with every value of {across}"
         described = f"{title}: perplexity of {rows} layers, each alone with {columns} values of {across}"
         limit = self.base * MARKED
-        return Map(title, values, colours, (across, ""), data, what, described=described, limit=limit, flat=HALF)
+        return Map(
+            title, values, colours, (across, ""), data, what, described=described, limit=limit, flat=HALF
+        )
 
     def _expert_map(self, column: str, title: str) -> Map:
         values = self.experts.pivot(index="layer", columns="expert", values=column)
@@ -249,27 +289,43 @@ class ScanMaps(ScanTable):
         values.index = pd.Index([f"layer {layer}" for layer in values.index])
         colours = Normalize(0.0, float(values.to_numpy().max()) or 1.0)
         down = [f"layer {layer}" for layer in self.experts["layer"]]
-        data = map_cells(values, down, self.experts["expert"], self.experts, {column: column}, "{row}, expert {column}")
-        return Map(title, values, colours, ("expert", ""), data, legend=Legend(colours, title), flat=HALF)
+        data = map_cells(
+            values,
+            down,
+            self.experts["expert"],
+            self.experts,
+            {column: column},
+            "{row}, expert {column}",
+        )
+        return Map(
+            title, values, colours, ("expert", ""), data, legend=Legend(colours, title), flat=HALF
+        )
 
     def ribbon(self) -> Map:
         """For every operation and layer, the cheapest measured change that includes the layer."""
         legend = self._legend(self._names(over_stretches=True))
-        found = {HEATMAPS[operation].title: cheapest_with(self, operation) for operation in self.operations}
+        found = {
+            HEATMAPS[operation].title: cheapest_with(self, operation) for operation in self.operations
+        }
         rows = {name: cells.set_index("layer")["perplexity"] for name, cells in found.items()}
         values = pd.DataFrame(rows).reindex(range(self.num_layers)).T
         cells = pd.concat(found.values(), ignore_index=True)
         down = [name for name, own in found.items() for _ in range(len(own))]
-        data = map_cells(values, down, cells["layer"], cells, _FIELDS, "{row}, layer {column}", base=self.base)
+        data = map_cells(
+            values, down, cells["layer"], cells, _FIELDS, "{row}, layer {column}", base=self.base
+        )
         data["notes"] = [
-            f"cheapest with it: {stretch(int(f), int(e))}" for f, e in zip(cells["first"], cells["last"], strict=True)
+            f"cheapest with it: {stretch(int(f), int(e))}"
+            for f, e in zip(cells["first"], cells["last"], strict=True)
         ]
         title = "What each layer tolerates"
         caption = (
             "The cheapest measured change of each kind that includes the layer. Bright columns are layers that no "
             "change spares: leave them alone."
         )
-        return Map(title, values, legend.scale, ("layer", ""), data, caption=caption, legend=legend, flat=WIDE)
+        return Map(
+            title, values, legend.scale, ("layer", ""), data, caption=caption, legend=legend, flat=WIDE
+        )
 
 
 def grid(cells: pd.DataFrame, varied: str | None = None) -> pd.DataFrame:
@@ -279,7 +335,9 @@ def grid(cells: pd.DataFrame, varied: str | None = None) -> pd.DataFrame:
         varied: the column whose values are the columns instead, in their order there.
     """
     across = varied or "last"
-    values = cells.drop_duplicates(["first", across]).pivot(index="first", columns=across, values="perplexity")
+    values = cells.drop_duplicates(["first", across]).pivot(
+        index="first", columns=across, values="perplexity"
+    )
     columns = cells[varied].unique() if varied else _evenly(cells["last"])
     return values.reindex(index=_evenly(cells["first"]), columns=columns)
 

@@ -66,7 +66,9 @@ class SearchResult(RunResult):
     COMMAND = "search"
     RECORD = "search.json"
     TITLE = "Search"
-    WITHOUT = "No search: whether scattered edits do better than one stretch is not known (surgeon search)."
+    WITHOUT = (
+        "No search: whether scattered edits do better than one stretch is not known (surgeon search)."
+    )
     TABLES: ClassVar = {
         "trials": TableFile(
             "trials.csv",
@@ -78,7 +80,12 @@ class SearchResult(RunResult):
             "terms.csv", ("divergence",), ("edit", "space"), ("first", "last"), optional=True, missing=""
         ),
         "front": TableFile(
-            "front.csv", ("point", "trial", "divergence"), ("edits",), optional=True, may_be_empty=True, missing=""
+            "front.csv",
+            ("point", "trial", "divergence"),
+            ("edits",),
+            optional=True,
+            may_be_empty=True,
+            missing="",
         ),
         "quality": TableFile(
             "quality.csv", ("cost", "divergence"), ("along", "space", "edits"), optional=True, missing=""
@@ -130,7 +137,10 @@ class SearchResult(RunResult):
         held = self.record.get("held_out")
         if held and held["overturned"]:
             yield Paragraph(held["sentences"][-1] + ".")
-        charts = [history_chart(trials), *(quality_chart(along, rows) for along, rows in self.by_cost.items())]
+        charts = [
+            history_chart(trials),
+            *(quality_chart(along, rows) for along, rows in self.by_cost.items()),
+        ]
         if len(self.front):
             by_divergence = objectives_of(self.front)[0] == "divergence"
             charts += front_charts(self.front, trials, without=self.by_cost if by_divergence else ())
@@ -158,7 +168,9 @@ class SearchResult(RunResult):
             title = f"The winner, trial {best['trial']}"
             program = Program.parse(best["program"])
             shape = int(self.record["num_layers"]), int(self.record["steps_per_layer"])
-            yield Drawing(program_figure(program, *shape), title, f"{best['why']}.", f"{title}: {program}")
+            yield Drawing(
+                program_figure(program, *shape), title, f"{best['why']}.", f"{title}: {program}"
+            )
         if self.recipe_text:
             yield Code("The recipe that was found (recipe.yaml)", self.recipe_text)
 
@@ -219,7 +231,9 @@ class SearchResult(RunResult):
 
     def _finalist(self, held: dict[str, Any]) -> dict[str, Any]:
         chosen = self.record.get("healing", held)["winner"]
-        found: dict[str, Any] = next(one for one in [held["searched"], *held["runners_up"]] if one["trial"] == chosen)
+        found: dict[str, Any] = next(
+            one for one in [held["searched"], *held["runners_up"]] if one["trial"] == chosen
+        )
         return found
 
 
@@ -232,8 +246,12 @@ def _on_held_out_text(held: dict[str, Any]) -> Table:
         ends = interval(one["low"], one["high"], 3) or "no interval"
         verdict = one["verdict"].replace("apart", "apart from it")
         difference = f"{number(one['difference'], 3)} ({ends})"
-        rows.append([str(one["trial"]), *_both(one, by), difference, f"trial {first['trial']} is {verdict}"])
-    marked = frozenset((row, 5) for row, one in enumerate(others, 1) if one["verdict"] != "not told apart")
+        rows.append(
+            [str(one["trial"]), *_both(one, by), difference, f"trial {first['trial']} is {verdict}"]
+        )
+    marked = frozenset(
+        (row, 5) for row, one in enumerate(others, 1) if one["verdict"] != "not told apart"
+    )
     of_what = "in nats per token"
     if by == DRAFT_TIME:
         of_what = "in parts of the time of a token without drafts"
@@ -241,12 +259,21 @@ def _on_held_out_text(held: dict[str, Any]) -> Table:
     if len(others) > 1:
         together = f" The {len(others)} intervals hold together with 95%."
     won = f"trial {held['winner']} is the winner"
-    original = f"The unedited model's perplexity on this text is {_value(held['original'], 'perplexity')}"
+    original = (
+        f"The unedited model's perplexity on this text is {_value(held['original'], 'perplexity')}"
+    )
     note = (
         f"Differences are of trial {first['trial']} less the other, window by window, {of_what}.{together} "
         f"Where one holds 0, the two are not told apart; {won}. {original}."
     )
-    head = ["trial", in_words(by), f"{in_words(by)}, held out", "95% interval", "difference", "which says"]
+    head = [
+        "trial",
+        in_words(by),
+        f"{in_words(by)}, held out",
+        "95% interval",
+        "difference",
+        "which says",
+    ]
     caption = f"The best trials on {int(first['unseen']['tokens']):,} tokens that the search did not see"
     if not others:
         return Table(caption, head[:4], [rows[0][:4]], f"{original}.")
@@ -255,9 +282,14 @@ def _on_held_out_text(held: dict[str, Any]) -> Table:
 
 def _healing_table(healing: dict[str, Any]) -> Table:
     shown = [(by, when) for by in ("divergence", "perplexity") for when in ("before", "after")]
-    rows = [[str(one["trial"]), *(_value(one[when], by) for by, when in shown)] for one in healing["candidates"]]
+    rows = [
+        [str(one["trial"]), *(_value(one[when], by) for by, when in shown)]
+        for one in healing["candidates"]
+    ]
     head = ["trial", "divergence", "healed", "perplexity", "healed"]
-    marked = frozenset((row, 0) for row, one in enumerate(healing["candidates"]) if one["trial"] == healing["winner"])
+    marked = frozenset(
+        (row, 0) for row, one in enumerate(healing["candidates"]) if one["trial"] == healing["winner"]
+    )
     note = ". ".join(healing["sentences"]) + ". Numbers are of held-out text; the winner's are marked."
     return Table("The best trials before and after healing", head, rows, note, marked=marked)
 
@@ -323,8 +355,17 @@ def _front_table(front: pd.DataFrame, trials: TrialTable) -> Table:
         marked = frozenset((row, 0) for row in kept)
     else:
         marked = frozenset()
-    note = "Each has a recipe in the folder front." + (" Those that keep the budget are marked." if marked else "")
-    return Table(caption, ["point", *names, "trial", "edits"], rows, note, frozenset({len(names) + 2}), marked=marked)
+    note = "Each has a recipe in the folder front." + (
+        " Those that keep the budget are marked." if marked else ""
+    )
+    return Table(
+        caption,
+        ["point", *names, "trial", "edits"],
+        rows,
+        note,
+        frozenset({len(names) + 2}),
+        marked=marked,
+    )
 
 
 def _layers_touched(trials: TrialTable, layers: int) -> Map:
@@ -349,4 +390,6 @@ def _layers_touched(trials: TrialTable, layers: int) -> Map:
     cells = map_cells(values, down, across, shares, fields, "{row}, layer {column}")
     share = Normalize(0, 1)
     legend = Legend(share, "Colours: share of the good trials")
-    return Map(title, values, share, ("layer", ""), cells, "shares", caption, "layers", legend, flat=WIDE)
+    return Map(
+        title, values, share, ("layer", ""), cells, "shares", caption, "layers", legend, flat=WIDE
+    )

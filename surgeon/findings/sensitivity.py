@@ -28,7 +28,9 @@ PREDICTORS = {  # of damage
 }
 DAMAGES = ("error", "divergence", "log_perplexity_ratio")
 RELATIVE = ("relative_bound", "relative_first_order", "relative_error")
-_LINES = dict(zip(RELATIVE, (("bound (equation 12)", 0), ("first order", 2), ("measured", 1)), strict=True))
+_LINES = dict(
+    zip(RELATIVE, (("bound (equation 12)", 0), ("first order", 2), ("measured", 1)), strict=True)
+)
 _NAMED = 3  # pairs that the summary names
 
 
@@ -52,7 +54,10 @@ class Sensitivity(RunResult):
     WITHOUT = "No sensitivity: the error bound of single pairs is not known (surgeon sensitivity)."
     TABLES: ClassVar = {
         "pairs": TableFile(
-            "sensitivity.csv", ("bound", "error", *RELATIVE, "perplexity", "divergence"), (), ("first", "last")
+            "sensitivity.csv",
+            ("bound", "error", *RELATIVE, "perplexity", "divergence"),
+            (),
+            ("first", "last"),
         )
     }
 
@@ -83,12 +88,17 @@ class Sensitivity(RunResult):
         table = self.pairs.sort_values("divergence", kind="stable")
         count = min(_NAMED, len(table) // 2)
         if count:
-            least = listed(f"{_pair(row)} ({number(row['divergence'], 2)})" for _, row in table.head(count).iterrows())
+            least = listed(
+                f"{_pair(row)} ({number(row['divergence'], 2)})"
+                for _, row in table.head(count).iterrows()
+            )
             most = listed(
-                f"{_pair(row)} ({number(row['divergence'], 2)})" for _, row in table.tail(count).iloc[::-1].iterrows()
+                f"{_pair(row)} ({number(row['divergence'], 2)})"
+                for _, row in table.tail(count).iloc[::-1].iterrows()
             )
             text = (
-                f"As a single LP pair, {least} change the predictions least, {most} most (divergence, nats per token)."
+                f"As a single LP pair, {least} change the predictions least, {most} most "
+                "(divergence, nats per token)."
             )
             yield Finding("Single pairs", text)
         held = self.record.get("errors_within_bound")

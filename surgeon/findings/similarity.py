@@ -56,10 +56,18 @@ class Similarity(RunResult):
     TABLES: ClassVar = {
         "layers": TableFile("similarity.csv", (*CKA, *SIZES), (), ("layer",)),
         "distances": TableFile(
-            "distances.csv", ("angular_distance", "angular_distance_last_token"), (), ("first", "last"), optional=True
+            "distances.csv",
+            ("angular_distance", "angular_distance_last_token"),
+            (),
+            ("first", "last"),
+            optional=True,
         ),
         "proxies": TableFile(
-            "proxies.csv", ("rho",), ("operation", "damage", "proxy", "aggregate"), optional=True, digits=6
+            "proxies.csv",
+            ("rho",),
+            ("operation", "damage", "proxy", "aggregate"),
+            optional=True,
+            digits=6,
         ),
     }
 
@@ -73,11 +81,18 @@ class Similarity(RunResult):
             "out of its input: near 1, the layer hardly needs the one before it (Layer Parallelism, figure 5). Layer 0 "
             "has no layer before it. Debiased CKA corrects for having few tokens."
         )
-        influence = "Block influence is 1 minus the mean cosine between the streams before and after the layer."
+        influence = (
+            "Block influence is 1 minus the mean cosine between the streams before and after the layer."
+        )
         near = "Near 1: the layer hardly needs it."
         named = [f"layer {layer}" for layer in self.layers["layer"]]
         cka = columns_chart(
-            self.layers, CKA, named, ("CKA with and without the layer before", "layer", "CKA"), near, False
+            self.layers,
+            CKA,
+            named,
+            ("CKA with and without the layer before", "layer", "CKA"),
+            near,
+            False,
         )
         titles = ("How much a layer changes the stream", "layer", "share of the stream")
         sizes = columns_chart(self.layers, SIZES, named, titles, influence)
@@ -103,7 +118,9 @@ class Similarity(RunResult):
             yield Finding("Who needs the layer before", text)
         if len(self.proxies):
             rows = self.proxies[self.proxies["damage"] == _DAMAGE]
-            rho = rows.pivot_table(index=["proxy", "aggregate"], columns="operation", values="rho", sort=False)
+            rho = rows.pivot_table(
+                index=["proxy", "aggregate"], columns="operation", values="rho", sort=False
+            )
             if len(rho):
                 yield _best_proxy(rho)
 
@@ -128,10 +145,14 @@ def _distances(table: pd.DataFrame) -> Map:
     colours = Normalize(0, end or 1.0)
     legend = Legend(colours, "Colours: angular distance", capped=bool((values > end).to_numpy().any()))
     fields = {"angular_distance": "angle", "angular_distance_last_token": "angle at the last tokens"}
-    cells = map_cells(values, table["first"], table["last"], table, fields, "layers {row} to {column}", "layer {row}")
+    cells = map_cells(
+        values, table["first"], table["last"], table, fields, "layers {row} to {column}", "layer {row}"
+    )
     title = "Angle between the streams before and after a stretch"
     caption = "Angular distance over all tokens; dark stretches hardly turn the stream. 0.5 is at right angles."
-    return Map(title, values, colours, ("last layer", "first layer"), cells, caption=caption, legend=legend)
+    return Map(
+        title, values, colours, ("last layer", "first layer"), cells, caption=caption, legend=legend
+    )
 
 
 def _name(key: Any) -> str:
@@ -150,7 +171,17 @@ def _best_proxies(table: pd.DataFrame) -> Table:
         best, rho = _highest(own, "rho")
         equal, at_equal = _highest(own, "rho_at_equal_length")
         numbers = (f"{value:.3f}" for value in (rho, length, at_equal))
-        rows.append([str(operation), f"{own['n'].max()}", best, next(numbers), next(numbers), equal, next(numbers)])
+        rows.append(
+            [
+                str(operation),
+                f"{own['n'].max()}",
+                best,
+                next(numbers),
+                next(numbers),
+                equal,
+                next(numbers),
+            ]
+        )
     note = (
         "Spearman's rho over n stretches, beside that of their mere length; and among stretches of equal length. "
         "Measures of single layers are summed over the stretch where max or mean is not said. All of them are in "

@@ -64,7 +64,10 @@ class Spectrum(RunResult):
     TABLES: ClassVar = {
         "matrices": TableFile(
             "spectrum.csv",
-            ("full_rank", *(f"{name}95{ending}" for ending in METHODS.values() for name in ("rank", "kept"))),
+            (
+                "full_rank",
+                *(f"{name}95{ending}" for ending in METHODS.values() for name in ("rank", "kept")),
+            ),
             ("weight",),
             ("layer",),
         ),
@@ -76,7 +79,9 @@ class Spectrum(RunResult):
             optional=True,
             may_be_empty=True,
         ),
-        "values": TableFile("singular_values.csv", ("index", "value"), ("weight", "method"), ("layer",), optional=True),
+        "values": TableFile(
+            "singular_values.csv", ("index", "value"), ("weight", "method"), ("layer",), optional=True
+        ),
     }
 
     matrices: pd.DataFrame
@@ -93,7 +98,9 @@ class Spectrum(RunResult):
         )
 
     def shares(self, method: str) -> pd.DataFrame:
-        return self.matrices.assign(share=self.matrices[f"rank95{METHODS[method]}"] / self.matrices["full_rank"])
+        return self.matrices.assign(
+            share=self.matrices[f"rank95{METHODS[method]}"] / self.matrices["full_rank"]
+        )
 
     def truncations(self) -> Iterator[tuple[TargetRank, str, pd.DataFrame]]:
         """The ranks that were asked for, each in words, and its rows of `damage`: one of each matrix."""
@@ -125,7 +132,9 @@ class Spectrum(RunResult):
             if method == "plain":
                 which = "itself"
             title = f"Rank with 95% of the energy of the matrix {which} ({method})"
-            maps.append(_map(self.shares(method), "share", ratio, fields, title, "share of the full rank"))
+            maps.append(
+                _map(self.shares(method), "share", ratio, fields, title, "share of the full rank")
+            )
         yield Picture(maps, "", "rank95", Legend(ratio, "Colours: share of the full rank"))
 
     def pictures(self) -> dict[str, Picture]:
@@ -134,7 +143,9 @@ class Spectrum(RunResult):
         for method in METHODS if len(self.values) else ():
             values = self.values[self.values["method"] == method]
             panels = [_decay(str(weight), own) for weight, own in values.groupby("weight", sort=False)]
-            found[f"singular-values-{method}"] = Picture(panels, f"Singular values ({method}), a line for each layer.")
+            found[f"singular-values-{method}"] = Picture(
+                panels, f"Singular values ({method}), a line for each layer."
+            )
         return found
 
     def _damage(self) -> Picture:
@@ -142,12 +153,17 @@ class Spectrum(RunResult):
         colours, capped = scale_of([self.damage[["perplexity"]]], base)
         fields = {"perplexity": "perplexity", "divergence": "divergence", "kept": "parameters kept"}
         maps = [
-            _map(part, "perplexity", colours, fields, f"One matrix cut down to {name}", "perplexity", base)
+            _map(
+                part, "perplexity", colours, fields, f"One matrix cut down to {name}", "perplexity", base
+            )
             for _, name, part in self.truncations()
         ]
         caption = f"Perplexity with one matrix alone at a lower rank, over that of the unedited model, {number(base)}."
         return Picture(
-            maps, caption, "damage", Legend(colours, f"Colours: perplexity over {number(base)}", base, capped)
+            maps,
+            caption,
+            "damage",
+            Legend(colours, f"Colours: perplexity over {number(base)}", base, capped),
         )
 
     def summary(self) -> Iterator[Finding]:
@@ -163,7 +179,9 @@ class Spectrum(RunResult):
         for _, name, part in self.truncations():
             ratio = (part["perplexity"] / self.base_perplexity).to_numpy()
             worst = part.iloc[int(ratio.argmax())]
-            at_most = f"at most {change(float(ratio.max()))}, layer {int(worst['layer'])}, {worst['weight']}"
+            at_most = (
+                f"at most {change(float(ratio.max()))}, layer {int(worst['layer'])}, {worst['weight']}"
+            )
             sentences.append(f"{name} {change(float(np.median(ratio)))} ({at_most})")
         text = "In the median over all matrices, the perplexity with one of them cut down changes by"
         yield Finding("Cutting one matrix down", f"{text}: {listed(sentences)}.")
@@ -187,12 +205,22 @@ class Spectrum(RunResult):
             shown = truncations[start : start + _RANKS_ACROSS]
             lines = [["", "", *["rank95"] * len(METHODS), *["at rank"] * len(shown)]]
             lines.append(
-                ["weight", "out x in", *METHODS, *(f"{rank}" + " full" * rank.is_share for rank, _, _ in shown)]
+                [
+                    "weight",
+                    "out x in",
+                    *METHODS,
+                    *(f"{rank}" + " full" * rank.is_share for rank, _, _ in shown),
+                ]
             )
             for weight, rows in self.matrices.groupby("weight", sort=False):
                 first = rows.iloc[0]
-                medians = [(rows[f"rank95{ending}"] / rows["full_rank"]).median() for ending in METHODS.values()]
-                cells = [f"{first['out_features']} x {first['in_features']}", *(f"{share:.2f}" for share in medians)]
+                medians = [
+                    (rows[f"rank95{ending}"] / rows["full_rank"]).median() for ending in METHODS.values()
+                ]
+                cells = [
+                    f"{first['out_features']} x {first['in_features']}",
+                    *(f"{share:.2f}" for share in medians),
+                ]
                 at = (part.loc[part["weight"] == weight, "divergence"].median() for _, _, part in shown)
                 lines.append([str(weight), *cells, *(f"{divergence:.3g}" for divergence in at)])
             parts.append(aligned(lines) + "\n")
@@ -207,7 +235,9 @@ def parse_ranks(text: str) -> tuple[TargetRank, ...]:
     """
     ranks = [_parse_rank(part.strip()) for part in text.split(",") if part.strip()]
     if not ranks:
-        raise ValueError("no rank is given; write shares of the full rank such as 1/8,1/2, or whole numbers")
+        raise ValueError(
+            "no rank is given; write shares of the full rank such as 1/8,1/2, or whole numbers"
+        )
     return tuple(dict.fromkeys(ranks))
 
 
@@ -216,11 +246,15 @@ def _parse_rank(text: str) -> TargetRank:
     try:
         number = Fraction(text) if is_share else Fraction(int(text))
     except (ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"{text!r} is no rank; write a share such as 1/8 or 0.5, or a whole number") from error
+        raise ValueError(
+            f"{text!r} is no rank; write a share such as 1/8 or 0.5, or a whole number"
+        ) from error
     if number <= 0:
         raise ValueError(f"rank {text} must be more than 0")
     if is_share and number > 1:
-        raise ValueError(f"rank {text} is above the full rank; a share is at most 1.0, a whole number has no point")
+        raise ValueError(
+            f"rank {text} is above the full rank; a share is at most 1.0, a whole number has no point"
+        )
     return TargetRank(number, is_share)
 
 
@@ -240,7 +274,9 @@ def _map(
     base: float | None = None,
 ) -> Map:
     values = by_layer(table, column).T
-    cells = map_cells(values, table["weight"], table["layer"], table, fields, "layer {column}, {row}", base=base)
+    cells = map_cells(
+        values, table["weight"], table["layer"], table, fields, "layer {column}, {row}", base=base
+    )
     return Map(title, values, colours, ("layer", ""), cells, what, flat=HALF)
 
 
@@ -250,9 +286,19 @@ def _decay(weight: str, values: pd.DataFrame) -> Chart:
 
     def draw(axes: Axes) -> None:
         scale(axes, "x", [0, int(values["index"].max()) + 1], zero=True)
-        scale(axes, "y", [max(_LEAST_VALUE, value) for line in lines.values() for value in line if value > 0], log=True)
+        scale(
+            axes,
+            "y",
+            [max(_LEAST_VALUE, value) for line in lines.values() for value in line if value > 0],
+            log=True,
+        )
         for layer, line in lines.items():
             shown = line.where(line > 0)
-            axes.plot(values.loc[line.index, "index"] + 1, shown, color=_LINES(float(str(layer)) / last), lw=0.9)
+            axes.plot(
+                values.loc[line.index, "index"] + 1,
+                shown,
+                color=_LINES(float(str(layer)) / last),
+                lw=0.9,
+            )
 
     return Chart(weight, draw, "number", "relative to the largest")

@@ -112,7 +112,11 @@ class TaskRun(RunResult):
         by_run = [{(s.task, s.name): s for s in run.scores} for run in runs]
         keys = list(dict.fromkeys(key for found in by_run for key in found))
         rows = [
-            [task, metric, *(_text(found[task, metric]) if (task, metric) in found else "" for found in by_run)]
+            [
+                task,
+                metric,
+                *(_text(found[task, metric]) if (task, metric) in found else "" for found in by_run),
+            ]
             for task, metric in keys
         ]
         head = ["task", "metric", *(run.name for run in runs)]
@@ -154,7 +158,9 @@ def scores(results: dict[str, Any]) -> list[Score]:
     for task, values in results["results"].items():
         if task in hidden or not isinstance(values, dict):
             continue
-        rows = values.get("sample_len") or (results.get("n-samples", {}).get(task) or {}).get("effective")
+        rows = values.get("sample_len") or (results.get("n-samples", {}).get(task) or {}).get(
+            "effective"
+        )
         for key, value in values.items():
             metric, comma, way = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
@@ -198,13 +204,18 @@ def write_results(
             name = sanitize_task_name(task)
         write_text(folder / f"samples_{name}_{moment}.jsonl", "".join(f"{line}\n" for line in lines))
     hashes = {
-        task: hash_string("".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows))
+        task: hash_string(
+            "".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows)
+        )
         for task, rows in asked.items()
     }
     listed = folder / f"results_{moment}.csv"
     whole = folder / f"results_{moment}.json"
     columns = list(Score.__dataclass_fields__)
-    write_text(listed, pd.DataFrame(map(asdict, scores(results)), columns=columns, dtype=object).to_csv(index=False))
+    write_text(
+        listed,
+        pd.DataFrame(map(asdict, scores(results)), columns=columns, dtype=object).to_csv(index=False),
+    )
     content = {key: value for key, value in results.items() if key != "samples"}
     write_text(whole, dumps(content | {"task_hashes": hashes, PROVENANCE_KEY: record}, indent=2))
     return whole, listed

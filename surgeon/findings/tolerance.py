@@ -39,7 +39,9 @@ class ScanTable:
 
         `changed` counts the layers that run in another way, of which `last` is the last.
         """
-        over_stretches = self.table[[HEATMAPS[str(name)].varied is None for name in self.table["operation"]]]
+        over_stretches = self.table[
+            [HEATMAPS[str(name)].varied is None for name in self.table["operation"]]
+        ]
         return _changes(over_stretches, self.base)
 
     @property
@@ -79,7 +81,9 @@ def depth_saved(operation: str, layers: int, steps_per_layer: int | None) -> flo
     if layers < 1:
         return None
     known = [steps_per_layer] if steps_per_layer in (1, 2) else [1, 2]
-    edited = {steps: HEATMAPS[operation](Program.dense(layers, steps), layers=range(layers)) for steps in known}
+    edited = {
+        steps: HEATMAPS[operation](Program.dense(layers, steps), layers=range(layers)) for steps in known
+    }
     saved = {layers - program.effective_depth(steps) for steps, program in edited.items()}
     if len(saved) == 1:
         return saved.pop()
@@ -116,7 +120,9 @@ def cheapest_with(scan: ScanTable, operation: str) -> pd.DataFrame:
 def never_to_touch(scan: ScanTable, operation: str, tolerance: float) -> list[int]:
     """Layers on which an operation was tried, and always cost more than a multiple of the base perplexity."""
     return [
-        int(cell["layer"]) for _, cell in cheapest_with(scan, operation).iterrows() if not cell["ratio"] <= tolerance
+        int(cell["layer"])
+        for _, cell in cheapest_with(scan, operation).iterrows()
+        if not cell["ratio"] <= tolerance
     ]
 
 

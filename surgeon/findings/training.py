@@ -21,7 +21,8 @@ from surgeon.quality.summary import Quality
 from surgeon.words import interval, known, number, plural
 
 _INTERVALS = tuple(f"{name}_{end}" for name in ("perplexity", "divergence") for end in ("low", "high"))
-PARTS = {"logits": "logits' part", "hidden": "hidden states' part", "text": "text's part"}  # of a distillation's loss
+# Of a distillation's loss.
+PARTS = {"logits": "logits' part", "hidden": "hidden states' part", "text": "text's part"}
 UNITS = {"divergence": "divergence (nats per token)", "perplexity": "perplexity"}
 _MOST_BANDS = 3  # curves whose intervals can be told apart as areas
 _MEANS = 50  # points of the smoothed loss; with fewer rows it is drawn as it is
@@ -41,14 +42,17 @@ class TrainingRun(RunResult):
 
     RECORD = "run.json"
     TABLES: ClassVar = {
-        "held_out": TableFile("held_out.csv", ("step", "seconds", "perplexity", "divergence", *_INTERVALS)),
+        "held_out": TableFile(
+            "held_out.csv", ("step", "seconds", "perplexity", "divergence", *_INTERVALS)
+        ),
         "training": TableFile(
             "training.csv", ("step", "tokens", "seconds", "loss", "learning_rate"), may_be_empty=True
         ),
     }
     LAST: ClassVar[str]  # what the record of a run that has ended has
     BEFORE: ClassVar[str]  # what was measured at step 0
-    LOG_FROM: ClassVar[float]  # ratio of the highest to the lowest quality from which an axis is logarithmic
+    # Ratio of the highest to the lowest quality from which an axis is logarithmic.
+    LOG_FROM: ClassVar[float]
 
     held_out: pd.DataFrame
     training: pd.DataFrame
@@ -90,7 +94,9 @@ def loss_chart(training: pd.DataFrame) -> Chart:
     few = len(training) <= _MEANS
     drawn = training
     if not few:
-        places = pd.Series(range(len(training)), index=training.index) // math.ceil(len(training) / _MEANS)
+        places = pd.Series(range(len(training)), index=training.index) // math.ceil(
+            len(training) / _MEANS
+        )
         drawn = training.groupby(places).agg({"step": "last", **dict.fromkeys(parts, "mean")})
 
     def draw(axes: Axes) -> None:
@@ -132,17 +138,23 @@ def _held_out_chart(name: str, runs: Mapping[str, TrainingRun], together: str) -
     too_wide = _span_of([*values, *ends]) > _FLAT * _span_of(values) > 0
     band = len(runs) <= _MOST_BANDS
     places = {
-        run_name: run.held_out["step"] * (run.tokens_per_step if by_tokens else 1.0) for run_name, run in runs.items()
+        run_name: run.held_out["step"] * (run.tokens_per_step if by_tokens else 1.0)
+        for run_name, run in runs.items()
     }
 
     def draw(axes: Axes) -> None:
         _steps_across(axes, pd.concat(places.values()))
-        _value_axis(axes, values if too_wide else [*values, *ends], first.LOG_FROM, zero=name == "divergence")
+        _value_axis(
+            axes, values if too_wide else [*values, *ends], first.LOG_FROM, zero=name == "divergence"
+        )
         if original is not None:
             rule(axes, original)
         for style, (run_name, run) in enumerate(runs.items()):
             table = run.held_out
-            tips = [f"{run_name}, step {row['step']:g}: {name} {known(row, name)}" for _, row in table.iterrows()]
+            tips = [
+                f"{run_name}, step {row['step']:g}: {name} {known(row, name)}"
+                for _, row in table.iterrows()
+            ]
             interval_of = None
             if not too_wide:
                 interval_of = (table[f"{name}_low"], table[f"{name}_high"])
@@ -181,7 +193,9 @@ def _steps_across(axes: Axes, steps: pd.Series[float]) -> None:
     scale(axes, "x", [0.0, max(1.0, last)], zero=True)
 
 
-def _value_axis(axes: Axes, values: Sequence[float], log_from: float = _WIDE, zero: bool = False) -> None:
+def _value_axis(
+    axes: Axes, values: Sequence[float], log_from: float = _WIDE, zero: bool = False
+) -> None:
     finite = [value for value in values if math.isfinite(value)]
     log = bool(finite) and min(finite) > 0 and max(finite) > log_from * min(finite)
     scale(axes, "y", finite, log, zero=zero and not log)
@@ -226,8 +240,16 @@ class ScratchRun(TrainingRun):
             f"trained for {trained_on(record)}. Before and after, {int(record['trained']['tokens']):,} held-out "
             f"tokens were predicted ({record['held_out']})."
         )
-        rows = [[name, *_cells(record[stage])] for stage, name in (("untrained", "untrained"), ("trained", "trained"))]
-        yield Table("Before and after", ["", "loss", "perplexity", "95% interval"], rows, "Loss in nats per token.")
+        rows = [
+            [name, *_cells(record[stage])]
+            for stage, name in (("untrained", "untrained"), ("trained", "trained"))
+        ]
+        yield Table(
+            "Before and after",
+            ["", "loss", "perplexity", "95% interval"],
+            rows,
+            "Loss in nats per token.",
+        )
         yield from _racks(record.get("racks"))
         yield Picture(list(self.charts()))
         yield from record_codes(record, program="Program", configuration="Configuration")
@@ -238,7 +260,16 @@ class ScratchRun(TrainingRun):
             return []
         texts = {run.record.get("held_out_hash") for run in runs}
         first = runs[0]
-        head = ["", "program", "parameters", "tokens", "seed", "loss", "perplexity", f"loss minus {first.name}'s"]
+        head = [
+            "",
+            "program",
+            "parameters",
+            "tokens",
+            "seed",
+            "loss",
+            "perplexity",
+            f"loss minus {first.name}'s",
+        ]
         rows = [run.row(first.loss) for run in runs]
         note = "Losses on held-out text, nats per token; a run's interval stands in its section."
         if len(texts) != 1:
@@ -258,7 +289,11 @@ class ScratchRun(TrainingRun):
         """The run in a table of several, of which the first has the loss `base`."""
         record = self.record
         program = textwrap.shorten(str(record["program"]), _LONGEST_PROGRAM, placeholder="…")
-        sizes = [f"{int(record['parameters']):,}", f"{int(record['tokens']):,}", str(record["settings"]["seed"])]
+        sizes = [
+            f"{int(record['parameters']):,}",
+            f"{int(record['tokens']):,}",
+            str(record["settings"]["seed"]),
+        ]
         apart = ""
         if self.loss != base:
             apart = f"{self.loss - base:+.3f}"
@@ -281,7 +316,9 @@ def _racks(record: dict[str, Any] | None) -> Iterator[Table]:
     for each in record["each"]:
         before = Quality.from_json(each["before"])
         loss, perplexity, interval_of = _cells(each["after"])
-        rows.append([f"layers {each['layers']}", loss, number(before.perplexity), perplexity, interval_of])
+        rows.append(
+            [f"layers {each['layers']}", loss, number(before.perplexity), perplexity, interval_of]
+        )
     note = (
         f"Each by its own coda of {plural(int(record['coda']), 'layer')}; the last rack's are the model's own last "
         "layers, and the curves below are its."
@@ -291,4 +328,8 @@ def _racks(record: dict[str, Any] | None) -> Iterator[Table]:
 
 def _cells(stored: dict[str, Any]) -> list[str]:
     quality = Quality.from_json(stored)
-    return [number(math.log(quality.perplexity)), number(quality.perplexity), interval(*quality.ends("perplexity"))]
+    return [
+        number(math.log(quality.perplexity)),
+        number(quality.perplexity),
+        interval(*quality.ends("perplexity")),
+    ]

@@ -83,7 +83,9 @@ class TrialTable:
     @cached_property
     def levels(self) -> Numbers:
         """(trials,), the level of a cost that each was made for; all 0 in a search with one goal."""
-        return np.asarray(np.nan_to_num(self.table["level"].to_numpy(dtype=np.float64)), dtype=np.float64)
+        return np.asarray(
+            np.nan_to_num(self.table["level"].to_numpy(dtype=np.float64)), dtype=np.float64
+        )
 
     @property
     def has_levels(self) -> bool:
@@ -91,7 +93,9 @@ class TrialTable:
 
     def tip(self, row: int) -> str:
         trial = self.table.iloc[row]
-        value = f"{self.by} {self.values[row]:.4g}" + ("" if self.whole[row] else " (estimate, stopped early)")
+        value = f"{self.by} {self.values[row]:.4g}" + (
+            "" if self.whole[row] else " (estimate, stopped early)"
+        )
         return f"trial {int(trial['trial'])}, depth {trial['depth']:g}, {value}: {trial['edits'] or 'no edits'}"
 
     @cached_property
@@ -128,7 +132,9 @@ class TrialTable:
         table = np.array(curves)
         known = np.isfinite(table).all(axis=0)
         means = np.exp(np.mean(np.log(np.where(known & (table > 0), table, 1.0)), axis=0))
-        return np.asarray(np.where(known, means if len(levels) > 1 else table[0], math.nan), dtype=np.float64)
+        return np.asarray(
+            np.where(known, means if len(levels) > 1 else table[0], math.nan), dtype=np.float64
+        )
 
     @cached_property
     def best_of_levels(self) -> list[int]:
@@ -161,7 +167,9 @@ class TrialTable:
         """(layers,): the share of some trials with an edit of a space on each layer."""
         found = np.zeros(layers)
         for row in rows:
-            found[[*{layer for edit in self.choices[row] if edit.space == space for layer in edit.layers}]] += 1
+            found[
+                [*{layer for edit in self.choices[row] if edit.space == space for layer in edit.layers}]
+            ] += 1
         return found / max(1, len(rows))
 
     def _flags(self, name: str) -> Flags:
@@ -175,7 +183,14 @@ UNITS = {
     DRAFT_TIME: "time of a token with drafts (parts of that without)",
 }
 _COSTS = {"depth": "effective depth"}
-_ENGINEERED = {"latency": "s", "params": "", "weight_bytes": "B", "size": "B", "kv_bytes": "B", "wire_bytes": "B"}
+_ENGINEERED = {
+    "latency": "s",
+    "params": "",
+    "weight_bytes": "B",
+    "size": "B",
+    "kv_bytes": "B",
+    "wire_bytes": "B",
+}
 # Styles.
 _STOPPED = 7
 _OTHER = 6
@@ -193,7 +208,9 @@ def history_chart(trials: TrialTable) -> Chart:
         styles = {words: place for place, words in enumerate(SOURCES.values())}
         sources = np.array(trials.sources)
         kinds = sorted({*trials.sources}, key=lambda words: (styles.get(words, _OTHER), words))
-        shown = [(words, styles.get(words, _OTHER), trials.whole & (sources == words)) for words in kinds]
+        shown = [
+            (words, styles.get(words, _OTHER), trials.whole & (sources == words)) for words in kinds
+        ]
         for words, style, own in [*shown, ("stopped early: an estimate", _STOPPED, ~trials.whole)]:
             rows = np.flatnonzero(own).tolist()
             if rows:
@@ -203,7 +220,13 @@ def history_chart(trials: TrialTable) -> Chart:
         name = "best so far"
         if trials.has_levels:
             name = "best so far, mean of all levels"
-        steps: Any = {"color": COLOURS[1], "lw": 1.8, "drawstyle": "steps-post", "label": name, "zorder": 1}
+        steps: Any = {
+            "color": COLOURS[1],
+            "lw": 1.8,
+            "drawstyle": "steps-post",
+            "label": name,
+            "zorder": 1,
+        }
         axes.plot(np.arange(1, len(trials) + 1), np.where(best > 0, best, np.nan), **steps)
 
     stopped = int((~trials.whole).sum())
@@ -223,12 +246,16 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
 
     def tip(row: Any) -> str:
         value = f"divergence {known(row, 'divergence')}"
-        return f"{row['space']}, {row['along']} {cost(row['cost'])}: {value}; {row['edits'] or 'no edits'}"
+        return (
+            f"{row['space']}, {row['along']} {cost(row['cost'])}: {value}; {row['edits'] or 'no edits'}"
+        )
 
     def draw(axes: Axes) -> None:
         scale(axes, "y", quality["divergence"].tolist(), log=True, end=MOST_DIVERGENCE)
         for place, (space, rows) in enumerate(quality.groupby("space", sort=False)):
-            low, high = (rows[f"divergence_{end}"].where(rows["divergence_low"] > 0) for end in ("low", "high"))
+            low, high = (
+                rows[f"divergence_{end}"].where(rows["divergence_low"] > 0) for end in ("low", "high")
+            )
             tips = [tip(row) for _, row in rows.iterrows()]
             points(axes, rows["cost"], rows["divergence"], tips, place, str(space), ends=(low, high))
         knees = quality[quality["knee"].astype(str) == "True"]
@@ -236,7 +263,14 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
             tips = [f"knee: {tip(row)}" for _, row in knees.iterrows()]
             points(axes, knees["cost"], knees["divergence"], tips, _KNEE, "knee", line=False)
             if {"knee_low", "knee_high"} <= set(knees):  # its 95% interval, by resampling windows
-                axes.hlines(knees["divergence"], knees["knee_low"], knees["knee_high"], COLOURS[_KNEE], alpha=0.5, lw=3)
+                axes.hlines(
+                    knees["divergence"],
+                    knees["knee_low"],
+                    knees["knee_high"],
+                    COLOURS[_KNEE],
+                    alpha=0.5,
+                    lw=3,
+                )
         # The unedited model's cost is on the left.
         costs = [*map(float, quality["cost"])] or [0.0, 1.0]
         least = min(costs)
@@ -266,7 +300,9 @@ def _label_cost(axis: Axis, name: str) -> None:
         axis.set_major_formatter(EngFormatter(unit=_ENGINEERED[aspect]))
 
 
-def front_charts(front: pd.DataFrame, trials: TrialTable, without: Collection[str] = ()) -> Iterator[Chart]:
+def front_charts(
+    front: pd.DataFrame, trials: TrialTable, without: Collection[str] = ()
+) -> Iterator[Chart]:
     """Draw the first objective against each of the others but some."""
     first, *others = objectives_of(front)
     for name in others:
@@ -295,7 +331,9 @@ def _front_chart(front: pd.DataFrame, trials: TrialTable, first: str, name: str,
             _label_cost(axis, one)
         if len(others):
             tips = [f"trial {int(trial)}" for trial in others["trial"]]
-            points(axes, others[name], others[first], tips, _STOPPED, f"trials ({len(others)})", line=False)
+            points(
+                axes, others[name], others[first], tips, _STOPPED, f"trials ({len(others)})", line=False
+            )
         tips = [
             f"point {row['point']:g}: {name} {cost(row[name])}, divergence {number(row['divergence'])}, "
             f"trial {row['trial']:g}: {row['edits'] or 'no edits'}"
@@ -325,7 +363,9 @@ def edit_chart(space: str, own: pd.DataFrame, terms: pd.DataFrame) -> Chart:
         layers_across(axes, int(terms["first"].min()), max(int(terms["first"].max()), 1))
         scale(axes, "y", terms["divergence"].tolist(), log=True)
         for place, (name, rows) in enumerate(groups):
-            tips = [f"{row['edit']}: divergence {number(row['divergence'])}" for _, row in rows.iterrows()]
+            tips = [
+                f"{row['edit']}: divergence {number(row['divergence'])}" for _, row in rows.iterrows()
+            ]
             label = ""
             if len(groups) > 1:
                 label = str(name)

@@ -12,14 +12,16 @@ from pydantic import TypeAdapter, ValidationError
 from surgeon.errors import did_you_mean, shown
 from surgeon.language.yaml import Path, YamlError, line_of
 
-UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument", "invalid_key")  # of a model, of a dataclass, of any
+# Of a model, of a dataclass, of any.
+UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument", "invalid_key")
 MESSAGES = {
     **dict.fromkeys(UNKNOWN, "unknown key {key}; {known}"),
     "dataclass_type": "{within}{name} must be a mapping, not {value}",
 }
 OTHERWISE = "{within}{name}: {problem}, not {value}"
 Checked = TypeVar("Checked")
-_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # making one can take longer than its use
+# Making one can take longer than its use.
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def checked(
@@ -44,7 +46,9 @@ def checked(
         found: Checked = _adapter(kind).validate_python(value)
         return found
     except ValidationError as error:
-        first = min(error.errors(), key=lambda each: (each["type"] not in UNKNOWN, each["type"] != "missing"))
+        first = min(
+            error.errors(), key=lambda each: (each["type"] not in UNKNOWN, each["type"] != "missing")
+        )
         type_ = first["type"]
         loc = (*path, *first["loc"])
         # pydantic spells keys, and has steps of its own ("[key]", into what stands for a whole) that lead nowhere here;
@@ -62,7 +66,9 @@ def checked(
         problem = message.format(
             name=name,
             key=shown((there if len(there) == len(loc) else loc)[-1]) if type_ in UNKNOWN else "",
-            known=did_you_mean(str(loc[-1]), _entries(kind, first["loc"][:-1])) if type_ in UNKNOWN else "",
+            known=did_you_mean(str(loc[-1]), _entries(kind, first["loc"][:-1]))
+            if type_ in UNKNOWN
+            else "",
             value=shown(first["input"]),
             problem=first.get("ctx", {}).get("error", first["msg"]),
             within=f"{path[-1]}: " if path else "",

@@ -80,7 +80,9 @@ def run(program: Program, stream: Tensor, machine: Machine) -> Tensor:
     return land(state).stream
 
 
-def in_turn(nodes: Iterable[Node], states: Sequence[State], machines: Sequence[Machine]) -> Sequence[State]:
+def in_turn(
+    nodes: Iterable[Node], states: Sequence[State], machines: Sequence[Machine]
+) -> Sequence[State]:
     """The states of parts of a batch after some nodes, each part on a machine of its own.
 
     What a node reads of an earlier part, such as its keys and values, is there when a later part comes to it.

@@ -31,7 +31,9 @@ from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, LayerShape
 # What notebooks show: boxes in the order in which they run, those of one step in a column (late ones dashed), and
 # branches of a fork in rows.
 _COLOURS = {ATTENTION: "#cfe2f3", FEED_FORWARD: "#fce5cd"}
-_BOX = "border:1px solid #888;border-radius:3px;padding:1px 5px;margin:1px;color:#000;white-space:nowrap;"
+_BOX = (
+    "border:1px solid #888;border-radius:3px;padding:1px 5px;margin:1px;color:#000;white-space:nowrap;"
+)
 _COLUMN = "display:inline-flex;flex-direction:column;vertical-align:middle;margin:2px;"
 
 
@@ -85,7 +87,9 @@ class Fork:
     def _repr_html_(self) -> str:
         rows = ("".join(node._repr_html_() for node in branch) for branch in self.branches)
         lines = "".join(f"<span>{row}</span>" for row in rows)
-        return f'<span style="{_COLUMN}border:1px solid #888;border-radius:6px;padding:2px">{lines}</span>'
+        return (
+            f'<span style="{_COLUMN}border:1px solid #888;border-radius:6px;padding:2px">{lines}</span>'
+        )
 
 
 Node = Step | Fork
@@ -126,7 +130,9 @@ class Program:
     @classmethod
     def dense(cls, num_layers: int, steps_per_layer: int = 2) -> Program:
         """The unedited model: A0 F0 A1 F1 ..., or [A0 F0] [A1 F1] ... where a layer is one step (GPT-NeoX, Cohere)."""
-        return cls(tuple(node for layer in range(num_layers) for node in layer_nodes(layer, steps_per_layer)))
+        return cls(
+            tuple(node for layer in range(num_layers) for node in layer_nodes(layer, steps_per_layer))
+        )
 
     def sublayers(self) -> Iterator[Sublayer]:
         """Every sublayer in program order, once per occurrence."""
@@ -140,7 +146,9 @@ class Program:
     @property
     def attended(self) -> int:
         """Number of nodes up to the last one that has an attention; behind it no token looks at another."""
-        kinds = [{one.kind for step in steps_of((node,)) for one in step.sublayers} for node in self.nodes]
+        kinds = [
+            {one.kind for step in steps_of((node,)) for one in step.sublayers} for node in self.nodes
+        ]
         return max((1 + number for number, found in enumerate(kinds) if ATTENTION in found), default=0)
 
     def require_steps(self) -> None:
@@ -198,7 +206,8 @@ class Program:
         return _sync_points(self.nodes, ranks)
 
 
-@lru_cache(maxsize=4096)  # so that nodes of unedited layers are mostly the same objects, which are soon compared
+# So that nodes of unedited layers are mostly the same objects, which are soon compared.
+@lru_cache(maxsize=4096)
 def layer_nodes(layer: int, steps_per_layer: int = 2) -> tuple[Node, ...]:
     """The nodes of one unedited layer."""
     attention = Sublayer(ATTENTION, (layer,))
@@ -243,7 +252,9 @@ def _rename(nodes: tuple[Node, ...], rename: Callable[[Sublayer], Sublayer]) -> 
 
 
 def _longest_chain(nodes: tuple[Node, ...]) -> int:
-    return sum(1 if isinstance(node, Step) else max(map(_longest_chain, node.branches)) for node in nodes)
+    return sum(
+        1 if isinstance(node, Step) else max(map(_longest_chain, node.branches)) for node in nodes
+    )
 
 
 def _sync_points(nodes: tuple[Node, ...], ranks: int) -> int:
@@ -319,7 +330,9 @@ class _Parser:
     def fork(self) -> Fork:
         self.depth += 1
         if self.depth > _DEEPEST:
-            raise ValueError(f"forks lie more than {_DEEPEST} deep in each other at character {self.place}")
+            raise ValueError(
+                f"forks lie more than {_DEEPEST} deep in each other at character {self.place}"
+            )
         branches = []
         while True:
             self.advance()  # { or |
@@ -335,7 +348,9 @@ class _Parser:
     def sublayer(self) -> Sublayer:
         if self.token[:1] not in KINDS or not self.token:
             found = repr(self.token) if self.token else "the end"
-            raise ValueError(f"expected a sublayer such as A4 or F4 before character {self.place}, found {found}")
+            raise ValueError(
+                f"expected a sublayer such as A4 or F4 before character {self.place}, found {found}"
+            )
         named, _, ranks = self.advance().partition("@")
         wide, _, piece = named.partition("/")
         chosen, _, width = wide.partition("#")

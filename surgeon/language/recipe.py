@@ -163,7 +163,9 @@ class Recipe:
             lines[-1] += " []"
         expect = self.expect.model_dump(exclude_none=True)
         if expect:
-            whole = {name: int(value) if value == int(value) else value for name, value in expect.items()}
+            whole = {
+                name: int(value) if value == int(value) else value for name, value in expect.items()
+            }
             lines.append(f"expect: {in_braces(whole)}")
         return "\n".join(lines) + "\n"
 
@@ -192,7 +194,9 @@ def read_document(path: Path, kind: str) -> str:
     if there is None or not there.is_file():
         raise FileNotFoundError(f"there is no {kind} {path}")
     if there.stat().st_size > 4 * LONGEST:  # bytes that a character takes at most
-        raise ValueError(f"{path} has {there.stat().st_size:,} bytes, which is too much for a {kind}; check the name")
+        raise ValueError(
+            f"{path} has {there.stat().st_size:,} bytes, which is too much for a {kind}; check the name"
+        )
     try:
         return there.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -257,14 +261,17 @@ class DocumentReader:
             raise self.error(1, f"a {self.kind} is a mapping with the keys {needed}")
         for key in document:
             if key not in self.keys:
-                raise self.error(self.lines[key,], f"unknown key {shown(key)}; {did_you_mean(str(key), self.keys)}")
+                raise self.error(
+                    self.lines[key,], f"unknown key {shown(key)}; {did_you_mean(str(key), self.keys)}"
+                )
         for key in self.needed:
             if key not in document:
                 raise self.error(1, f"the key {key!r} is missing")
         form = document["surgeon"]
         if type(form) is not int or form != FORMAT:
             raise self.error(
-                self.lines["surgeon",], f"{self.kind} format {shown(form)} is not known; write surgeon: {FORMAT}"
+                self.lines["surgeon",],
+                f"{self.kind} format {shown(form)} is not known; write surgeon: {FORMAT}",
             )
         return document
 
@@ -272,9 +279,12 @@ class DocumentReader:
         """Read the key `operations`."""
         if not isinstance(entries, list):
             raise self.error(
-                self.lines["operations",], 'operations must be a list, each entry as in - pair: {layers: "4:30"}'
+                self.lines["operations",],
+                'operations must be a list, each entry as in - pair: {layers: "4:30"}',
             )
-        return tuple(self._operation(entry, ("operations", index)) for index, entry in enumerate(entries))
+        return tuple(
+            self._operation(entry, ("operations", index)) for index, entry in enumerate(entries)
+        )
 
     def _operation(self, entry: Any, path: tuple[Any, ...]) -> AppliedOperation:
         line = self.lines[path]
@@ -285,7 +295,9 @@ class DocumentReader:
             )
         ((name, given),) = entry.items()
         if name not in OPERATIONS:
-            raise self.error(line, f"unknown operation {shown(name)}; {did_you_mean(str(name), OPERATIONS)}")
+            raise self.error(
+                line, f"unknown operation {shown(name)}; {did_you_mean(str(name), OPERATIONS)}"
+            )
         if not isinstance(given, dict) or "layers" not in given:
             raise self.error(line, f'{name} needs layers, as in {name}: {{layers: "4:30"}}')
         model = OPERATIONS[name].parameters
@@ -298,7 +310,9 @@ class DocumentReader:
                 )
         layers = given["layers"]
         try:
-            stretches = tuple(parse_range(text) for text in (layers if isinstance(layers, list) else [layers]))
+            stretches = tuple(
+                parse_range(text) for text in (layers if isinstance(layers, list) else [layers])
+            )
         except ValueError as error:
             raise self.error(self.lines[*path, name, "layers"], f"{name}: {error}") from error
         parameters = {key: value for key, value in given.items() if key != "layers"}
@@ -324,7 +338,9 @@ class _RecipeReader(DocumentReader):
         document = self.top()
         model = document["model"]
         if not isinstance(model, str) or not model.strip() or not model.isprintable():
-            raise self.error(self.lines["model",], f"model must be a folder or a hub name, not {shown(model)}")
+            raise self.error(
+                self.lines["model",], f"model must be a folder or a hub name, not {shown(model)}"
+            )
         return Recipe(
             model=model,
             operations=self.operations(document["operations"]),
@@ -349,5 +365,7 @@ class _RecipeReader(DocumentReader):
         if given is None:
             return Expect()
         if not isinstance(given, dict):
-            raise self.error(self.lines["expect",], "expect must be a mapping, as in expect: {effective_depth: 19}")
+            raise self.error(
+                self.lines["expect",], "expect must be a mapping, as in expect: {effective_depth: 19}"
+            )
         return self.validate(Expect, given, ("expect",))

@@ -10,7 +10,8 @@ FEED_FORWARD = "F"
 KINDS = (ATTENTION, FEED_FORWARD)
 # What each kind's matrices are called, in the order in which a program's text names them.
 ROLES = {ATTENTION: ("q", "g", "k", "v", "o"), FEED_FORWARD: ("gate", "up", "down")}
-SHARED = ("shared_gate", "shared_up", "shared_down")  # of experts beside a mixture's, which every token goes through
+# Of experts beside a mixture's, which every token goes through.
+SHARED = ("shared_gate", "shared_up", "shared_down")
 NO_AVERAGE = (
     "experts of different layers are not averaged, as each layer's router numbers them by itself; leave some of them "
     "out (F4!e0,e3), or average attentions alone"
@@ -49,13 +50,19 @@ class Sublayer:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"a sublayer is of kind A (attention) or F (feed-forward), not {self.kind!r}")
+            raise ValueError(
+                f"a sublayer is of kind A (attention) or F (feed-forward), not {self.kind!r}"
+            )
         if not self.layers or min(self.layers) < 0 or len(set(self.layers)) < len(self.layers):
             raise ValueError(f"a sublayer needs one or more distinct layers from 0, not {self.layers}")
         if self.piece is not None and not 0 <= self.piece[0] < self.piece[1]:
-            raise ValueError(f"slice index {self.piece[0]} must lie in 0..{self.piece[1] - 1} (slices count from 0)")
+            raise ValueError(
+                f"slice index {self.piece[0]} must lie in 0..{self.piece[1] - 1} (slices count from 0)"
+            )
         if self.width is not None and self.width < 1:
-            raise ValueError(f"a narrowed sublayer keeps at least 1 of its {UNITS[self.kind]}, not {self.width}")
+            raise ValueError(
+                f"a narrowed sublayer keeps at least 1 of its {UNITS[self.kind]}, not {self.width}"
+            )
         if self.width is not None and len(self.layers) > 1:
             raise ValueError(
                 f"{self} cannot be: {UNITS[self.kind]} are chosen in each layer by itself, and an average would mix "
@@ -72,7 +79,9 @@ class Sublayer:
         if self.kind != FEED_FORWARD:
             raise ValueError(f"attention has no experts: A{self.layers[0]} cannot keep some of them")
         if not self.experts or min(self.experts) < 0 or list(self.experts) != sorted(set(self.experts)):
-            raise ValueError(f"a mixture keeps one or more of its experts, in ascending order, not {self.experts}")
+            raise ValueError(
+                f"a mixture keeps one or more of its experts, in ascending order, not {self.experts}"
+            )
         if len(self.layers) > 1:
             raise ValueError(f"{self} cannot be: {NO_AVERAGE}")
 
@@ -81,7 +90,9 @@ class Sublayer:
         for role, rank in self.ranks:
             if role not in ROLES[self.kind]:
                 known = ", ".join(ROLES[self.kind])
-                raise ValueError(f"sublayers of kind {self.kind} have no matrix {role!r}; name some of {known}")
+                raise ValueError(
+                    f"sublayers of kind {self.kind} have no matrix {role!r}; name some of {known}"
+                )
             if rank < 1:
                 raise ValueError(f"the rank of {role} must be at least 1, not {rank}")
             if roles.count(role) > 1:
@@ -147,7 +158,9 @@ class Sublayer:
     def _parameters(self, shapes: LayerShapes, counted: int) -> int:
         """Count the parameters of this many experts, and of all else."""
         own = shapes.of(self)
-        one = sum(self._matrix_parameters(role, own) for role in ROLES[self.kind] if role in own.matrices)
+        one = sum(
+            self._matrix_parameters(role, own) for role in ROLES[self.kind] if role in own.matrices
+        )
         beside = own.norms.get(self.kind, 0)
         if own.mixture is not None and self.kind == FEED_FORWARD:
             beside += own.mixture.router * shapes.experts(self) + own.mixture.shared_router
@@ -165,12 +178,16 @@ class Sublayer:
         if role not in WRITING:
             bias = bias * outputs // shapes.matrices[role][0]  # of what is left of its outputs
         if rank is not None and rank > min(outputs, inputs):
-            raise ValueError(f"{self}: rank {rank} of {role} is above that of a matrix of {outputs} x {inputs}")
+            raise ValueError(
+                f"{self}: rank {rank} of {role} is above that of a matrix of {outputs} x {inputs}"
+            )
         if self.piece is not None:
             index, count = self.piece
             divided = inputs if role in WRITING else outputs
             if divided % count:
-                raise ValueError(f"{self}: {divided} features of {role} do not divide into {count} slices")
+                raise ValueError(
+                    f"{self}: {divided} features of {role} do not divide into {count} slices"
+                )
             if role in WRITING:
                 inputs = inputs // count
                 bias = 0 if index else bias
@@ -252,7 +269,9 @@ class LayerShapes:
         """Return the shapes of layers whose sublayers of a kind have this many KV groups or neurons; without biases."""
         like = Sublayer(kind, (0,), width=width)
         left = {role: self.matrix(like, role) for role in ROLES[kind] if role in self.matrices}
-        return LayerShapes({**self.matrices, **left}, norms=self.norms, units={**self.units, kind: width})
+        return LayerShapes(
+            {**self.matrices, **left}, norms=self.norms, units={**self.units, kind: width}
+        )
 
 
 @dataclass(frozen=True)
@@ -286,7 +305,9 @@ def require_experts(sublayer: Sublayer, experts: int | None) -> None:
     if sublayer.experts is None:
         return
     if experts is None:
-        raise ValueError(f"{sublayer}: the feed-forward of layer {sublayer.layers[0]} is no mixture of experts")
+        raise ValueError(
+            f"{sublayer}: the feed-forward of layer {sublayer.layers[0]} is no mixture of experts"
+        )
     if sublayer.experts[-1] >= experts:
         raise ValueError(
             f"{sublayer}: the experts of layer {sublayer.layers[0]} are 0 to {experts - 1}, so that it has no "
@@ -302,7 +323,8 @@ def require_width(sublayer: Sublayer, units: int) -> None:
         )
 
 
-Layer = tuple[tuple[int, ...], int]  # the layers of the unedited model that one comes from, and which copy it is
+# The layers of the unedited model that one comes from, and which copy it is.
+Layer = tuple[tuple[int, ...], int]
 WHOLE = "whole"
 _COUNTED = (EXPERTS, *UNITS.values())
 _OF_KIND = {kind: (*_COUNTED[: kind == FEED_FORWARD], UNITS[kind], *ROLES[kind]) for kind in ROLES}
@@ -332,7 +354,12 @@ def layers_text(layers: Iterable[Layer]) -> str:
     runs: list[list[Layer]] = []
     for layer in given:
         last = runs[-1][-1] if runs else None
-        if last and layer[1] == last[1] == 0 and len(layer[0]) == len(last[0]) and layer[0][0] == last[0][-1] + 1:
+        if (
+            last
+            and layer[1] == last[1] == 0
+            and len(layer[0]) == len(last[0])
+            and layer[0][0] == last[0][-1] + 1
+        ):
             runs[-1].append(layer)
         else:
             runs.append([layer])

@@ -78,8 +78,14 @@ def read_yaml(text: str) -> Document:
         ) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise YamlError(mark.line + 1 if mark else 1, f"not valid YAML: {error.problem or error.context}") from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # escapes and versions of which there are none
+        raise YamlError(
+            mark.line + 1 if mark else 1, f"not valid YAML: {error.problem or error.context}"
+        ) from error
+    except (
+        yaml.YAMLError,
+        ValueError,
+        OverflowError,
+    ) as error:  # escapes and versions of which there are none
         raise YamlError(loader.line + 1, f"not valid YAML: {first_line(error)}") from error
     lines: dict[Path, int] = {(): 1}
     if node is not None:
@@ -145,20 +151,25 @@ class _Loader(yaml.SafeLoader):
         tag = str(node.tag)
         text = node.value
         if tag not in self.yaml_constructors:
-            raise YamlError(_line(node), f"the tag {shown(tag.replace(_TAG, '!!'))} is not supported; remove it")
+            raise YamlError(
+                _line(node), f"the tag {shown(tag.replace(_TAG, '!!'))} is not supported; remove it"
+            )
         if not isinstance(node, yaml.ScalarNode):
             return super().construct_object(node, deep)
         kind = tag.removeprefix(_TAG)
         is_text = tag in (f"{_TAG}str", *_SIGNS)
         if is_text and text.encode(errors="ignore").decode() != text:
-            raise YamlError(_line(node), f"{shown(text)} has characters that are none (surrogates); remove them")
+            raise YamlError(
+                _line(node), f"{shown(text)} has characters that are none (surrogates); remove them"
+            )
         try:
             if len(text) > LONGEST_NUMBER and not is_text:
                 raise ValueError(f"it has more than {LONGEST_NUMBER} characters")
             return super().construct_object(node, deep)
         except Exception as error:  # whatever it trips over is a fault of the text
             raise YamlError(
-                _line(node), f"{shown(text)} is no valid {kind} ({first_line(error)}); put a text in quotes"
+                _line(node),
+                f"{shown(text)} is no valid {kind} ({first_line(error)}); put a text in quotes",
             ) from error
 
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # takes seconds, and who has no model yet does without
     from transformers import PreTrainedModel
 
 PROGRAM_KEY = "surgeon_program"  # in config.json of a checkpoint that runs an edited program
-PROGRAM_PREFIX = "surgeon_"  # before its model type, so that no stock class takes it and ignores the program
+# Before its model type, so that no stock class takes it and ignores the program.
+PROGRAM_PREFIX = "surgeon_"
 
 
 def edit(
@@ -187,7 +188,9 @@ def save_edited_with(saver: Callable[..., None]) -> None:
 
 
 def _no_saver(*_: Any, **__: Any) -> None:
-    raise RuntimeError("how edited models are saved is not known yet; import surgeon.exports.in_memory first")
+    raise RuntimeError(
+        "how edited models are saved is not known yet; import surgeon.exports.in_memory first"
+    )
 
 
 _saver: Callable[..., None] = _no_saver

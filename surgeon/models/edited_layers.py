@@ -32,7 +32,8 @@ from surgeon.models.weights import (
 
 # What releases of transformers and their architectures call the keys and values of tokens before.
 CACHES = ("cache", "past_key_values", "layer_past")
-ASKS_FOR_ROUTERS = "output_router_logits"  # the entry by which stock classes balance the experts of mixtures
+# The entry by which stock classes balance the experts of mixtures.
+ASKS_FOR_ROUTERS = "output_router_logits"
 
 
 class EditedLayers(nn.Module):
@@ -45,8 +46,10 @@ class EditedLayers(nn.Module):
 
     gradient_checkpointing = False
     keeps_derived = True  # or derives a sublayer anew whenever it runs
-    verified: Any = None  # the `VerifiedKeys` that attentions read of earlier tokens, where those are not their own
-    begins: tuple[int, Tensor] | None = None  # behind which node a pass begins, with which stream; None at the start
+    # The `VerifiedKeys` that attentions read of earlier tokens, where those are not their own.
+    verified: Any = None
+    # Behind which node a pass begins, with which stream; None at the start.
+    begins: tuple[int, Tensor] | None = None
 
     def __init__(
         self,
@@ -80,7 +83,9 @@ class EditedLayers(nn.Module):
         self.config_before: dict[str, Any] = {}
         # PyTorch makes every new module a training one.
         self.training = self.stream_tap.training = layers.training
-        checkpointed = next((layer for layer in layers if getattr(layer, "gradient_checkpointing", False)), None)
+        checkpointed = next(
+            (layer for layer in layers if getattr(layer, "gradient_checkpointing", False)), None
+        )
         if checkpointed is not None:
             self.gradient_checkpointing = True
             self._gradient_checkpointing_func = checkpointed._gradient_checkpointing_func
@@ -126,9 +131,15 @@ class EditedLayers(nn.Module):
                 weights = ModelWeights(store, self.family, self.family.head_dim(self.config))
                 values = stored_tensors(sublayer.stored_in(layer), weights)
                 held = {path for path, _ in self.owner(sublayer).named_parameters()}
-                state_dict |= {f"{prefix}{sublayer}.{path}": values[path] for path in values if path in held}
+                state_dict |= {
+                    f"{prefix}{sublayer}.{path}": values[path] for path in values if path in held
+                }
         for index in range(len(groups.groups)):
-            for name in [name for name in state_dict if name.startswith(f"{prefix}{len(self.original[0]) + index}.")]:
+            for name in [
+                name
+                for name in state_dict
+                if name.startswith(f"{prefix}{len(self.original[0]) + index}.")
+            ]:
                 del state_dict[name]
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
@@ -144,7 +155,9 @@ class EditedLayers(nn.Module):
         if sublayer not in self._derived:
             (layer,) = sublayer.layers
             weights = EditedLayers.view_weights(self)
-            differs = sublayer.width is not None and sublayer.width != weights.stored_width(sublayer.kind, layer)
+            differs = sublayer.width is not None and sublayer.width != weights.stored_width(
+                sublayer.kind, layer
+            )
             if sublayer.experts is not None:
                 differs |= sublayer.experts != tuple(range(weights.stored_experts(layer) or 0))
             if self.holds_factors:
@@ -160,7 +173,11 @@ class EditedLayers(nn.Module):
         Raises:
             ValueError: as `derive_sublayer` and `check_kept`; if weights of its layers are divided among processes.
         """
-        if any(hasattr(one, "placements") for layer in sublayer.layers for one in self.layer(layer).parameters()):
+        if any(
+            hasattr(one, "placements")
+            for layer in sublayer.layers
+            for one in self.layer(layer).parameters()
+        ):
             raise ValueError(
                 f"{sublayer} has weights that are made of whole matrices, and this model's are divided among "
                 "processes; export the program, and load what is written"
@@ -168,7 +185,12 @@ class EditedLayers(nn.Module):
         weights = self.weights()
         mixture = weights.spec(sublayer).mixture
         experts = weights.stored_experts(sublayer.layers[0])
-        if mixture is not None and experts is not None and sublayer.kind == FEED_FORWARD and sublayer.experts:
+        if (
+            mixture is not None
+            and experts is not None
+            and sublayer.kind == FEED_FORWARD
+            and sublayer.experts
+        ):
             check_kept(sublayer.experts, experts, mixture.routing(self.config))
         return derive_sublayer(sublayer, self.layer(sublayer.layers[0]), weights)
 
@@ -192,12 +214,16 @@ class EditedLayers(nn.Module):
         """Make the configuration's per-layer entries describe the program's attentions."""
         entries = self.family.attention_entries(config, self.slot_layers)
         entries["num_hidden_layers"] = len(self.slot_layers)
-        for key, kind in self.family.spec(ATTENTION, self.slot_layers[-1]).counted_by if self.counts_apart else ():
+        for key, kind in (
+            self.family.spec(ATTENTION, self.slot_layers[-1]).counted_by if self.counts_apart else ()
+        ):
             entries[key] = [*entries[key][:-1], kind]
         if getattr(config, ASKS_FOR_ROUTERS, False):
             # Stock classes balance mixtures of as many experts as the configuration says.
             own = [one for one in self.program.sublayers() if one.kind == FEED_FORWARD]
-            mixtures = [one for one in own if self.family.spec(FEED_FORWARD, one.layers[0]).mixture is not None]
+            mixtures = [
+                one for one in own if self.family.spec(FEED_FORWARD, one.layers[0]).mixture is not None
+            ]
             entries[ASKS_FOR_ROUTERS] = bool(mixtures) and all(one.experts is None for one in mixtures)
         self.config_before = {key: getattr(config, key) for key in entries}
         for key, value in entries.items():
@@ -227,7 +253,12 @@ class EditedLayers(nn.Module):
         return list(self)[index]
 
     def slot(
-        self, collected: list[dict[str, Any]], hidden_states: Tensor, *given: Any, runs: bool, **arguments: Any
+        self,
+        collected: list[dict[str, Any]],
+        hidden_states: Tensor,
+        *given: Any,
+        runs: bool,
+        **arguments: Any,
     ) -> Tensor | tuple[Tensor, None]:
         """Stand for a layer: all slots keep their arguments, the last one runs the program."""
         collected.append(dict(zip(self.family.arguments, given, strict=False)) | arguments)
@@ -242,7 +273,8 @@ class EditedLayers(nn.Module):
     def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
         """Run the program; `arguments` are the decoder's keyword arguments for each attention."""
         cache = next((arguments[-1][name] for name in CACHES if name in arguments[-1]), None)
-        if self.counts_apart and cache is not None:  # which the decoder asks at which position the next token stands
+        # Which the decoder asks at which position the next token stands.
+        if self.counts_apart and cache is not None:
             nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
             cache.update(nothing, nothing, len(arguments) - 1)
         machine = ModelMachine(self, arguments)

@@ -84,10 +84,15 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     else:
         compared = scores + correction.float()
     if routing.groups > 1:
-        check_groups(compared.shape[-1], routing)  # experts of groups that are not chosen from get minus infinity
+        # Experts of groups that are not chosen from get minus infinity.
+        check_groups(compared.shape[-1], routing)
         by_group = compared.view(*compared.shape[:-1], routing.groups, -1)
         value = by_group.topk(routing.group_best, dim=-1).values.sum(-1)
-        left_out = value.new_ones(value.shape).scatter(-1, value.topk(routing.top_groups, dim=-1).indices, 0.0).bool()
+        left_out = (
+            value.new_ones(value.shape)
+            .scatter(-1, value.topk(routing.top_groups, dim=-1).indices, 0.0)
+            .bool()
+        )
         compared = by_group.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
     chosen = compared.topk(routing.chosen(logits.shape[-1]), dim=-1).indices
     weights = scores.gather(-1, chosen)

@@ -88,7 +88,16 @@ class ModelShapes:
         return shapes
 
     def _check(self) -> None:
-        sizes = ("hidden", "heads", "kv_heads", "neurons", "head_dim", "vocabulary", "layers", "positions")
+        sizes = (
+            "hidden",
+            "heads",
+            "kv_heads",
+            "neurons",
+            "head_dim",
+            "vocabulary",
+            "layers",
+            "positions",
+        )
         for size in sizes:
             if getattr(self, size) < 1:
                 raise ValueError(
@@ -103,7 +112,9 @@ class ModelShapes:
         """Count heads and KV heads, or neurons, of a sublayer before it is sliced; refuse more than its layer has."""
         counts: Units = {}
         for projection in self.family.spec(sublayer.kind, sublayer.layers[0]).projections:
-            features = self.layer_shapes.of(sublayer).matrices[projection.role][1 - int(projection.reads_stream)]
+            features = self.layer_shapes.of(sublayer).matrices[projection.role][
+                1 - int(projection.reads_stream)
+            ]
             counts[projection.unit] = features // (1 if projection.unit in NEURONS else self.head_dim)
         return narrowed(sublayer, counts)
 

@@ -28,7 +28,8 @@ from surgeon.models.families.positions import attention_windows
 from surgeon.models.weights import FactorSource, unit_bounds
 
 ROUND = 4  # tokens
-DraftOnText = Callable[[Tensor], tuple[Tensor, Tensor]]  # token ids to an original's logits, and its draft's
+# Token ids to an original's logits, and its draft's.
+DraftOnText = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class NoVerifiedKeys(ValueError):
@@ -69,7 +70,8 @@ class VerifiedKeys:
                 f"attentions of {name} cannot be given keys and values from elsewhere, as those of a draft are; take "
                 "it as a model of its own"
             )
-        cache = DynamicCache()  # without a configuration: it keeps all of what attentions with a window have
+        # Without a configuration: it keeps all of what attentions with a window have.
+        cache = DynamicCache()
         with torch.no_grad():
             found: Tensor = original(input_ids=ids, use_cache=True, past_key_values=cache)[0]
         return found, cls(original, cache)
@@ -82,7 +84,9 @@ class VerifiedKeys:
         """
         name = next((name for name in CACHES if name in arguments), None)
         if name is None:
-            raise NoVerifiedKeys(f"{self._family.name} has attentions without a cache, which drafts share")
+            raise NoVerifiedKeys(
+                f"{self._family.name} has attentions without a cache, which drafts share"
+            )
         if attention in self.own:
             return arguments
         (layer,) = attention.layers
@@ -102,7 +106,9 @@ class VerifiedKeys:
         else:
             window = None
         if window is not None:
-            sees &= other >= (own // window * window if self._family.window.chunked else own - window + 1)
+            sees &= other >= (
+                own // window * window if self._family.window.chunked else own - window + 1
+            )
         in_flight = own // ROUND == other // ROUND
         mask = torch.cat([sees & ~in_flight, sees & in_flight], -1)[None, None]
         if self._as_bools:
@@ -123,7 +129,9 @@ class _Joined:
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Both kinds, (B, K, 2 T, width)."""
         before = (one.to(keys.device, keys.dtype) for one in self._before)
-        joined_keys, joined_values = (torch.cat(both, 2) for both in zip(before, (keys, values), strict=True))
+        joined_keys, joined_values = (
+            torch.cat(both, 2) for both in zip(before, (keys, values), strict=True)
+        )
         return joined_keys, joined_values
 
 
@@ -140,7 +148,9 @@ def drafting(model: nn.Module, keys: VerifiedKeys | None) -> Iterator[None]:
         layers.verified = None
 
 
-def draft_on_text(model: PreTrainedModel, program: Program, factors: FactorSource | None = None) -> DraftOnText:
+def draft_on_text(
+    model: PreTrainedModel, program: Program, factors: FactorSource | None = None
+) -> DraftOnText:
     """Make a function from text to the logits of a model, and of a program over its weights as its draft.
 
     Args:

@@ -17,7 +17,8 @@ Entries = dict[str, Any]  # of a config.json
 # What names of tensors begin with, in files and in the text model alone; the first pair that fits counts.
 Prefixes = tuple[tuple[str, str], ...]
 
-_BEFORE_ALL = (("language_model.", ""),)  # as most checkpoints on the hub have it, and transformers writes it
+# As most checkpoints on the hub have it, and transformers writes it.
+_BEFORE_ALL = (("language_model.", ""),)
 _INSIDE = (("model.language_model.", "model."), ("lm_head.", "lm_head."))
 # Of the whole model, where config.json says it of the text decoder, too.
 _SHARED = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -106,7 +107,9 @@ def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str | None:
 def wrapper_of(entries: Entries) -> Wrapper | None:
     """Return the wrapper that a config.json describes; None if it is of a causal language model."""
     model_type = str(entries.get("model_type"))
-    return WRAPPERS.get(model_type.removeprefix(PROGRAM_PREFIX) if PROGRAM_KEY in entries else model_type)
+    return WRAPPERS.get(
+        model_type.removeprefix(PROGRAM_PREFIX) if PROGRAM_KEY in entries else model_type
+    )
 
 
 def text_entries(entries: Entries) -> Entries:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-LIKELY_MEMORY = ", as the system does when memory runs out"  # of an end by SIGKILL that nobody is known to have sent
+# Of an end by SIGKILL that nobody is known to have sent.
+LIKELY_MEMORY = ", as the system does when memory runs out"
 
 
 class Child:
@@ -84,7 +85,8 @@ class Child:
         self.process.kill()
 
     def said(self) -> str:
-        with suppress(FileNotFoundError), self._log.open("rb") as file:  # its folder may have been removed by now
+        # Its folder may have been removed by now.
+        with suppress(FileNotFoundError), self._log.open("rb") as file:
             file.seek(self._begin)
             return file.read().decode(errors="replace")
         return ""

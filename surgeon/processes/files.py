@@ -54,7 +54,8 @@ def whole_file(path: Path, durable: bool = False) -> Iterator[Path]:
             error.filename = str(path)
         raise
     finally:
-        with suppress(OSError):  # as of a disk that may only be read, of which the error before says more
+        # As of a disk that may only be read, of which the error before says more.
+        with suppress(OSError):
             beside.unlink()
 
 
@@ -63,7 +64,9 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise NotADirectoryError(f"{folder} cannot be a folder: a file is in the way ({error.filename})") from error
+        raise NotADirectoryError(
+            f"{folder} cannot be a folder: a file is in the way ({error.filename})"
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -130,7 +133,9 @@ def check_space(folder: Path, needed: int) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise OSError(f"the disk of {folder} is too full: {show_bytes(needed)} are needed, {show_bytes(free)} are free")
+        raise OSError(
+            f"the disk of {folder} is too full: {show_bytes(needed)} are needed, {show_bytes(free)} are free"
+        )
 
 
 def show_bytes(count: int) -> str:
@@ -186,7 +191,9 @@ def scratch(target: Path) -> Iterator[Path]:
         remove_stale(target)
         folder, held = _partial_folder(target)
     except PermissionError as error:
-        raise PermissionError(f"no permission to write in {target.parent}; choose another folder") from error
+        raise PermissionError(
+            f"no permission to write in {target.parent}; choose another folder"
+        ) from error
     try:
         yield folder
     finally:
@@ -258,7 +265,9 @@ def _exchange(first: Path, second: Path) -> bool:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
         return False
-    swapped: int = rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+    swapped: int = rename(
+        _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE
+    )
     return swapped == 0
 
 

@@ -52,7 +52,9 @@ class Journal(ABC):
             self._file = path.open("a+b")
         try:
             if path is not None and self._file is not None and not lock(self._file.fileno()):
-                raise OSError(f"another {work} is writing to {path.parent}; wait for it, or use another folder")
+                raise OSError(
+                    f"another {work} is writing to {path.parent}; wait for it, or use another folder"
+                )
             self._load(identity)
         except BaseException:
             self.close()
@@ -80,7 +82,9 @@ class Journal(ABC):
         if self._file is not None:
             assert self.path is not None
             with naming(self.path):
-                self._file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode())
+                self._file.write(
+                    "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
+                )
                 self._file.flush()
 
     def keep(self, line: Any) -> None:
@@ -116,9 +120,12 @@ class Journal(ABC):
             if content:
                 lost = "is cut short"
             warnings.warn(
-                f"{self.path} {lost}, which {result.name} was made from; what is missing is found again", stacklevel=2
+                f"{self.path} {lost}, which {result.name} was made from; what is missing is found again",
+                stacklevel=2,
             )
-        return [(number, line) for number, line in enumerate(content[:whole].splitlines(), 1) if line.strip()]
+        return [
+            (number, line) for number, line in enumerate(content[:whole].splitlines(), 1) if line.strip()
+        ]
 
     def _check(self, number: int, text: bytes, identity: dict[str, Any]) -> None:
         assert self.path is not None
@@ -128,7 +135,9 @@ class Journal(ABC):
             raise self._damage_error(number) from error
         held = first.get(self.work) if isinstance(first, dict) else None
         if not isinstance(held, dict):
-            raise ValueError(f"{self.path} was not written by surgeon {self.work}; use another output folder")
+            raise ValueError(
+                f"{self.path} was not written by surgeon {self.work}; use another output folder"
+            )
         for key, value in identity.items():
             if key not in held:
                 raise ValueError(
@@ -149,7 +158,9 @@ class Journal(ABC):
 def read_journal(path: Path, work: str) -> tuple[dict[str, Any], list[Any]]:
     """Read a journal's identity (its first line) and its other whole lines; the file stays as it is."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is gone, which has what was measured; run surgeon {work} again on its folder")
+        raise FileNotFoundError(
+            f"{path} is gone, which has what was measured; run surgeon {work} again on its folder"
+        )
     *whole, _ = path.read_bytes().split(b"\n")
     try:
         first, *lines = [json.loads(line) for line in whole if line.strip()]

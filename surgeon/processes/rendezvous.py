@@ -49,7 +49,9 @@ class StoreAddress(NamedTuple):
 
     def connect(self) -> PrefixStore:
         """Connect to the store as a client."""
-        return PrefixStore(self.prefix, TCPStore(self.host, self.port, timeout=STORE_TIMEOUT, wait_for_workers=False))
+        return PrefixStore(
+            self.prefix, TCPStore(self.host, self.port, timeout=STORE_TIMEOUT, wait_for_workers=False)
+        )
 
 
 def key_prefix(torchrun: TorchrunEnvironment) -> str:
@@ -61,14 +63,19 @@ def serve_store(listening: socket.socket, timeout: timedelta = STORE_TIMEOUT) ->
     """Open a store at a socket (a store by itself would listen on all interfaces), as long as somebody keeps it."""
     host, port = listening.getsockname()[:2]
     descriptor = listening.detach()
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, timeout=timeout)
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, timeout=timeout
+    )
 
 
 def open_store(torchrun: TorchrunEnvironment) -> PrefixStore:
     """Open the store in this process, as rank 0 does where torchrun has none."""
-    listen(torchrun).close()  # so that an address that is not this machine's is not taken for a port in use
+    # So that an address that is not this machine's is not taken for a port in use.
+    listen(torchrun).close()
     listening = listen(torchrun, torchrun.port)
-    return PrefixStore(key_prefix(torchrun), serve_store(listening, timedelta(seconds=torchrun.patience)))
+    return PrefixStore(
+        key_prefix(torchrun), serve_store(listening, timedelta(seconds=torchrun.patience))
+    )
 
 
 def connect_store(torchrun: TorchrunEnvironment) -> PrefixStore:
@@ -88,7 +95,9 @@ def connect_store(torchrun: TorchrunEnvironment) -> PrefixStore:
         store = TCPStore(torchrun.address, torchrun.port, wait_for_workers=False, timeout=timeout)
     except DistError as error:
         first_line = str(error).partition("\n")[0]
-        raise ConnectionError(f"what listens at {torchrun.address}:{torchrun.port} is no store: {first_line}") from None
+        raise ConnectionError(
+            f"what listens at {torchrun.address}:{torchrun.port} is no store: {first_line}"
+        ) from None
     return PrefixStore(key_prefix(torchrun), store)
 
 
@@ -102,7 +111,8 @@ def unfound(torchrun: TorchrunEnvironment) -> str:
 
 
 Purpose = Literal["lifeline", "commands", "channel"]
-PURPOSES: tuple[Purpose, ...] = ("lifeline", "commands", "channel")  # in the order in which they are made
+# In the order in which they are made.
+PURPOSES: tuple[Purpose, ...] = ("lifeline", "commands", "channel")
 KEY = "rank0"  # where the store has rank 0's port and the secret
 
 
@@ -154,7 +164,9 @@ class Rendezvous:
     def accept(self) -> list[dict[Purpose, Admitted]]:
         """Wait for the other ranks; they can come once."""
         if self._listener.fileno() < 0:
-            raise ValueError("the ranks that torchrun has started have served and ended; start new ones with torchrun")
+            raise ValueError(
+                "the ranks that torchrun has started have served and ended; start new ones with torchrun"
+            )
         missing = {(rank, purpose) for rank in range(1, self.torchrun.ranks) for purpose in PURPOSES}
         found: dict[tuple[int, Purpose], Admitted] = {}
         deadline = time.monotonic() + self.torchrun.patience
@@ -165,7 +177,9 @@ class Rendezvous:
                         self._listener.settimeout(max(0.001, deadline - time.monotonic()))
                         connected, _ = self._listener.accept()
                     except TimeoutError:
-                        raise TimeoutError(self._describe_missing({rank for rank, _ in missing})) from None
+                        raise TimeoutError(
+                            self._describe_missing({rank for rank, _ in missing})
+                        ) from None
                     if (entrant := self._admit(connected)) is None:
                         continue
                     place = entrant.hello.rank, entrant.hello.purpose
@@ -202,7 +216,8 @@ class Rendezvous:
         who = f"rank {hello.rank} on {hello.host}"
         if hello.ranks != self.torchrun.ranks:
             return (
-                f"{who} has WORLD_SIZE {hello.ranks}, and rank 0 {self.torchrun.ranks}; start all with the same numbers"
+                f"{who} has WORLD_SIZE {hello.ranks}, and rank 0 {self.torchrun.ranks}; "
+                "start all with the same numbers"
             )
         if (hello.host, hello.pid) != (before.host, before.pid) or hello.rank == 0:
             if hello.rank:
@@ -272,11 +287,15 @@ class Rank0Address:
             host = socket.gethostname()
             now = time.monotonic()
             connection.send(
-                Hello(purpose, torchrun.rank, torchrun.ranks, location, host, os.getpid(), __version__, now)
+                Hello(
+                    purpose, torchrun.rank, torchrun.ranks, location, host, os.getpid(), __version__, now
+                )
             )
         except (EOFError, OSError) as error:
             reason = str(error) or "it closed the connection"
-            raise ConnectionError(f"rank 0 at {torchrun.address}, port {self.port}, has gone: {reason}") from None
+            raise ConnectionError(
+                f"rank 0 at {torchrun.address}, port {self.port}, has gone: {reason}"
+            ) from None
         return connection
 
 

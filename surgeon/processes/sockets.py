@@ -41,12 +41,15 @@ def address_of(interface: str) -> str:
     for each in psutil.net_if_addrs().get(interface, ()):
         if each.family == socket.AF_INET:
             return str(each.address)
-    raise ValueError(f"the network interface {interface} has no IPv4 address, which ranks connect to each other by")
+    raise ValueError(
+        f"the network interface {interface} has no IPv4 address, which ranks connect to each other by"
+    )
 
 
 def interface_variables(interface: str) -> dict[str, str]:
     """Environment variables that have gloo and NCCL go by an interface: they would choose one by its name."""
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # "=": no other that begins so
+    # "=": no other that begins so.
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def resolve(torchrun: TorchrunEnvironment) -> tuple[socket.AddressFamily, str]:
@@ -54,7 +57,9 @@ def resolve(torchrun: TorchrunEnvironment) -> tuple[socket.AddressFamily, str]:
     try:
         family, _, _, _, address = socket.getaddrinfo(torchrun.address, None, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise ValueError(f"MASTER_ADDR {torchrun.address!r} cannot be found from here: {error.strerror}") from None
+        raise ValueError(
+            f"MASTER_ADDR {torchrun.address!r} cannot be found from here: {error.strerror}"
+        ) from None
     return family, str(address[0])
 
 
@@ -66,7 +71,9 @@ def listen(torchrun: TorchrunEnvironment, port: int = 0) -> socket.socket:
         return socket.create_server((address, port), family=family, backlog=3 * torchrun.ranks)
     except OSError as error:
         if port:
-            raise OSError(f"rank 0 cannot listen at {address}, MASTER_PORT {port}: {error.strerror}") from None
+            raise OSError(
+                f"rank 0 cannot listen at {address}, MASTER_PORT {port}: {error.strerror}"
+            ) from None
         raise ValueError(
             f"MASTER_ADDR {torchrun.address!r} ({address}) is no address of {socket.gethostname()}, where rank 0 runs: "
             f"{error.strerror}"

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 VARIABLES = (*NUMBERS, "MASTER_ADDR")
 HOSTED = "TORCHELASTIC_USE_AGENT_STORE"
-SIGNS = ("RANK", "WORLD_SIZE")  # whoever sets one of these starts several processes; the others are also set without
+# Whoever sets one of these starts several processes; the others are also set without.
+SIGNS = ("RANK", "WORLD_SIZE")
 
 PATIENCE_VARIABLE = "SURGEON_JOIN_SECONDS"
 PATIENCE_SECONDS = 60.0
@@ -84,7 +85,9 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> TorchrunEnvir
         numbers[name] = int(variables[name])
     for name, count in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if numbers[name] >= numbers[count]:
-            raise ValueError(f"{name} must be less than {count}, which is {numbers[count]}, not {numbers[name]}")
+            raise ValueError(
+                f"{name} must be less than {count}, which is {numbers[count]}, not {numbers[name]}"
+            )
     if not 1 <= numbers["MASTER_PORT"] <= 65535:
         raise ValueError(f"MASTER_PORT must lie in 1..65535, not {numbers['MASTER_PORT']}")
     text = variables.get(PATIENCE_VARIABLE) or str(PATIENCE_SECONDS)

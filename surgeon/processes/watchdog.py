@@ -64,4 +64,6 @@ class Watchdog:
         return f"no rank has come any further {time}"
 
     def _list(self, ranks: Sequence[int]) -> str:
-        return f"{' and '.join(self._names[rank] for rank in ranks)} {'has' if len(ranks) == 1 else 'have'}"
+        return (
+            f"{' and '.join(self._names[rank] for rank in ranks)} {'has' if len(ranks) == 1 else 'have'}"
+        )

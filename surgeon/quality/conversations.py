@@ -20,7 +20,14 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 from typing import Any
 
-from surgeon.checkpoint.messages import REFUSALS, Message, differs, plain_message, with_calls_written, without_keys
+from surgeon.checkpoint.messages import (
+    REFUSALS,
+    Message,
+    differs,
+    plain_message,
+    with_calls_written,
+    without_keys,
+)
 from surgeon.errors import first_line, shown
 from surgeon.quality.sources import open_rows
 from surgeon.quality.tables import Row
@@ -96,7 +103,9 @@ def read_conversations(
         columns = (column,) if isinstance(first[1].get(column), list) else ()
     if not columns:
         return None
-    return _convert_rows(ConversationTokenizer(tokenizer, columns, longest), chain([first], rows), data, reading)
+    return _convert_rows(
+        ConversationTokenizer(tokenizer, columns, longest), chain([first], rows), data, reading
+    )
 
 
 def _convert_rows(
@@ -163,7 +172,9 @@ class ConversationTokenizer:
             chat = _Chat(self.tokenizer, [*system, *asked, *said], _parse_tools(row, where), where)
             found = self._chat(chat, len(system) + len(asked) if asked else 0)
             used = (*self.columns, "tools", *_SYSTEM)
-        unused = [name for name, value in row.items() if name not in used and value not in (None, "", [], {})]
+        unused = [
+            name for name, value in row.items() if name not in used and value not in (None, "", [], {})
+        ]
         return replace(found, left_out={f"column {name!r}": 1 for name in unused} | found.left_out)
 
     def _parts(self, parts: list[Any], where: str) -> tuple[list[Message], list[Message]]:
@@ -217,8 +228,12 @@ class ConversationTokenizer:
         coded = self.tokenizer(text, return_offsets_mapping=True)
         if len(coded["input_ids"]) > self.longest:
             return ConversationTokens(left_out={"rows_too_long": 1}, sizes=sizes)
-        sizes |= {"characters": len(text), "tokens": len(coded["input_ids"])} | _count_across(coded, len(prompt))
-        return ConversationTokens(coded["input_ids"], _mark_between(coded, len(prompt), len(text)), sizes=sizes)
+        sizes |= {"characters": len(text), "tokens": len(coded["input_ids"])} | _count_across(
+            coded, len(prompt)
+        )
+        return ConversationTokens(
+            coded["input_ids"], _mark_between(coded, len(prompt), len(text)), sizes=sizes
+        )
 
 
 @dataclass(frozen=True)
@@ -235,11 +250,17 @@ class _Chat:
     def answers(self) -> list[int]:
         """Numbers of messages up to each answer that is not empty."""
         numbers = range(1, len(self.messages))
-        return [n + 1 for n in numbers if self.messages[n]["role"] == "assistant" and _is_filled(self.messages[n])]
+        return [
+            n + 1
+            for n in numbers
+            if self.messages[n]["role"] == "assistant" and _is_filled(self.messages[n])
+        ]
 
     def ends(self) -> list[int]:
         """Numbers of messages up to each answer, before the first empty one."""
-        assistants = (number for number, message in enumerate(self.messages) if message["role"] == "assistant")
+        assistants = (
+            number for number, message in enumerate(self.messages) if message["role"] == "assistant"
+        )
         filled = takewhile(lambda number: _is_filled(self.messages[number]), assistants)
         return [number + 1 for number in filled if number]
 
@@ -267,7 +288,9 @@ class _Chat:
 
     def marked(self, count: int) -> ConversationTokens:
         with self._explain_template_errors(count):
-            found = self._apply(self.messages[:count], return_dict=True, return_assistant_tokens_mask=True)
+            found = self._apply(
+                self.messages[:count], return_dict=True, return_assistant_tokens_mask=True
+            )
         if not any(found["assistant_masks"]):
             return ConversationTokens(left_out={"rows_without_answer": 1})
         return ConversationTokens(found["input_ids"], found["assistant_masks"])
@@ -356,7 +379,10 @@ def _count_characters(message: Message) -> int:
 def _parse_messages(found: Any, where: str) -> list[Message]:
     if not isinstance(found, list | None):
         raise ValueError(f"{where} should hold a list of messages, not {shown(found)}")
-    return [_parse_message(message, f"{where}: message {number}") for number, message in enumerate(found or [])]
+    return [
+        _parse_message(message, f"{where}: message {number}")
+        for number, message in enumerate(found or [])
+    ]
 
 
 def _parse_message(message: Any, where: str) -> Message:
@@ -372,7 +398,9 @@ def _parse_message(message: Any, where: str) -> Message:
     weight = message.get("weight")
     if _ROLES[role] == "assistant":
         if weight not in (None, 1):
-            raise ValueError(f"{where} has the weight {shown(weight)}, and all answers count; leave it out, or the key")
+            raise ValueError(
+                f"{where} has the weight {shown(weight)}, and all answers count; leave it out, or the key"
+            )
         if content is None:
             content = ""
     others = {name: value for name, value in message.items() if name not in (*keys, "weight")}
@@ -388,7 +416,9 @@ def _parse_system(row: Row, messages: Sequence[Message], where: str) -> list[Mes
     begins = bool(messages) and messages[0]["role"] == "system"
     said = prompts | ({"its first message": messages[0]["content"]} if begins else {})
     if len(set(said.values())) > 1:
-        raise ValueError(f"{where}: {' and '.join(said)} have different system prompts; leave all but one out")
+        raise ValueError(
+            f"{where}: {' and '.join(said)} have different system prompts; leave all but one out"
+        )
     if begins:
         return []
     return [{"role": "system", "content": text} for text in set(prompts.values())]
@@ -404,5 +434,7 @@ def _parse_tools(row: Row, where: str) -> list[Any] | None:
     except ValueError as error:
         raise ValueError(f"{where}: column 'tools' is no JSON ({error}); mend this row") from error
     if not isinstance(found or [], list):
-        raise ValueError(f"{where}: column 'tools' should hold a list, not {shown(found)}; mend this row")
+        raise ValueError(
+            f"{where}: column 'tools' should hold a list, not {shown(found)}; mend this row"
+        )
     return found or None

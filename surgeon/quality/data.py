@@ -17,7 +17,15 @@ from surgeon.quality.sources import DEMO, are_apart, documents
 from surgeon.quality.text_files import Reading
 from surgeon.quality.tokens import TextTokens
 
-__all__ = ["DEFAULT_TOKENS", "DEFAULT_WINDOW", "DEMO", "Windows", "held_out", "load_windows", "window_for"]
+__all__ = [
+    "DEFAULT_TOKENS",
+    "DEFAULT_WINDOW",
+    "DEMO",
+    "Windows",
+    "held_out",
+    "load_windows",
+    "window_for",
+]
 
 HELD_OUT_SHARE = 10  # by default one in so many windows of a text is held out
 HELD_OUT_TOKENS = 16384  # at most
@@ -110,9 +118,13 @@ def load_windows(
             f"tokens must be at least one window of {window}, not {tokens}; take more tokens or a smaller window"
         )
     if after < 0 or after % window:
-        raise ValueError(f"what is left out must be whole windows of {window} tokens, not {after} tokens")
+        raise ValueError(
+            f"what is left out must be whole windows of {window} tokens, not {after} tokens"
+        )
     if separator == "":
-        raise ValueError("the separator is empty; give the text between documents, such as '<|endoftext|>'")
+        raise ValueError(
+            "the separator is empty; give the text between documents, such as '<|endoftext|>'"
+        )
     wanted = after + tokens // window * window
     apart = are_apart(data, separator)
     ids: list[int] = []
@@ -128,7 +140,9 @@ def load_windows(
     if not apart:
         notes += marks_in_text(tokenizer, ids, data)
     tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
-    return Windows(tensor, data, digest_of(tensor), separator, tuple(notes), reading.column, +reading.left_out)
+    return Windows(
+        tensor, data, digest_of(tensor), separator, tuple(notes), reading.column, +reading.left_out
+    )
 
 
 def marks_in_text(tokenizer: Any, ids: list[int], data: str) -> list[str]:
@@ -138,13 +152,17 @@ def marks_in_text(tokenizer: Any, ids: list[int], data: str) -> list[str]:
     if not marks:
         return []
     advice = f"to keep its documents apart, give the separator '{marks[0]}'"
-    return [f"{data} contains {marks[0]!r}, read as ordinary text, which makes perplexity worse; {advice}"]
+    return [
+        f"{data} contains {marks[0]!r}, read as ordinary text, which makes perplexity worse; {advice}"
+    ]
 
 
 def default_data(tokenizer: Any) -> str:
     """Choose the demo's text where none is given, with a warning."""
     text = "".join(next(documents(DEMO, None)))[:_TRIED_CHARACTERS]
-    read = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
+    read = tokenizer.decode(
+        tokenizer(text, add_special_tokens=False)["input_ids"], skip_special_tokens=True
+    )
     wanted, kept = (Counter("".join(part.split())) for part in (text, read))
     lost = 1 - (wanted & kept).total() / wanted.total()
     what = "source files of the Python standard library"
@@ -161,7 +179,9 @@ def default_data(tokenizer: Any) -> str:
     return DEMO
 
 
-def _cut_windows(ids: list[int], data: str, window: int, after: int, wanted: int) -> tuple[list[int], str]:
+def _cut_windows(
+    ids: list[int], data: str, window: int, after: int, wanted: int
+) -> tuple[list[int], str]:
     """Take the whole windows up to token `wanted` behind the skipped ones; and a note where there are fewer."""
     if not ids:
         raise ValueError(f"{data} is empty; give a text file with something in it")
@@ -180,12 +200,16 @@ def _cut_windows(ids: list[int], data: str, window: int, after: int, wanted: int
     if after:
         behind = f" behind the first {after}"
     asked = f"of the {wanted - after} asked for"
-    return ids[after:read], f"{data} has only {read - after} tokens in whole windows{behind} {asked}: all are used"
+    return ids[
+        after:read
+    ], f"{data} has only {read - after} tokens in whole windows{behind} {asked}: all are used"
 
 
 def digest_of(ids: Tensor) -> str:
     """Hash token ids and their shape (SHA-256)."""
-    return hashlib.sha256(repr(tuple(ids.shape)).encode() + ids.contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        repr(tuple(ids.shape)).encode() + ids.contiguous().numpy().tobytes()
+    ).hexdigest()
 
 
 def shared_windows(one: Windows, other: Windows) -> int:
@@ -195,7 +219,11 @@ def shared_windows(one: Windows, other: Windows) -> int:
 
 
 def held_out(
-    tokenizer: Any, searched: Windows, tokens: int | None = None, other: str | None = None, between: int = 0
+    tokenizer: Any,
+    searched: Windows,
+    tokens: int | None = None,
+    other: str | None = None,
+    between: int = 0,
 ) -> Windows:
     """Load text that a search has not seen: what follows its windows, or another text, in windows of equal length.
 
@@ -253,7 +281,9 @@ def tokens_before_rest(
         FileNotFoundError, ValueError: as `load_windows`.
     """
     most = max(least, HELD_OUT_TOKENS // window)
-    there = len(load_windows(tokenizer, data, window, tokens + most * window, separator, at_most=True).ids)
+    there = len(
+        load_windows(tokenizer, data, window, tokens + most * window, separator, at_most=True).ids
+    )
     rest = min(most, max(least, there // HELD_OUT_SHARE))
     used = min(tokens // window, there - rest)
     if used < 1 or used == tokens // window:

@@ -99,7 +99,9 @@ class OutputHead:
         self.norm = model.get_submodule(family.final_norm)
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise ValueError(f"the output head is a {type(head).__name__}; only a plain linear head can be measured")
+            raise ValueError(
+                f"the output head is a {type(head).__name__}; only a plain linear head can be measured"
+            )
         self.weight = head.weight
         self.bias = head.bias
         self.scale = family.scales.logits(model.config)
@@ -113,12 +115,15 @@ class OutputHead:
 
     def working_bytes(self, tokens: int) -> int:
         """Most memory for measuring this many tokens, beside the stream and the `ReferencePredictions`."""
-        blocks = 4 * self.rows(tokens) * len(self.weight) * 4  # logits, log-probabilities, probabilities, their product
+        # Logits, log-probabilities, probabilities, their product.
+        blocks = 4 * self.rows(tokens) * len(self.weight) * 4
         normed = 3 * tokens * self.weight.shape[1] * max(4, self.weight.element_size())
         return blocks + normed
 
     @torch.inference_mode()
-    def reference(self, stream: Tensor, input_ids: Tensor, sampled: bool = False) -> ReferencePredictions:
+    def reference(
+        self, stream: Tensor, input_ids: Tensor, sampled: bool = False
+    ) -> ReferencePredictions:
         """Predict by the original program.
 
         Args:
@@ -140,7 +145,8 @@ class OutputHead:
             log_p = functional.log_softmax(logits, dim=-1)
             nll[rows] = -log_p.gather(-1, targets[rows, None])[:, 0]
             p = log_p.exp()
-            p /= p.sum(-1, keepdim=True)  # it is off by 1e-7 on average, which times the logits biases the divergence
+            # It is off by 1e-7 on average, which times the logits biases the divergence.
+            p /= p.sum(-1, keepdim=True)
             entropy = -(p * log_p).sum(-1)
             if self.softcap is None:
                 kept[rows] = self._expected_rows(p)
@@ -277,7 +283,8 @@ class TextReferences:
         self.sampled = sampled
         self.names = (*_NAMES, _NORMED) if sampled else _NAMES
         self.known = [False] * len(ids)
-        self.tensors: Tensors = {}  # by window, in one piece each, so that neighbouring windows need no copy
+        # By window, in one piece each, so that neighbouring windows need no copy.
+        self.tensors: Tensors = {}
 
     def __getitem__(self, windows: range) -> ReferencePredictions:
         if not all(self.known[windows.start : windows.stop]):

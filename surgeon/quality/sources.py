@@ -16,7 +16,16 @@ from typing import Any
 from surgeon.checkpoint.locate import without_retries
 from surgeon.errors import first_line
 from surgeon.named import is_path, on_disk
-from surgeon.quality.tables import JSON_LINES, PARQUET, Row, TextRows, is_table, open_table, read_column, without_nulls
+from surgeon.quality.tables import (
+    JSON_LINES,
+    PARQUET,
+    Row,
+    TextRows,
+    is_table,
+    open_table,
+    read_column,
+    without_nulls,
+)
 from surgeon.quality.text_files import Reading, ending, is_packed, read_pieces
 
 DEMO = "demo"
@@ -95,7 +104,9 @@ def files_in(folder: str) -> list[Path]:
     files = [path for path in there if ending(path) in TEXT_FILES or is_table(path)]
     if not files:
         known = ", ".join((*TEXT_FILES, *JSON_LINES, PARQUET))
-        raise ValueError(f"{folder} has no files of text in it, by their endings ({known}); give another folder")
+        raise ValueError(
+            f"{folder} has no files of text in it, by their endings ({known}); give another folder"
+        )
     return files
 
 
@@ -205,7 +216,9 @@ def _open_dataset(data: str, name: str, config: str, split: str) -> Iterator[Row
 
     try:
         with without_retries():
-            rows = iter(datasets.load_dataset(name, config or None, split=split or "test", streaming=True))
+            rows = iter(
+                datasets.load_dataset(name, config or None, split=split or "test", streaming=True)
+            )
             first = list(islice(rows, 1))
     except Exception as error:  # whatever fails inside `datasets`, the way out is the same
         raise FileNotFoundError(

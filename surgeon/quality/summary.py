@@ -58,7 +58,9 @@ def interval(values: Values, confidence: float = CONFIDENCE) -> tuple[float, flo
     return float(low), float(high)
 
 
-def known_interval(values: Values, least: float = -math.inf, most: float = math.inf) -> tuple[float, float]:
+def known_interval(
+    values: Values, least: float = -math.inf, most: float = math.inf
+) -> tuple[float, float]:
     """The interval within `least` and `most`; NaN where it is unknown."""
     low, high = interval(values)
     if math.isfinite(high):
@@ -154,7 +156,9 @@ class Quality:
         if self.acceptance_keys is not None:
             by = f", by {self.acceptance_keys} keys and values"
         greedy = self.words("greedy_acceptance", 3)
-        return f"as a draft: acceptance {greedy} greedy, {self.words('sampled_acceptance', 3)} sampled{by}"
+        return (
+            f"as a draft: acceptance {greedy} greedy, {self.words('sampled_acceptance', 3)} sampled{by}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values: each metric, and its interval as a pair; None where unknown."""
@@ -176,10 +180,14 @@ class Quality:
             low, high = entries.get(f"{metric}_interval") or columns
             if low is not None and high is not None:
                 numbers |= {f"{metric}_low": float(low), f"{metric}_high": float(high)}
-        return cls(**numbers, tokens=int(entries["tokens"]), acceptance_keys=entries.get("acceptance_keys"))
+        return cls(
+            **numbers, tokens=int(entries["tokens"]), acceptance_keys=entries.get("acceptance_keys")
+        )
 
 
-def quality_of(values: Mapping[str, Values], tokens: int, whole: bool = True, beside: Quality | None = None) -> Quality:
+def quality_of(
+    values: Mapping[str, Values], tokens: int, whole: bool = True, beside: Quality | None = None
+) -> Quality:
     """Summarise a program's values by window, which are kept.
 
     Args:
@@ -238,7 +246,9 @@ def estimate(
     )
 
 
-def estimate_beside(nll: Values, divergence: Values, other_nll: Values, other_divergence: Values) -> Quality:
+def estimate_beside(
+    nll: Values, divergence: Values, other_nll: Values, other_divergence: Values
+) -> Quality:
     """Estimate a program on the first windows beside another on all of them.
 
     Perplexity and divergence are the other's on all windows plus the mean difference on these; intervals as in

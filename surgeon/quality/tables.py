@@ -54,7 +54,9 @@ def open_table(path: Path, column: str | None, reading: Reading, whole_rows: boo
         whole_rows: else only the named column, or text, of a parquet file that has it.
     """
     if ending(path) == PARQUET:
-        return TextRows(_parquet_rows(path, None if whole_rows else column or TEXT_COLUMN), str(path), column)
+        return TextRows(
+            _parquet_rows(path, None if whole_rows else column or TEXT_COLUMN), str(path), column
+        )
     rows = ((f"{path}:{number}", row) for number, row in read_json_lines(path, reading))
     return TextRows(rows, str(path), column)
 
@@ -64,7 +66,9 @@ def _parquet_rows(path: Path, wanted: str | None) -> Iterator[tuple[str, Row]]:
     from pyarrow import parquet
 
     if is_packed(path):
-        raise ValueError(f"{path} is compressed as a whole, and parquet is so within; unpack it (gunzip {path})")
+        raise ValueError(
+            f"{path} is compressed as a whole, and parquet is so within; unpack it (gunzip {path})"
+        )
     row = 0
     which = " is"
     try:
@@ -176,7 +180,9 @@ def _holds_messages(value: Any) -> bool:
     return isinstance(first, dict) and not first.keys().isdisjoint(_ROLE_KEYS)
 
 
-def _choose_column(place: str, names: list[str], source: str, with_chats: Iterable[str], how: str) -> str:
+def _choose_column(
+    place: str, names: list[str], source: str, with_chats: Iterable[str], how: str
+) -> str:
     """Choose a column among `names`, those of text in `place`, the part of `source` that was looked at."""
     if TEXT_COLUMN in names:
         return TEXT_COLUMN
@@ -191,10 +197,14 @@ def _choose_column(place: str, names: list[str], source: str, with_chats: Iterab
     if not names:
         raise ValueError(f"{place} has no column of text")
     example = how.format(source=source, column=names[0])
-    raise ValueError(f"{place} has several columns of text: {', '.join(names)}; say which one, as in {example}")
+    raise ValueError(
+        f"{place} has several columns of text: {', '.join(names)}; say which one, as in {example}"
+    )
 
 
 def _check_text(value: Any, where: str, column: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{where}: column {column!r} should hold text, not {shown(value)}; say another one if need be")
+        raise ValueError(
+            f"{where}: column {column!r} should hold text, not {shown(value)}; say another one if need be"
+        )
     return require_utf8(value, f"{where}: column {column!r}")

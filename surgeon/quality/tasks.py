@@ -117,10 +117,14 @@ class TaskModel(HFLM):  # type: ignore[misc]
                 return answers
         return self._ask("generate_until", "generating", requests, super().generate_until)
 
-    def _ask(self, kind: str, doing: str, requests: list[Any], run: Callable[..., list[Any]]) -> list[Any]:
+    def _ask(
+        self, kind: str, doing: str, requests: list[Any], run: Callable[..., list[Any]]
+    ) -> list[Any]:
         keys = [_hash_request(kind, request.args) for request in requests]
         self.asked.update(keys)
-        missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers}
+        missing = {
+            key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers
+        }
         count = len(set(keys))
         with progress(doing, count, "requests", count - len(missing)) as advance:
             self.set_cache_hook(_Notice(advance, self.answers))
@@ -183,7 +187,8 @@ def _describe_text(texts: Any) -> str:
     return f"the text to be scored {shown(texts[1]) if texts is not None else 'a text'}"
 
 
-BOOTSTRAP = 1000  # draws for the error of metrics that are no means; lm-eval's 100,000 take minutes for LAMBADA
+# Draws for the error of metrics that are no means; lm-eval's 100,000 take minutes for LAMBADA.
+BOOTSTRAP = 1000
 
 
 @dataclass(frozen=True)
@@ -228,7 +233,10 @@ def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: TaskSettings) ->
     # repository the git that it asks for a hash complains.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     seeds = settings.seeds
-    with redirect_stdout(io.StringIO()), patch.object(evaluator, "get_git_commit_hash", return_value=None):
+    with (
+        redirect_stdout(io.StringIO()),
+        patch.object(evaluator, "get_git_commit_hash", return_value=None),
+    ):
         results: Any = evaluator.simple_evaluate(
             model=lm,
             model_args={"pretrained": name},
@@ -256,7 +264,9 @@ def _check_tokenizer(tokenizer: Any, tasks: Tasks, chat: bool) -> None:
         raise ValueError("the tokenizer has no chat template; leave the template out")
     if tokenizer.eos_token_id is None:
         if tokenizer.bos_token_id is None:
-            raise ValueError("the tokenizer has neither BOS nor EOS, one of which lm-eval needs; set one in its files")
+            raise ValueError(
+                "the tokenizer has neither BOS nor EOS, one of which lm-eval needs; set one in its files"
+            )
         for name, task in tasks.loaded["tasks"].items():
             if task.OUTPUT_TYPE == "generate_until":
                 raise ValueError(f"task {name} generates text, which needs a tokenizer that has an EOS")

@@ -60,7 +60,9 @@ def _multiple_choice(row: Row, where: str) -> Row:
 
 
 def _contexts(row: Row, where: str) -> Row:
-    contexts = [context.rstrip() for context in _check_texts(row["context_options"], "context_options", where)]
+    contexts = [
+        context.rstrip() for context in _check_texts(row["context_options"], "context_options", where)
+    ]
     return {
         "context_options": contexts,
         "continuation": _check_text(row["continuation"], "continuation", where).lstrip(),
@@ -70,7 +72,10 @@ def _contexts(row: Row, where: str) -> Row:
 
 def _continuation(row: Row, where: str) -> Row:
     continuation = _check_text(row["continuation"], "continuation", where).lstrip()
-    return {"prompt": _check_text(row["context"], "context", where).rstrip(), "target": f" {continuation}"}
+    return {
+        "prompt": _check_text(row["context"], "context", where).rstrip(),
+        "target": f" {continuation}",
+    }
 
 
 def _number(row: Row, where: str) -> Row:
@@ -85,7 +90,9 @@ def _number(row: Row, where: str) -> Row:
         )
     prompt = f"{_QUESTION} {_check_text(row['context'], 'context', where).strip()}\n{_ANSWER}"
     if "chain_of_thought" in row:
-        target = f"{_check_text(row['chain_of_thought'], 'chain_of_thought', where).strip()}\n#### {answer}"
+        target = (
+            f"{_check_text(row['chain_of_thought'], 'chain_of_thought', where).strip()}\n#### {answer}"
+        )
     return {"prompt": prompt, "target": target, "answer": answer}
 
 
@@ -103,7 +110,9 @@ def _check_texts(value: Any, key: str, where: str) -> list[str]:
 
 def _check_gold(gold: Any, choices: int, where: str) -> int:
     if type(gold) is not int or not 0 <= gold < choices:
-        raise ValueError(f"{where}: gold must be the right one's number, 0 to {choices - 1}, not {shown(gold)}")
+        raise ValueError(
+            f"{where}: gold must be the right one's number, 0 to {choices - 1}, not {shown(gold)}"
+        )
     return gold
 
 
@@ -117,7 +126,10 @@ _FLEXIBLE = {
 }
 _STRICT = {
     "name": "strict-match",
-    "filter": [{"function": "regex", "regex_pattern": r"#### (\-?[0-9\.\,]+)"}, {"function": "take_first"}],
+    "filter": [
+        {"function": "regex", "regex_pattern": r"#### (\-?[0-9\.\,]+)"},
+        {"function": "take_first"},
+    ],
 }
 _EXACT = {
     **_average("exact_match")[0],
@@ -203,7 +215,9 @@ def read_rows(path: Path) -> tuple[RowForm, list[Row]]:
         if form.name == "number" and ("chain_of_thought" in row) != reasoned:
             raise ValueError(f"{where}: either every row has a chain_of_thought or none has")
         if missing:
-            raise ValueError(f"{where}: the key {missing[0]!r} is missing; every row needs {', '.join(form.keys)}")
+            raise ValueError(
+                f"{where}: the key {missing[0]!r} is missing; every row needs {', '.join(form.keys)}"
+            )
         rows.append(form.columns(row, where))
     if not rows:
         raise ValueError(f"{path} is empty; give a file with rows in it")

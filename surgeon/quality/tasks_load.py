@@ -85,7 +85,9 @@ class Tasks:
         return groups + [item.task_name for item in self.items if not isinstance(item, Group)]
 
 
-def load_tasks(names: list[str], positions: int, num_fewshot: int | None = None, seeds: Seeds | None = None) -> Tasks:
+def load_tasks(
+    names: list[str], positions: int, num_fewshot: int | None = None, seeds: Seeds | None = None
+) -> Tasks:
     """Load tasks and their data.
 
     Args:
@@ -147,7 +149,9 @@ def _find_items(name: str, path: Path, known: Callable[[], TaskManager]) -> list
         hint = "`lm-eval ls tasks` lists all"
         if near:
             hint = did_you_mean(name, near)
-        raise ValueError(f"unknown task {name!r}; {hint} (a file of your own is given by its path: {name}{SUFFIX})")
+        raise ValueError(
+            f"unknown task {name!r}; {hint} (a file of your own is given by its path: {name}{SUFFIX})"
+        )
     return [item for one in matching for item in _build(manager, one)]
 
 
@@ -173,14 +177,18 @@ def _load_folder(path: Path) -> list[Any]:
     groups = [item for name in inside.all_groups for item in _build(_make_manager(path), name)]
     members = {task.task_name for group in groups for task in group.get_all_tasks()}
     subgroups = {group.name for outer in groups for group in outer.get_all_groups()}
-    single = [item for name in inside.all_subtasks if name not in members for item in _build(inside, name)]
+    single = [
+        item for name in inside.all_subtasks if name not in members for item in _build(inside, name)
+    ]
     return [group for group in groups if group.name not in subgroups] + single
 
 
 def _make_manager(folder: Path) -> TaskManager:
     """A manager of the tasks in a folder of YAML files, and lm-eval's if a group there has some of those."""
     inside = TaskManager(include_defaults=False, include_path=str(folder))
-    named = {name for group in inside.all_groups for name in _list_members(inside.task_index[group].cfg or {})}
+    named = {
+        name for group in inside.all_groups for name in _list_members(inside.task_index[group].cfg or {})
+    }
     if named <= set(inside.all_tasks):
         return inside
     return TaskManager(include_path=str(folder))
@@ -210,7 +218,9 @@ def _build(manager: TaskManager, name: str) -> list[Any]:
             f"local file, {Path(name).stem}{SUFFIX}"
         ) from error
     except Exception as error:  # whatever is wrong with a task's settings
-        raise ValueError(f"task {name} cannot be set up ({type(error).__name__}: {_shorten(error)})") from error
+        raise ValueError(
+            f"task {name} cannot be set up ({type(error).__name__}: {_shorten(error)})"
+        ) from error
     groups = list(built["groups"].values())  # the one that was asked for first
     return groups[:1] or list(built["tasks"].values())
 
@@ -234,13 +244,17 @@ def _set_shots(task: Any, wanted: int | None, tasks: Tasks) -> None:
     if source in tasks.files:
         rows = len({repr(row) for row in task.eval_docs})
         if rows <= wanted:
-            raise ValueError(f"{source} has {rows} different rows: too few for {wanted} examples and one question")
+            raise ValueError(
+                f"{source} has {rows} different rows: too few for {wanted} examples and one question"
+            )
 
 
 def _check_task(task: Any, positions: int) -> None:
     name = task.task_name
     if getattr(task, "UNSAFE_CODE", False):
-        raise ValueError(f"task {name} runs code that the model writes, which surgeon does not do; use lm-eval for it")
+        raise ValueError(
+            f"task {name} runs code that the model writes, which surgeon does not do; use lm-eval for it"
+        )
     if getattr(task, "MULTIMODAL", False):
         raise ValueError(f"task {name} needs images or sound; only tasks of text can be computed")
     if task.OUTPUT_TYPE == "generate_until":

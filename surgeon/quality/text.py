@@ -35,7 +35,8 @@ from surgeon.quality.summary import (
 VERIFIED = "verified"
 OWN = "own"
 _COMPARED = METRICS[1:]  # of two models
-Logits = Callable[[Tensor], Tensor]  # token ids, (windows, tokens), to logits, (windows, tokens, vocabulary)
+# Token ids, (windows, tokens), to logits, (windows, tokens, vocabulary).
+Logits = Callable[[Tensor], Tensor]
 
 
 def logits_of(model: nn.Module) -> Logits:
@@ -78,7 +79,9 @@ def text_quality(
         tokens = ids.shape[0] * (ids.shape[1] - 1)
     else:
         tokens = int(answers[:, 1:].sum())
-    quality = Quality(perplexity(found["nll"]), *(perplexity_interval(found["nll"]) or UNKNOWN), tokens=tokens)
+    quality = Quality(
+        perplexity(found["nll"]), *(perplexity_interval(found["nll"]) or UNKNOWN), tokens=tokens
+    )
     if "divergence" not in found:
         return quality
     numbers: dict[str, Any] = {"divergence": mean_divergence(found["divergence"])}
@@ -122,7 +125,9 @@ def text_values(
     columns = list(np.array(parts).T)
     if not np.isfinite(columns[0]).all():
         where = int(np.flatnonzero(~np.isfinite(columns[0]))[0])
-        raise ValueError(f"the model's predictions are not finite in window {where}; are its weights damaged?")
+        raise ValueError(
+            f"the model's predictions are not finite in window {where}; are its weights damaged?"
+        )
     if answers is not None:
         counts = answers[:, 1:].sum(1).double().numpy()
         columns = [pool_windows(column, counts) for column in columns]
@@ -131,7 +136,9 @@ def text_values(
 
 def split_windows(ids: Tensor, answers: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor | slice]]:
     """Yield windows, (1, tokens), up to the last answer, and the places, (tokens - 1,), whose next token counts."""
-    for window, marks in zip(ids.split(1), [None] * len(ids) if answers is None else answers, strict=True):
+    for window, marks in zip(
+        ids.split(1), [None] * len(ids) if answers is None else answers, strict=True
+    ):
         if marks is None:
             yield window, slice(None)
         else:
@@ -140,7 +147,11 @@ def split_windows(ids: Tensor, answers: Tensor | None = None) -> Iterator[tuple[
 
 
 def _measure_window(
-    model: Logits, window: Tensor, original: Logits | None, counted: Tensor | slice, draft: DraftOnText | None
+    model: Logits,
+    window: Tensor,
+    original: Logits | None,
+    counted: Tensor | slice,
+    draft: DraftOnText | None,
 ) -> tuple[float, ...]:
     logits = model(window)[0, :-1][counted].float()
     nll = float(functional.cross_entropy(logits, window[0, 1:][counted].to(logits.device)))
@@ -208,4 +219,6 @@ class HeldOutQuality:
 
     def values(self, model: nn.Module) -> dict[str, Values]:
         with in_evaluation_mode(model):
-            return text_values(logits_of(model), self.ids, self._reference, bar=False, answers=self.answers)
+            return text_values(
+                logits_of(model), self.ids, self._reference, bar=False, answers=self.answers
+            )

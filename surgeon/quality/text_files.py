@@ -72,7 +72,11 @@ class Reading:
             "answers_rewritten": f"the learning of {plural(count['answers_rewritten'], 'answer')} that the chat "
             "template writes in another way than the model at its turn",
         }
-        words |= {name: f"{name} of {plural(count[name], 'row')}" for name in sorted(count) if name not in words}
+        words |= {
+            name: f"{name} of {plural(count[name], 'row')}"
+            for name in sorted(count)
+            if name not in words
+        }
         named = [words[name] for name in words if count[name]]
         read = ""
         if self.rows:
@@ -131,13 +135,17 @@ def open_text(path: Path, reading: Reading) -> Iterator[BinaryIO]:
             for mark, (what, advice) in _NO_TEXT.items():
                 if start.startswith(mark):
                     bytes_ = mark.hex(" ").upper()
-                    raise ValueError(f"{path} begins as {what} does ({bytes_}); {advice.format(path=path)}")
+                    raise ValueError(
+                        f"{path} begins as {what} does ({bytes_}); {advice.format(path=path)}"
+                    )
             marked = start.startswith(codecs.BOM_UTF8)
             reading.left_out["byte_order_marks"] += marked
             file.seek(len(codecs.BOM_UTF8) if marked else 0)
             yield file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is truncated or not compressed by gzip ({error}); fetch or copy it again") from error
+        raise ValueError(
+            f"{path} is truncated or not compressed by gzip ({error}); fetch or copy it again"
+        ) from error
 
 
 def read_pieces(path: Path, reading: Reading | None = None) -> Iterator[str]:
@@ -155,7 +163,8 @@ def read_pieces(path: Path, reading: Reading | None = None) -> Iterator[str]:
                     f"{path} is no text: byte {before + place} is NUL, as in a binary file, or in UTF-16 without a "
                     "byte order mark; convert it, or give another file"
                 )
-            carried = len(decoder.getstate()[0])  # the beginning of a character that the last block ended in
+            # The beginning of a character that the last block ended in.
+            carried = len(decoder.getstate()[0])
             try:
                 piece = begun + decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
@@ -184,16 +193,21 @@ def read_json_lines(path: Path, reading: Reading | None = None) -> Iterator[tupl
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
             try:
-                text = line.decode().removeprefix("\ufeff")  # where files with such marks have been joined
+                # Where files with such marks have been joined.
+                text = line.decode().removeprefix("\ufeff")
                 row = None
                 if text.strip():
                     row = json.loads(text)
             except UnicodeDecodeError as error:
                 raise _not_utf8(where, before + error.start) from error
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where}: not valid JSON ({error}); each line must be one object") from error
+                raise ValueError(
+                    f"{where}: not valid JSON ({error}); each line must be one object"
+                ) from error
             if text.strip():
                 if not isinstance(row, dict):
-                    raise ValueError(f"{where}: each line must be one JSON object, not {type(row).__name__}")
+                    raise ValueError(
+                        f"{where}: each line must be one JSON object, not {type(row).__name__}"
+                    )
                 yield number, row
             before += len(line)

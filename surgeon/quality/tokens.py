@@ -63,12 +63,17 @@ class _Coded:
     encoding: Any
 
     def placed(self, first: int, end: int | None = None) -> _Placed:
-        return [(self.ids[token], *self.encoding.token_to_chars(token)) for token in range(len(self.ids))[first:end]]
+        return [
+            (self.ids[token], *self.encoding.token_to_chars(token))
+            for token in range(len(self.ids))[first:end]
+        ]
 
     def token_at(self, character: int) -> int:
         """Find the first token that begins at a character or behind it."""
         return bisect_left(
-            range(len(self.ids)), character, key=lambda token: int(self.encoding.token_to_chars(token)[0])
+            range(len(self.ids)),
+            character,
+            key=lambda token: int(self.encoding.token_to_chars(token)[0]),
         )
 
 
@@ -90,7 +95,8 @@ class TextTokens:
         self._marks = _document_marks(tokenizer) if apart else ([], [])
         self._around = ([], []) if apart else _marks_around(tokenizer)
         self._blocks = 0  # so far
-        self._held: _Placed = []  # the last tokens of a document that goes on, by their places in the next block
+        # The last tokens of a document that goes on, by their places in the next block.
+        self._held: _Placed = []
 
     def read(self, documents: Iterable[Iterable[str]]) -> Iterator[list[Tokens]]:
         rest = (block for pieces in documents for block in self._cut(pieces))
@@ -147,7 +153,9 @@ class TextTokens:
         close = []
         if block.ends:
             close = self._marks[1]
-        return Tokens(np.array([*begin, *before, *coded.ids[first:end], *close], np.int32), ends=block.ends)
+        return Tokens(
+            np.array([*begin, *before, *coded.ids[first:end], *close], np.int32), ends=block.ends
+        )
 
     def _seam(self, coded: _Coded) -> tuple[int, int] | None:
         """Count the tokens of the block before that stay, and find this block's first one; None if they never agree."""

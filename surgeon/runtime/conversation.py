@@ -33,7 +33,11 @@ class Conversation(AbstractContextManager["Conversation"]):
     """
 
     def __init__(
-        self, service: Service, tokenizer: Any, sampling: Sampling | None = None, system: str | None = None
+        self,
+        service: Service,
+        tokenizer: Any,
+        sampling: Sampling | None = None,
+        system: str | None = None,
     ) -> None:
         """Begin a chat.
 
@@ -100,7 +104,8 @@ class Conversation(AbstractContextManager["Conversation"]):
     def stop(self) -> None:
         """End the answer after the current pass; from any thread or signal handler."""
         self._stopped = True
-        if self._request is not None:  # by a thread, as what a signal interrupts may be sending to the ranks
+        # By a thread, as what a signal interrupts may be sending to the ranks.
+        if self._request is not None:
             threading.Thread(target=self.service.cancel, args=(self._request,)).start()
 
     def close(self) -> None:

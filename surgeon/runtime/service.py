@@ -83,7 +83,9 @@ class Service(AbstractContextManager["Service"]):
         device = options.ranks.device
         program = options.program
         shared = 1 if options.pipeline else ranks
-        plan = make_plan(model, shared, options.max_tokens, program, device, halves=options.halves, **options.ways)
+        plan = make_plan(
+            model, shared, options.max_tokens, program, device, halves=options.halves, **options.ways
+        )
         if options.pipeline:
             # Texts that fill all ranks gain nothing by drafts, and codas are for the checkpoint's own program.
             plan = with_stretches(plan, ranks, drafts=options.max_batch < ranks and program is None)
@@ -98,7 +100,8 @@ class Service(AbstractContextManager["Service"]):
         here = ranks_of_this_machine(ranks)
         free: Callable[[], int] = free_bytes
         with ExitStack() as undone:
-            if device == "cuda" and options.memory is None:  # asking opens a context on a GPU: only its rank does
+            # Asking opens a context on a GPU: only its rank does.
+            if device == "cuda" and options.memory is None:
                 started = started or undone.enter_context(Ranks(options.ranks))
                 room: list[int] = started.call(gpu_room)
                 free = partial(min, room)
@@ -130,7 +133,9 @@ class Service(AbstractContextManager["Service"]):
         self._ended = threading.Event()
         self._ranks = started or Ranks(options.ranks)
         self._watchdog = Watchdog(self._ranks.names, options.patience)
-        self._thread = threading.Thread(target=self._receive, args=(limits,), name="surgeon-service", daemon=True)
+        self._thread = threading.Thread(
+            target=self._receive, args=(limits,), name="surgeon-service", daemon=True
+        )
         try:
             self._start()
         except BaseException:  # an interruption, too
@@ -169,11 +174,15 @@ class Service(AbstractContextManager["Service"]):
         request = Request(next(self._numbers), tuple(map(int, prompt)), sampling)
         check_length(request, self.max_tokens)
         if any(not 0 <= token < self.plan.vocabulary for token in request.prompt):
-            raise ValueError(f"token ids must lie in 0..{self.plan.vocabulary - 1}, the model's vocabulary")
+            raise ValueError(
+                f"token ids must lie in 0..{self.plan.vocabulary - 1}, the model's vocabulary"
+            )
         if sampling.stop and self._tokenizer is None:
             raise ValueError("stop texts cannot be found without a tokenizer; give the service one")
         if sampling.prompt_logprobs is not None and self.plan.stretches:
-            raise ValueError("a pipeline does not say how likely prompts are; use ranks that share every layer")
+            raise ValueError(
+                "a pipeline does not say how likely prompts are; use ranks that share every layer"
+            )
         opened = OpenRequest(request, self._tokenizer)
         with self._changed:
             if self.failure is not None:

@@ -69,7 +69,9 @@ class ServiceOptions:
         elif isinstance(self.draft, str) and self.draft != LOOKUP:
             named_draft(self.draft)
         elif self.draft is None and self.draft_tokens is not None:
-            raise ValueError("draft_tokens says how many tokens to draft; say with what, too: a program, or coda")
+            raise ValueError(
+                "draft_tokens says how many tokens to draft; say with what, too: a program, or coda"
+            )
         if self.draft_tokens and self.max_tokens and self.draft_tokens >= self.max_tokens:
             raise ValueError(
                 f"draft_tokens {self.draft_tokens} are more than any text has room for behind its first token, of "
@@ -99,7 +101,9 @@ class ServiceOptions:
         if self.ranks.device != "cpu":
             raise ValueError("pipelines run on CPU ranks only, so far; use the device cpu")
         if self.ranks.compression is not None:
-            raise ValueError("a pipeline sends streams as they are, and sums nothing; leave the compression out")
+            raise ValueError(
+                "a pipeline sends streams as they are, and sums nothing; leave the compression out"
+            )
         if self.halves == "on":
             raise ValueError("halves hide reductions, and a pipeline has none; use halves off")
 

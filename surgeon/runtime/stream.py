@@ -11,7 +11,14 @@ from queue import SimpleQueue
 from typing import Any
 
 from surgeon.checkpoint.texts import Continuation, StopTexts
-from surgeon.runtime.batching.request import Event, FinishReason, Request, TokenLogprob, UndefinedLogits, Usage
+from surgeon.runtime.batching.request import (
+    Event,
+    FinishReason,
+    Request,
+    TokenLogprob,
+    UndefinedLogits,
+    Usage,
+)
 from surgeon.runtime.batching.scheduler import Output
 
 _LOG = logging.getLogger(__name__)
@@ -134,7 +141,9 @@ class OpenRequest:
             logprobs=() if output.logprob is None else (output.logprob,),
             finish_reason="stop" if self._stops.found else reason,
             usage=self._usage(),
-            queue_seconds=0.0 if output.admitted is None else max(0.0, output.admitted - self._submitted),
+            queue_seconds=0.0
+            if output.admitted is None
+            else max(0.0, output.admitted - self._submitted),
             prompt_logprobs=output.prompt_logprobs,
             offsets=() if token is None or self._text is None else (self._text.begins,),
         )

@@ -50,7 +50,9 @@ class TaskAccuracy:
         self._tasks: dict[str, Tasks] = {}
         for objective in self.objectives:
             if objective.name == ACCURACY and objective.on is not None:
-                self._tasks[str(objective)] = load_tasks([objective.on], positions, seeds=self.settings.seeds)
+                self._tasks[str(objective)] = load_tasks(
+                    [objective.on], positions, seeds=self.settings.seeds
+                )
 
     def measure(self, programs: Iterable[Program]) -> dict[Program, dict[str, float]]:
         """Measure the accuracy of each program by each of the objectives' names, as `Quality.more` has it.
@@ -64,9 +66,13 @@ class TaskAccuracy:
             try:
                 found[program] = {}
                 for name, tasks in self._tasks.items():
-                    answers = Answers(self.folder, {**self.identity, "program": str(program), "objective": name})
+                    answers = Answers(
+                        self.folder, {**self.identity, "program": str(program), "objective": name}
+                    )
                     lm = TaskModel(self.model, self.tokenizer, answers, self.settings.batch_size)
-                    found[program][name] = accuracy_of(scores(run_tasks(lm, tasks, name, self.settings)), name)
+                    found[program][name] = accuracy_of(
+                        scores(run_tasks(lm, tasks, name, self.settings)), name
+                    )
             finally:
                 restore(self.model)
         return found
@@ -83,12 +89,17 @@ class TaskAccuracy:
         best = [
             trial
             for group in by_level.values()
-            for trial in sorted(group, key=lambda trial: (trial.measured.divergence, trial.number))[:count]
+            for trial in sorted(group, key=lambda trial: (trial.measured.divergence, trial.number))[
+                :count
+            ]
         ]
         found = self.measure(dict.fromkeys(trial.program for trial in best))
         more = {trial.number: found[trial.program] for trial in best}
         return [
-            replace(trial, measured=replace(trial.measured, more={**trial.measured.more, **more[trial.number]}))
+            replace(
+                trial,
+                measured=replace(trial.measured, more={**trial.measured.more, **more[trial.number]}),
+            )
             if trial.number in more
             else trial
             for trial in trials
@@ -102,4 +113,6 @@ def accuracy_of(found: Sequence[Score], name: str) -> float:
             if score.metric == metric:
                 return score.value
     had = ", ".join(dict.fromkeys(score.metric for score in found))
-    raise ValueError(f"objective {name}: the task has no {' or '.join(METRICS)}, only {had}; use another task")
+    raise ValueError(
+        f"objective {name}: the task has no {' or '.join(METRICS)}, only {had}; use another task"
+    )

@@ -161,10 +161,17 @@ class FoundDraft:
         whose = "the model's" if self.keys == VERIFIED else "its own"
         names = "on the text of the search, by its own keys", f"on held-out text, by {whose} keys"
         texts = zip(self.predicted, names, strict=False)
-        found = [f"{kind} acceptance {', '.join(f'{each.acceptance:.3f} {text}' for each, text in texts)}"]
-        found += [f"a lower estimate, as drafts read the model's keys: {self.why_own}"] if self.why_own else []
+        found = [
+            f"{kind} acceptance {', '.join(f'{each.acceptance:.3f} {text}' for each, text in texts)}"
+        ]
+        found += (
+            [f"a lower estimate, as drafts read the model's keys: {self.why_own}"]
+            if self.why_own
+            else []
+        )
         times = (
-            f"a pass of the draft takes {show_seconds(one.draft)}, one of the model {show_seconds(one.model.per_token)}"
+            f"a pass of the draft takes {show_seconds(one.draft)}, "
+            f"one of the model {show_seconds(one.model.per_token)}"
         )
         if one.ahead:
             found.append(

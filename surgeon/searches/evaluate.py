@@ -73,7 +73,8 @@ def is_lost(own: Values, best: Values, blocks: int = 1) -> bool:
     return error == 0 or float(stats.t.sf(mean / error, len(above) - 1)) < ALPHA
 
 
-KEPT_SHARE = 0.125  # of the memory that is free, what states of earlier trials take where no limit is given
+# Of the memory that is free, what states of earlier trials take where no limit is given.
+KEPT_SHARE = 0.125
 _OVERHEAD = 0.8  # of the room under a limit, what they take by count: the allocator has gaps
 FIRST_TOKENS = {"cpu": 512, "cuda": 8192}  # in the first windows of a race; fewer would run no faster
 
@@ -147,14 +148,21 @@ class Evaluator:
         if best is not None:
             ran = len(best.by_window("divergence"))
             if not best.whole or ran != count or len(best.by_window("nll")) != count:
-                raise ValueError(f"programs are raced against one measured on all {count} windows, not on {ran}")
+                raise ValueError(
+                    f"programs are raced against one measured on all {count} windows, not on {ran}"
+                )
         parts: dict[Program, list[ByWindow]] = defaultdict(list)
         lost: set[Program] = set()
 
         def is_done(program: Program, windows: range) -> bool:
             if most is not None and windows.start >= most:
                 return True
-            if best is not None and program not in lost and parts[program] and self._is_lost(parts[program], best):
+            if (
+                best is not None
+                and program not in lost
+                and parts[program]
+                and self._is_lost(parts[program], best)
+            ):
                 lost.add(program)
             return program in lost
 
@@ -221,7 +229,11 @@ class Evaluator:
         stay_below(self.memory)
 
     def _summary(self, parts: list[ByWindow], best: Quality | None) -> Quality:
-        values = {name: tensor.numpy() for name, tensor in concatenate_windows(parts).items() if name != "blocks"}
+        values = {
+            name: tensor.numpy()
+            for name, tensor in concatenate_windows(parts).items()
+            if name != "blocks"
+        }
         if self.blocks > 1:
             values["blocks"] = _blocks(parts)
         count = len(values["nll"])

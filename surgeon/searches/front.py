@@ -29,7 +29,9 @@ def non_dominated(costs: Numbers) -> NDArray[np.int64]:
     """
     kept: list[int] = []
     for row in np.lexsort(costs.T[::-1]):  # a row can be dominated only by those before it
-        if np.isfinite(costs[row]).all() and not any((costs[other] <= costs[row]).all() for other in kept):
+        if np.isfinite(costs[row]).all() and not any(
+            (costs[other] <= costs[row]).all() for other in kept
+        ):
             kept.append(int(row))
     return np.array(kept, dtype=np.int64)
 
@@ -127,7 +129,10 @@ def quality_curves(
         if not (costs < dense).any():  # a space that does not lessen it
             continue
         windows = np.array(
-            [np.zeros(len(original.by_window("divergence"))), *(one.measured.by_window("divergence") for one in own)]
+            [
+                np.zeros(len(original.by_window("divergence"))),
+                *(one.measured.by_window("divergence") for one in own),
+            ]
         )
         means = np.where(np.isfinite(windows).all(axis=1), windows.mean(axis=1), math.inf)
         points = []
@@ -135,7 +140,11 @@ def quality_curves(
             low, high = interval(windows[row])
             trial = None if row == 0 else own[row - 1]
             points.append(CurvePoint(float(costs[row]), trial, float(means[row]), max(0.0, low), high))
-        curves.append(QualityCurve(along, name, tuple(points), bootstrapped_knee(costs, windows, resamples=resamples)))
+        curves.append(
+            QualityCurve(
+                along, name, tuple(points), bootstrapped_knee(costs, windows, resamples=resamples)
+            )
+        )
     return curves
 
 
@@ -158,7 +167,12 @@ def bootstrapped_knee(costs: Numbers, windows: Numbers, resamples: int = RESAMPL
     knees = np.array([one for one in found if one is not None])
     ends = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
     low, high = np.quantile(knees, ends) if len(knees) else (math.nan, math.nan)
-    return Knee(knee_of(*lower_envelope(costs, windows.mean(axis=1))), float(low), float(high), len(knees) / resamples)
+    return Knee(
+        knee_of(*lower_envelope(costs, windows.mean(axis=1))),
+        float(low),
+        float(high),
+        len(knees) / resamples,
+    )
 
 
 def lower_envelope(costs: Numbers, divergence: Numbers) -> tuple[Numbers, Numbers]:

@@ -73,7 +73,9 @@ def measured_here(
         link: emulated between the ranks.
     """
     if workload.new < 2:
-        raise ValueError(f"time per token is that of tokens after the first one; ask for 2 or more, not {workload.new}")
+        raise ValueError(
+            f"time per token is that of tokens after the first one; ask for 2 or more, not {workload.new}"
+        )
     chosen = choose_device("auto", ranks)
     every = list(dict.fromkeys([dense, *programs]))
     needs = Needs(ranks, workload.length, chosen)
@@ -96,7 +98,10 @@ def drafts_here(model: Model, draft: Program, windows: Windows, settings: Questi
     """Measure drafts of a program here, in turns with decoding without them."""
     load = settings.workload(model.positions)
     text = windows.ids.flatten()
-    starts = [number * load.prompt % max(1, len(text) - load.prompt) for number in range((ROUNDS + 1) * load.batch)]
+    starts = [
+        number * load.prompt % max(1, len(text) - load.prompt)
+        for number in range((ROUNDS + 1) * load.batch)
+    ]
     prompts = [text[start : start + load.prompt].tolist() for start in starts]
     rounds = [prompts[first : first + load.batch] for first in range(0, len(prompts), load.batch)]
     temperature = 1.0 if settings.sampled_acceptance else 0.0
@@ -105,7 +110,9 @@ def drafts_here(model: Model, draft: Program, windows: Windows, settings: Questi
         return measure_drafts(model, draft, ranks_here(settings), rounds, sampling, advance)
 
 
-def fast_enough_here(question: PricedQuestion, ranked: Sequence[Trial], model: str | Path) -> Sequence[Trial]:
+def fast_enough_here(
+    question: PricedQuestion, ranked: Sequence[Trial], model: str | Path
+) -> Sequence[Trial]:
     """Keep those of the first few trials that this machine runs within its limits, if it has limits."""
     settings = question.settings
     limits = settings.limits
@@ -129,7 +136,9 @@ def fast_enough_here(question: PricedQuestion, ranked: Sequence[Trial], model: s
     return fast
 
 
-def missed_here(limits: Sequence[Limit], program: Program, dense: Program, times: Mapping[Program, TimeHere]) -> str:
+def missed_here(
+    limits: Sequence[Limit], program: Program, dense: Program, times: Mapping[Program, TimeHere]
+) -> str:
     """Name the limits on time here that a program is measured to miss."""
     own = times[program]
     original = times[dense]

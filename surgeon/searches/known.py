@@ -52,7 +52,8 @@ from surgeon.searches.terms import Terms, TermsPlan
 PASSES = (Scan, Spectrum, Similarity, Sensitivity)  # that a search has a use for
 MOST_COMPARED = 64  # edits that are known, and run for what they do together
 FEW = 8  # edits of a kind, which are all measured
-_PARTS = {"": "block_influence", "attention": "attention_size", "mlp": "mlp_size"}  # what a layer's leaving takes away
+# What a layer's leaving takes away.
+_PARTS = {"": "block_influence", "attention": "attention_size", "mlp": "mlp_size"}
 # Spaces whose layers miss what the one before adds. Ladders miss it, too, but what an order of them by that leaves
 # unmeasured is as good as chance (docs/measured-searches.md), so that all of them are measured.
 _BESIDE = ("pair", "par", "tracks", "desync", "fuse")
@@ -96,7 +97,10 @@ class KnownPass:
     @property
     def digest(self) -> str:
         ranks = self.ranks and [sorted(map(str, self.ranks.ranks.items())), self.ranks.parameters]
-        orders = [sorted(self.missed.items()), [[*key, value] for key, value in sorted(self.removed.items())]]
+        orders = [
+            sorted(self.missed.items()),
+            [[*key, value] for key, value in sorted(self.removed.items())],
+        ]
         found = [self.name, sorted(self.divergence.items()), sorted(self.programs), ranks, orders]
         return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
@@ -126,7 +130,10 @@ class Known:
             return mixture
         spaces = mixture.spaces
         return replace(
-            mixture, spaces=tuple(MatrixRanks(ranks, one.ranks) if isinstance(one, LowRanks) else one for one in spaces)
+            mixture,
+            spaces=tuple(
+                MatrixRanks(ranks, one.ranks) if isinstance(one, LowRanks) else one for one in spaces
+            ),
         )
 
     def measured(self, program: Program) -> Quality | None:
@@ -184,7 +191,9 @@ class Known:
         do not compare: of the first one that knows most of them.
         """
         numbers: dict[tuple[str, str, int], int] = {}
-        groups = np.array([numbers.setdefault((e.space, e.option, len(e.layers)), len(numbers)) for e in mixture.edits])
+        groups = np.array(
+            [numbers.setdefault((e.space, e.option, len(e.layers)), len(numbers)) for e in mixture.edits]
+        )
         found = np.full(len(groups), np.nan)
         for one in self.passes:
             values = np.array([one.foresees(edit, mixture) for edit in mixture.edits])
@@ -259,7 +268,9 @@ def _read_folder(folder: Path, model: Model, windows: Windows) -> Iterator[Known
     there = [kind for kind in PASSES if (folder / kind.RECORD).is_file()]
     if not there:
         *names, last = (kind.COMMAND for kind in PASSES)
-        raise FileNotFoundError(f"{folder} holds no finished {', '.join(names)} or {last}, which a search could use")
+        raise FileNotFoundError(
+            f"{folder} holds no finished {', '.join(names)} or {last}, which a search could use"
+        )
     if Scan in there:
         yield _read_scan(folder, model, windows)
     if Spectrum in there:
@@ -275,11 +286,17 @@ def _read_folder(folder: Path, model: Model, windows: Windows) -> Iterator[Known
         yield KnownPass(Similarity.COMMAND, folder, missed=missed, removed=removed)
     if Sensitivity in there:
         pairs = Sensitivity.read(folder, model.hash).pairs
-        yield KnownPass(Sensitivity.COMMAND, folder, missed=_by_layer(pairs["last"], pairs["relative_bound"]))
+        yield KnownPass(
+            Sensitivity.COMMAND, folder, missed=_by_layer(pairs["last"], pairs["relative_bound"])
+        )
 
 
 def _by_layer(layers: pd.Series[int], values: pd.Series[float]) -> dict[int, float]:
-    return {int(layer): float(value) for layer, value in zip(layers, values, strict=True) if math.isfinite(value)}
+    return {
+        int(layer): float(value)
+        for layer, value in zip(layers, values, strict=True)
+        if math.isfinite(value)
+    }
 
 
 def _read_scan(folder: Path, model: Model, windows: Windows) -> KnownPass:
@@ -291,8 +308,14 @@ def _read_scan(folder: Path, model: Model, windows: Windows) -> KnownPass:
         seen = ~np.isnan(done)
         divergence[text] = mean_divergence(diverged[seen])
         if seen.all() and identity.get("data") == windows.digest:
-            measured = {name: own for name, own in zip(ACCEPTANCES, accepted, strict=True) if not np.isnan(own).any()}
-            programs[text] = quality_of({"nll": nll, "divergence": diverged, **measured}, windows.predicted)
+            measured = {
+                name: own
+                for name, own in zip(ACCEPTANCES, accepted, strict=True)
+                if not np.isnan(own).any()
+            }
+            programs[text] = quality_of(
+                {"nll": nll, "divergence": diverged, **measured}, windows.predicted
+            )
     return KnownPass(Scan.COMMAND, folder, programs, divergence)
 
 
@@ -325,7 +348,9 @@ def _read_spectrum(folder: Path, model: Model, windows: Windows) -> KnownPass:
             "spectrum again, with lower ranks"
         )
     by_matrix = {where: tuple(sorted(own, reverse=True)) for where, own in sorted(ranks.items())}
-    return KnownPass(Spectrum.COMMAND, folder, programs, divergence, MeasuredRanks(by_matrix, method, calibration))
+    return KnownPass(
+        Spectrum.COMMAND, folder, programs, divergence, MeasuredRanks(by_matrix, method, calibration)
+    )
 
 
 HASH_DIGITS = 12  # that tell models' folders apart

@@ -43,7 +43,9 @@ class Mixture:
     model: Model
     ranks: int = 2
     obstacle: Callable[[Recipe, Program], str] | None = field(default=None, repr=False, compare=False)
-    _claims: dict[Edit, frozenset[Claim]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _claims: dict[Edit, frozenset[Claim]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def on_text(self, text: Calibration) -> Mixture:
         """Bind the spaces to a search's text, as recipes name it."""
@@ -51,7 +53,9 @@ class Mixture:
 
     def by_saliency(self, orders: Orders) -> Mixture:
         """Give the spaces the saliency orders of mixtures' experts on the search's text."""
-        spaces = (one.by_saliency(orders) if isinstance(one, KeptExperts) else one for one in self.spaces)
+        spaces = (
+            one.by_saliency(orders) if isinstance(one, KeptExperts) else one for one in self.spaces
+        )
         return replace(self, spaces=tuple(spaces))
 
     @cached_property
@@ -122,7 +126,9 @@ class Mixture:
         for space in self.spaces:
             if space.name not in there:
                 reason = next(iter(self.refused.get(space.name, ())), None) or space.obstacle(self.model)
-                raise ValueError(f"the space {space.name} has no edits of {self.model.label}: {reason}; leave it out")
+                raise ValueError(
+                    f"the space {space.name} has no edits of {self.model.label}: {reason}; leave it out"
+                )
 
     def operations(self, choice: Iterable[Edit]) -> tuple[AppliedOperation, ...]:
         """The operations of a choice, in the order of a recipe."""
@@ -157,7 +163,10 @@ class Mixture:
     def exclusions(self) -> NDArray[np.bool_]:
         """(edits, edits), in the order of `edits`: `exclude` of every two."""
         numbers: dict[Claim, int] = {}
-        claimed = [[numbers.setdefault(claim, len(numbers)) for claim in self.claims(edit)] for edit in self.edits]
+        claimed = [
+            [numbers.setdefault(claim, len(numbers)) for claim in self.claims(edit)]
+            for edit in self.edits
+        ]
         claims = np.zeros((len(self.edits), len(numbers)), dtype=np.float32)
         for row, columns in enumerate(claimed):
             claims[row, columns] = 1
@@ -168,7 +177,9 @@ class Mixture:
         """The claims of an edit."""
         if edit not in self._claims:
             if edit.space not in self._spaces:
-                raise ValueError(f"{edit} is of none of the spaces that are searched: {', '.join(self._spaces)}")
+                raise ValueError(
+                    f"{edit} is of none of the spaces that are searched: {', '.join(self._spaces)}"
+                )
             self._claims[edit] = self._spaces[edit.space].claims(edit)
         return self._claims[edit]
 
@@ -194,7 +205,9 @@ class Mixture:
         for stretch in (stretch for space in self.spaces for stretch in space.stretches(self.model)):
             there = [edit for edit in stretch if edit in self.attentions_lost]
             lost = accumulate(self.attentions_lost[edit] for edit in there)
-            keeping = tuple(edit for edit, gone in zip(there, lost, strict=True) if gone <= self.most_lost)
+            keeping = tuple(
+                edit for edit, gone in zip(there, lost, strict=True) if gone <= self.most_lost
+            )
             found |= {keeping: None} if keeping else {}
         return map(list, found)
 
@@ -225,7 +238,10 @@ class Mixture:
 
     @cached_property
     def categories(self) -> dict[str, BaseDistribution]:
-        return {name: CategoricalDistribution([NONE, *map(str, edits)]) for name, edits in self.parameters.items()}
+        return {
+            name: CategoricalDistribution([NONE, *map(str, edits)])
+            for name, edits in self.parameters.items()
+        }
 
     @property
     def numbers(self) -> dict[str, BaseDistribution]:
@@ -288,7 +304,9 @@ class Mixture:
                 program = operation.apply(program, self.model.shapes.layer_shapes, self.model.own)
                 yield operation, program
         if not _attending_layers(program):
-            raise ValueError(f"{', '.join(map(str, choice))}: no attention is left; a program has to keep one")
+            raise ValueError(
+                f"{', '.join(map(str, choice))}: no attention is left; a program has to keep one"
+            )
 
 
 def _attending_layers(program: Program) -> set[int]:

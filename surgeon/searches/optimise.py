@@ -30,7 +30,8 @@ BEAM = 16  # partial choices of a group
 _GROUPS = 16  # times as many of all groups that have saved as much
 _MOST = 2048  # partial choices in all, shared out evenly among what they have saved
 _LEVELS = 24  # of savings, between none and enough, that tell groups apart
-_HOPELESS = 2.0  # times the damage of a choice that is enough: an edit that does more by itself is in no good one
+# Times the damage of a choice that is enough: an edit that does more by itself is in no good one.
+_HOPELESS = 2.0
 _NEAR = 1e-9
 
 
@@ -94,7 +95,9 @@ class _Population:
         return _Population(*(part[rows] for part in vars(self).values()))
 
     def joined(self, other: _Population) -> _Population:
-        return _Population(*map(np.concatenate, zip(vars(self).values(), vars(other).values(), strict=True)))
+        return _Population(
+            *map(np.concatenate, zip(vars(self).values(), vars(other).values(), strict=True))
+        )
 
 
 def best_choices(
@@ -117,7 +120,9 @@ def best_choices(
         beam: how many partial choices of each group go on.
     """
     useful = useful_edits(damage, savings, excluded)
-    taken, most = (np.zeros(len(useful), dtype=np.int64), 0) if scarce is None else (scarce[0][useful], scarce[1])
+    taken, most = (
+        (np.zeros(len(useful), dtype=np.int64), 0) if scarce is None else (scarce[0][useful], scarce[1])
+    )
     damage = Damage(damage.alone[useful], damage.cross[np.ix_(useful, useful)])
     savings = Savings(savings.each[useful], savings.need)
     excluded = excluded[np.ix_(useful, useful)]
@@ -125,7 +130,8 @@ def best_choices(
     limits = len(savings.need)
     none = np.zeros((1, rows), dtype=bool)
     found = _Population(none, none, np.zeros(1), np.zeros((1, limits)), np.zeros((1, rows)))
-    digits = np.random.default_rng(0).integers(1, 2**62, rows)  # one number for each set of blocked edits
+    # One number for each set of blocked edits.
+    digits = np.random.default_rng(0).integers(1, 2**62, rows)
     for edit in range(rows):
         there = found.chosen @ taken + taken[edit] <= most
         more = found.take(there & ~found.blocked[:, edit] & ~savings.are_enough(found.saved))
@@ -161,7 +167,9 @@ def useful_edits(damage: Damage, savings: Savings, excluded: Flags) -> Places:
 
 
 def _best_of_groups(found: _Population, savings: Savings, blocked: Counts, beam: int) -> Places:
-    steps = np.floor(np.clip(found.saved / savings.need, -1, 1) * _LEVELS + _NEAR).astype(np.int64) + _LEVELS
+    steps = (
+        np.floor(np.clip(found.saved / savings.need, -1, 1) * _LEVELS + _NEAR).astype(np.int64) + _LEVELS
+    )
     # One number for how much of everything is saved.
     levels = steps @ (2 * _LEVELS + 1) ** np.arange(steps.shape[1], dtype=np.int64)
     order = np.lexsort((found.damage, blocked, levels))
@@ -205,7 +213,9 @@ class Surrogate:
     cross: float
 
     @classmethod
-    def fit(cls, prior: Damage, choices: Sequence[Sequence[int]], measured: Sequence[float]) -> Surrogate:
+    def fit(
+        cls, prior: Damage, choices: Sequence[Sequence[int]], measured: Sequence[float]
+    ) -> Surrogate:
         """The surrogate of these trials, with the shares that make them likeliest; damage is finite."""
         chosen = indicators(choices, len(prior.alone))
         values = np.asarray(measured, dtype=np.float64)

@@ -60,7 +60,9 @@ class Pricing:
     hardware: Mapping[str, Hardware] = field(default_factory=dict)
     # Known so far: matrices' sizes, programs' stretches, costs of these, nodes of the first layers alike.
     _sizes: dict[Sublayer, int] = field(default_factory=dict, init=False, repr=False)
-    _stretches: dict[Program, list[tuple[Program, int]]] = field(default_factory=dict, init=False, repr=False)
+    _stretches: dict[Program, list[tuple[Program, int]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
     _known: dict[tuple[str, Program], float] = field(default_factory=dict, init=False, repr=False)
     _twins: dict[Node, Node] = field(default_factory=dict, init=False, repr=False)
     _firsts: dict[tuple[Any, int | None], int] = field(default_factory=dict, init=False, repr=False)
@@ -70,7 +72,9 @@ class Pricing:
         for aspect in self.aspects:
             assert aspect.is_priced, f"{aspect} does not follow from a program"
             if aspect.quantity.timed and self.workload.new < 2:
-                raise ValueError(f"a {aspect.name} is per token after the first one; ask for at least 2 new tokens")
+                raise ValueError(
+                    f"a {aspect.name} is per token after the first one; ask for at least 2 new tokens"
+                )
         _ = self.dense
 
     @cached_property
@@ -101,7 +105,10 @@ class Pricing:
     def shortfalls(self, limits: Iterable[Limit], program: Program) -> tuple[float, ...]:
         """The program's shortfall from each priced limit."""
         priced = (limit for limit in limits if limit.aspect.is_priced)
-        return tuple(limit.shortfall(self.price(limit.aspect, program), self.dense[limit.aspect]) for limit in priced)
+        return tuple(
+            limit.shortfall(self.price(limit.aspect, program), self.dense[limit.aspect])
+            for limit in priced
+        )
 
     def price(self, aspect: Aspect, program: Program) -> float:
         try:
@@ -113,7 +120,8 @@ class Pricing:
         """A trial's costs, priced or measured; infinite where one is not known."""
         program = trial.program
         return tuple(
-            self.price(aspect, program) if aspect.is_priced else aspect.measured(trial.measured) for aspect in aspects
+            self.price(aspect, program) if aspect.is_priced else aspect.measured(trial.measured)
+            for aspect in aspects
         )
 
     def _cost(self, aspect: Aspect, program: Program) -> float:
@@ -138,11 +146,15 @@ class Pricing:
         """Count the bytes of one token in the caches of all ranks, as they do when they choose a cache's size."""
         shapes = self.model.shapes
         return self._sum(
-            "kv_bytes", program, lambda part: sum(map(sum, footprint(self._plan(part), shapes).kept)) / BLOCK_TOKENS
+            "kv_bytes",
+            program,
+            lambda part: sum(map(sum, footprint(self._plan(part), shapes).kept)) / BLOCK_TOKENS,
         )
 
     def sent_bytes(self, program: Program) -> float:
-        return self._sum("wire_bytes", program, lambda part: _sent_bytes(self.model.shapes, self._plan(part)))
+        return self._sum(
+            "wire_bytes", program, lambda part: _sent_bytes(self.model.shapes, self._plan(part))
+        )
 
     def pass_seconds(self, program: Program, on: str) -> float:
         """Predict what a pass takes that drafts a token of every text."""
@@ -157,7 +169,9 @@ class Pricing:
             hardware = self.hardware[on]
             load = self.workload
             deployed = self._deploy(hardware)
-            self._drafting[on] = DraftPrices(self.model.shapes, self.model.program, hardware, load, deployed)
+            self._drafting[on] = DraftPrices(
+                self.model.shapes, self.model.program, hardware, load, deployed
+            )
         return self._drafting[on]
 
     def parameters(self, program: Program) -> int:
@@ -190,14 +204,20 @@ class Pricing:
         def added(part: Program) -> float:
             return seconds(_ONE + part) - one
 
-        return one - self._sum(f"latency@{what}", _ONE, added) + self._sum(f"latency@{what}", program, added)
+        return (
+            one
+            - self._sum(f"latency@{what}", _ONE, added)
+            + self._sum(f"latency@{what}", program, added)
+        )
 
     def _adds_up(self, program: Program, hardware: Hardware, sliced: bool) -> bool:
         """Tell whether a program's time is the sum of its stretches'.
 
         On an emulated link each rank has a line of its own, and one that is early stays early: all have to do the same.
         """
-        if (hardware.host.asynchronous and self.deployment.graphs is False) or not self.deployment.connected:
+        if (
+            hardware.host.asynchronous and self.deployment.graphs is False
+        ) or not self.deployment.connected:
             return False
         if self.deployment.emulated is None:
             return True
@@ -219,14 +239,18 @@ class Pricing:
         return self._sum(f"uneven, sliced {sliced}", program, uneven) == 0
 
     def _deploy(self, hardware: Hardware) -> Deployment:
-        return replace(self.deployment, dtype=self.deployment.dtype or hardware.dtype(self.model.shapes.dtype))
+        return replace(
+            self.deployment, dtype=self.deployment.dtype or hardware.dtype(self.model.shapes.dtype)
+        )
 
     def _sum(self, what: str, program: Program, cost: Callable[[Program], float]) -> float:
         """Add a cost up over a program's stretches."""
         if program not in self._stretches:
             stretches = map(Program, _stretches(self._alike(program)))
             self._stretches[program] = [*Counter(stretches).items()]
-        return math.fsum(count * self._remember(what, part, cost) for part, count in self._stretches[program])
+        return math.fsum(
+            count * self._remember(what, part, cost) for part, count in self._stretches[program]
+        )
 
     def _remember(self, what: str, program: Program, cost: Callable[[Program], float]) -> float:
         if (what, program) not in self._known:
@@ -249,7 +273,9 @@ class Pricing:
                 (self._twins[node],) = Program((node,)).renamed(twin).nodes
         return tuple(self._twins[node] for node in program.nodes)
 
-    def _plan(self, program: Program, dtype: str | None = None, tokens: int = 1, sliced: bool = False) -> Plan:
+    def _plan(
+        self, program: Program, dtype: str | None = None, tokens: int = 1, sliced: bool = False
+    ) -> Plan:
         deployment = self.deployment
         dtype = dtype or self.deployment.dtype or self.model.shapes.dtype
         ways = deployment.low_rank, deployment.kv, sliced
@@ -309,6 +335,8 @@ def _count_sent(ranks: RankWork, nodes: tuple[Node, ...], group: Group, work: It
         else:
             mine = next(work)
             whole = mine.whole
-            total += sum(item.width for item in ranks.items(mine, Forward(1, 1)) if isinstance(item, Sent))
+            total += sum(
+                item.width for item in ranks.items(mine, Forward(1, 1)) if isinstance(item, Sent)
+            )
         total += ranks.reduced(node, whole) if len(group) > 1 else 0
     return total

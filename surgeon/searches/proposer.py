@@ -9,7 +9,16 @@ from functools import cached_property
 
 import numpy as np
 
-from surgeon.findings.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW, Choice, Edit, as_choice
+from surgeon.findings.edit import (
+    ADDITIVE,
+    NEIGHBOUR,
+    REGRESSION,
+    SECOND_ORDER,
+    WINDOW,
+    Choice,
+    Edit,
+    as_choice,
+)
 from surgeon.findings.trials import MOST_DIVERGENCE
 from surgeon.language.program import Program
 from surgeon.searches.mixture import Mixture, Proposal, Trial
@@ -27,7 +36,8 @@ from surgeon.searches.optimise import (
 from surgeon.searches.terms import Terms
 
 Value = Callable[[Trial], float]
-Promise = Callable[[Program, float], float]  # what a program of some divergence may be worth; less is better
+# What a program of some divergence may be worth; less is better.
+Promise = Callable[[Program, float], float]
 
 _POOL = 60  # candidates of each kind for a goal
 _COMPLETED = 12  # of the best choices, where what edits save together is less than the sum
@@ -38,10 +48,12 @@ _HOPELESS = 10.0  # times the best: what is worse teaches nothing about where th
 # How many standard deviations below its prediction a candidate is taken for: from trusting the prediction to curiosity.
 _CURIOSITY = (0.0, 0.5, 1.0, 2.0)
 _UNSURE = 8  # trials of a goal, before which none is ruled out
-_TRUSTED = 0.3  # of a prediction: it is not off by more, or choices that break the model would look interesting
+# Of a prediction: it is not off by more, or choices that break the model would look interesting.
+_TRUSTED = 0.3
 
 
-Prices = Callable[[Program], tuple[float, ...]]  # what a program costs of each limited quantity; less is better
+# What a program costs of each limited quantity; less is better.
+Prices = Callable[[Program], tuple[float, ...]]
 
 ANY = 1e300  # of a price that a goal does not limit
 _SLACK = 1e-9
@@ -64,7 +76,9 @@ class Goal:
         return tuple(most < ANY for most in self.most)
 
     def is_met(self, prices: Sequence[float]) -> bool:
-        return all(price <= most + _SLACK * abs(most) for price, most in zip(prices, self.most, strict=True))
+        return all(
+            price <= most + _SLACK * abs(most) for price, most in zip(prices, self.most, strict=True)
+        )
 
 
 def evenly(goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
@@ -119,7 +133,9 @@ class Proposer:
     known: Mapping[Choice, float] = field(default_factory=dict)
     sure: float | None = None
     # What was worked out before.
-    _known_prices: dict[Choice, tuple[float, ...] | None] = field(default_factory=dict, init=False, repr=False)
+    _known_prices: dict[Choice, tuple[float, ...] | None] = field(
+        default_factory=dict, init=False, repr=False
+    )
     _known_programs: dict[Choice, Program | None] = field(default_factory=dict, init=False, repr=False)
     _known_windows: dict[Goal, list[Choice]] = field(default_factory=dict, init=False, repr=False)
 
@@ -135,16 +151,21 @@ class Proposer:
             }
             waiting = {source: iter(choices) for source, choices in kinds.items()}
             enough = len(found) + count
-            while waiting and len(found) < enough:  # the first of each kind that is not known yet, then the second, ...
+            # The first of each kind that is not known yet, then the second, ...
+            while waiting and len(found) < enough:
                 for source, choices in [*waiting.items()]:
                     choice = next((each for each in choices if self._key(each) not in found), None)
                     if choice is None:
                         del waiting[source]
                     elif len(found) < enough:
-                        found[self._key(choice)] = Proposal(self._key(choice), source, choice, goal.level)
+                        found[self._key(choice)] = Proposal(
+                            self._key(choice), source, choice, goal.level
+                        )
         return [*found.values()]
 
-    def next_round(self, trials: Sequence[Trial], counts: Sequence[int], running: Iterable[str] = ()) -> list[Proposal]:
+    def next_round(
+        self, trials: Sequence[Trial], counts: Sequence[int], running: Iterable[str] = ()
+    ) -> list[Proposal]:
         """After some trials: for every goal so many choices that were not tried; fewer if there are no more."""
         surrogate = self.surrogate(trials)
         tried = {trial.key for trial in trials}.union(running)
@@ -194,7 +215,9 @@ class Proposer:
         self, goal: Goal, count: int, trials: Sequence[Trial], surrogate: Surrogate, tried: set[str]
     ) -> Iterator[Proposal]:
         """For one goal: from candidates of all kinds, by prediction, with more and more curiosity."""
-        sources: dict[Choice, str] = dict.fromkeys(self._optima(surrogate.corrected, goal, _POOL), REGRESSION)
+        sources: dict[Choice, str] = dict.fromkeys(
+            self._optima(surrogate.corrected, goal, _POOL), REGRESSION
+        )
         for choice in self._windows(goal):
             sources.setdefault(choice, WINDOW)
         for choice in self._near_the_best(goal, trials, surrogate.corrected):
@@ -230,14 +253,19 @@ class Proposer:
         limited = need > 1e-9 * np.abs(self._dense)
         if not limited.any():
             return []
-        for tighter in (1.0, 1.1, 1.25, 1.5):  # what edits save together need not be the sum of what they save alone
+        # What edits save together need not be the sum of what they save alone.
+        for tighter in (1.0, 1.1, 1.25, 1.5):
             savings = Savings(self._savings[:, limited], tighter * need[limited])
             keeping = self._lost_attentions, self.mixture.most_lost
             best = best_choices(damage, savings, self.mixture.exclusions, count, keeping, beam)
             found = [as_choice(self.mixture.edits[number] for number in one) for one in best]
-            whole = found[:_COMPLETED] + [choice for choice in found[_COMPLETED:] if self.meets(choice, goal)]
+            whole = found[:_COMPLETED] + [
+                choice for choice in found[_COMPLETED:] if self.meets(choice, goal)
+            ]
             completed = [self._complete(choice, goal, damage) for choice in whole]
-            fitting = dict.fromkeys(self._trim(choice, goal, damage) for choice in completed if choice is not None)
+            fitting = dict.fromkeys(
+                self._trim(choice, goal, damage) for choice in completed if choice is not None
+            )
             if fitting:
                 return self._by_damage(fitting, damage)
         return []
@@ -269,7 +297,11 @@ class Proposer:
             return choice
         for edit in sorted(choice, key=lambda edit: -damage.alone[self._number[edit]]):
             rest = tuple(other for other in choice if other != edit)
-            if rest and self.meets(rest, goal) and damage.of(self._numbers(rest)) <= damage.of(self._numbers(choice)):
+            if (
+                rest
+                and self.meets(rest, goal)
+                and damage.of(self._numbers(rest)) <= damage.of(self._numbers(choice))
+            ):
                 choice = rest
         return choice
 
@@ -282,7 +314,11 @@ class Proposer:
                 high = len(stretch)
                 while low < high:
                     middle = (low + high) // 2
-                    low, high = (low, middle) if self.meets(as_choice(stretch[:middle]), goal) else (middle + 1, high)
+                    low, high = (
+                        (low, middle)
+                        if self.meets(as_choice(stretch[:middle]), goal)
+                        else (middle + 1, high)
+                    )
                 choice = as_choice(stretch[:high])
                 found += [choice] if choice and self.meets(choice, goal) else []
             self._known_windows[goal] = list(dict.fromkeys(found))
@@ -297,7 +333,10 @@ class Proposer:
             for edit in choice:
                 rest = tuple(other for other in choice if other != edit)
                 found += [rest] if rest else []
-                free = (self.mixture.edits[number] for number in np.flatnonzero(self._are_free(self._numbers(rest))))
+                free = (
+                    self.mixture.edits[number]
+                    for number in np.flatnonzero(self._are_free(self._numbers(rest)))
+                )
                 found += [as_choice((*rest, other)) for other in free if other != edit]
         near = self._by_damage(dict.fromkeys(found), damage)[: 4 * _POOL]
         return [choice for choice in near if self.meets(choice, goal)][:_POOL]
@@ -328,7 +367,10 @@ class Proposer:
         for goal in self.goals:
             if goal.level is None or goal.limited not in ended:
                 found.append(goal)
-                least = [self.terms.damage.alone[self._numbers(choice)].sum() for choice in self._additive[goal]]
+                least = [
+                    self.terms.damage.alone[self._numbers(choice)].sum()
+                    for choice in self._additive[goal]
+                ]
                 if least and min(least) > MOST_DIVERGENCE:  # what is cheaper still is another model
                     ended.add(goal.limited)
         return tuple(found)
@@ -336,7 +378,9 @@ class Proposer:
     def promising(self, promise: Promise) -> Proposer:
         """Keep the goals for which something is promised, by the time of a token in parts of that without drafts."""
         best = {goal: few[0] for goal, few in self._additive.items() if few}
-        kept = (goal for goal in self.goals if goal in best and self._predict_damage(best[goal], promise) < 1)
+        kept = (
+            goal for goal in self.goals if goal in best and self._predict_damage(best[goal], promise) < 1
+        )
         return replace(self, goals=tuple(kept))
 
     def in_order(self, proposals: Iterable[Proposal], promise: Promise) -> list[Proposal]:
@@ -374,9 +418,13 @@ class Proposer:
     @cached_property
     def _taught(self) -> dict[Choice, float]:
         """Choices known before the search, unless much worse than the expected ones."""
-        expected = [self.terms.damage.of(self._numbers(best)) for few in self._additive.values() for best in few]
+        expected = [
+            self.terms.damage.of(self._numbers(best)) for few in self._additive.values() for best in few
+        ]
         most = _HOPELESS * max(expected, default=0.0)
-        return {choice: value for choice, value in self.known.items() if self.knows(choice) and value <= most}
+        return {
+            choice: value for choice, value in self.known.items() if self.knows(choice) and value <= most
+        }
 
     @cached_property
     def _number(self) -> dict[Edit, int]:
@@ -385,7 +433,9 @@ class Proposer:
     @cached_property
     def _lost_attentions(self) -> Counts:
         """(edits,): how many layers lose their attention."""
-        return np.array([self.mixture.attentions_lost[edit] for edit in self.mixture.edits], dtype=np.int64)
+        return np.array(
+            [self.mixture.attentions_lost[edit] for edit in self.mixture.edits], dtype=np.int64
+        )
 
     @cached_property
     def _dense(self) -> tuple[float, ...]:
@@ -395,5 +445,7 @@ class Proposer:
     def _savings(self) -> Numbers:
         """(edits, prices): savings of each edit by itself."""
         prices = [self.price((edit,)) for edit in self.mixture.edits]
-        saved: Numbers = np.array(self._dense)[None] - np.array([price or self._dense for price in prices])
+        saved: Numbers = np.array(self._dense)[None] - np.array(
+            [price or self._dense for price in prices]
+        )
         return saved

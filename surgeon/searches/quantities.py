@@ -22,7 +22,9 @@ if TYPE_CHECKING:  # who reads quantities does without numpy
 HERE = "here"  # in the place of a hardware: this machine
 DRAFT = "draft"
 DRAFT_PASS = "draft_pass"
-_LIMIT = re.compile(r"(?P<name>[^=<>@\s]+)\s*(?P<sign>=|<=|>=)\s*(?P<amount>[^@\s]*)\s*(?:@\s*(?P<on>.+))?")
+_LIMIT = re.compile(
+    r"(?P<name>[^=<>@\s]+)\s*(?P<sign>=|<=|>=)\s*(?P<amount>[^@\s]*)\s*(?:@\s*(?P<on>.+))?"
+)
 NEAR = 1e-9  # in parts of a cost: what sums round
 _THOUSANDS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 
@@ -95,7 +97,8 @@ def _times(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    from surgeon.runtime.comm.link import parse_seconds  # imports torch, which commands do without until they run
+    # Imports torch, which commands do without until they run.
+    from surgeon.runtime.comm.link import parse_seconds
 
     return parse_seconds(text)
 
@@ -126,9 +129,16 @@ QUANTITIES = {
         # Steps one after the other, in layers of the model.
         Quantity("depth", _layers, "{:g}".format, lambda costs, program, _: costs.depth(program)),
         # Synchronisations of one forward pass on the ranks.
-        Quantity("syncs", _whole, _show_number, lambda costs, program, _: program.sync_points(costs.deployment.ranks)),
+        Quantity(
+            "syncs",
+            _whole,
+            _show_number,
+            lambda costs, program, _: program.sync_points(costs.deployment.ranks),
+        ),
         # Of the layers' matrices, each counted once.
-        Quantity("params", _parameters, _show_number, lambda costs, program, _: costs.parameters(program)),
+        Quantity(
+            "params", _parameters, _show_number, lambda costs, program, _: costs.parameters(program)
+        ),
         # That these take, as the model stores them.
         Quantity(
             "weight_bytes",
@@ -150,9 +160,17 @@ QUANTITIES = {
         # That all ranks together cache of one token.
         Quantity("kv_bytes", parse_size, show_size, lambda costs, program, _: costs.kept_bytes(program)),
         # That a rank sums or gathers per token.
-        Quantity("wire_bytes", parse_size, show_size, lambda costs, program, _: costs.sent_bytes(program)),
+        Quantity(
+            "wire_bytes", parse_size, show_size, lambda costs, program, _: costs.sent_bytes(program)
+        ),
         # Seconds per token, predicted or measured here.
-        Quantity("latency", _seconds, show_seconds, lambda costs, program, on: costs.seconds(program, on), timed=True),
+        Quantity(
+            "latency",
+            _seconds,
+            show_seconds,
+            lambda costs, program, on: costs.seconds(program, on),
+            timed=True,
+        ),
         # Times the unedited model's tokens per second.
         Quantity(
             "speedup",
@@ -165,7 +183,11 @@ QUANTITIES = {
         ),
         # Seconds of a pass that drafts a token of every text, beside the unedited model's keys and values.
         Quantity(
-            DRAFT_PASS, _seconds, show_seconds, lambda costs, program, on: costs.pass_seconds(program, on), timed=True
+            DRAFT_PASS,
+            _seconds,
+            show_seconds,
+            lambda costs, program, on: costs.pass_seconds(program, on),
+            timed=True,
         ),
         # Times the unedited model's tokens per second, with the same text, where the program drafts for it.
         Quantity(
@@ -179,9 +201,14 @@ QUANTITIES = {
         ),
         # From the unedited model, nats per token.
         Quantity(
-            "divergence", _positive, "{:.4g} nats".format, measure=lambda found, _: found.divergence, divides=False
+            "divergence",
+            _positive,
+            "{:.4g} nats".format,
+            measure=lambda found, _: found.divergence,
+            divides=False,
         ),
-        Quantity("perplexity", _positive, "{:.4g}".format, measure=lambda found, _: found.perplexity),  # on the text
+        # On the text.
+        Quantity("perplexity", _positive, "{:.4g}".format, measure=lambda found, _: found.perplexity),
     )
 }
 
@@ -194,7 +221,9 @@ _DEEP = Quantity(
     upward=True,
 )
 ACCURACY = "accuracy"  # of a task; it takes so long that only the best by divergence are measured
-_ACCURACY = Quantity(ACCURACY, _number, "{:.4g}".format, measure=lambda found, name: 1 - found.more.get(name, math.nan))
+_ACCURACY = Quantity(
+    ACCURACY, _number, "{:.4g}".format, measure=lambda found, name: 1 - found.more.get(name, math.nan)
+)
 _UNITS = {"divergence": "divergence from the original (nats/token)", "depth": "effective depth (layers)"}
 
 
@@ -297,7 +326,9 @@ def parse_objectives(text: str) -> tuple[Aspect, ...]:
         elif colon and before in QUANTITIES:
             raise ValueError(f"objective {part!r}: only {ACCURACY} is of a task; write {before}")
         elif name not in QUANTITIES:
-            raise ValueError(f"unknown objective {name!r}; {did_you_mean(name, (*QUANTITIES, f'{ACCURACY}:TASK'))}")
+            raise ValueError(
+                f"unknown objective {name!r}; {did_you_mean(name, (*QUANTITIES, f'{ACCURACY}:TASK'))}"
+            )
         else:
             objective = aspect_of(name, on or None, part)
         if objective in found:
@@ -358,14 +389,18 @@ def parse_limits(text: str) -> tuple[Limit, ...]:
     for number, limit in enumerate(limits):
         for other in limits[:number]:
             if other.aspect == limit.aspect:
-                raise ValueError(f"budget {text!r} limits {limit.aspect} twice, by {other} and {limit}; keep one")
+                raise ValueError(
+                    f"budget {text!r} limits {limit.aspect} twice, by {other} and {limit}; keep one"
+                )
     return limits
 
 
 def _limit(text: str) -> Limit:
     match = _LIMIT.fullmatch(text)
     if match is None:
-        raise ValueError(f"budget {text!r} should be a quantity and a value, as in depth=12 or latency=12ms@h100-sxm")
+        raise ValueError(
+            f"budget {text!r} should be a quantity and a value, as in depth=12 or latency=12ms@h100-sxm"
+        )
     name, sign, amount, on = match.group("name", "sign", "amount", "on")
     aspect = aspect_of(name, on, text)
     if aspect.name == DRAFT:
@@ -394,7 +429,9 @@ def _read(aspect: Aspect, amount: str, text: str) -> Limit:
     if not amount.endswith("x"):
         return Limit(aspect, quantity.read(amount), relative=False, text=text)
     if not quantity.divides:
-        raise ValueError(f"the unedited model's {aspect.name} is 0; write a number without x, as in {aspect.name}=0.02")
+        raise ValueError(
+            f"the unedited model's {aspect.name} is 0; write a number without x, as in {aspect.name}=0.02"
+        )
     try:
         share = float(amount[:-1])
     except ValueError:
@@ -404,5 +441,7 @@ def _read(aspect: Aspect, amount: str, text: str) -> Limit:
     if aspect.deep and not 0 < share < math.inf:
         raise ValueError(f"{amount} of the unedited model's should be above 0, such as 1x or 1.25x")
     if aspect.is_priced and not aspect.deep and not 0 < share <= 1:
-        raise ValueError(f"{amount} of the unedited model's should be above 0 and at most 1x, such as 0.8x")
+        raise ValueError(
+            f"{amount} of the unedited model's should be above 0 and at most 1x, such as 0.8x"
+        )
     return Limit(aspect, share, relative=True, text=text)

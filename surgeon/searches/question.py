@@ -41,7 +41,17 @@ from surgeon.searches.reach import least_cost, levels_of, require_reachable, req
 from surgeon.searches.spaces import DEEPER, Space, parse_spaces, usual_spaces
 
 SURGEON = "surgeon"  # the sampler that goes by what edits do
-_IDENTITY = ("space", "budget", "objective", "ranks", "batch", "prompt", "new", "link_delay", "sampled_acceptance")
+_IDENTITY = (
+    "space",
+    "budget",
+    "objective",
+    "ranks",
+    "batch",
+    "prompt",
+    "new",
+    "link_delay",
+    "sampled_acceptance",
+)
 _LITTLE = 0.01  # in parts of a cost: a space that saves less is not searched unless it is named
 
 
@@ -94,7 +104,9 @@ class Question:
     def __post_init__(self) -> None:
         if self.draft is not None:
             if len(self.objectives) > 1:
-                raise ValueError(f"objective {self.objective!r}: a {DRAFT} is looked for alone; leave the others out")
+                raise ValueError(
+                    f"objective {self.objective!r}: a {DRAFT} is looked for alone; leave the others out"
+                )
             if self.of_quality:
                 raise ValueError(
                     f"budget {self.of_quality[0]}: drafts cost no quality, as the model verifies them; leave it out"
@@ -116,7 +128,8 @@ class Question:
         if self.space is not None:
             return self
         usual = usual_spaces({DEEPER if aspect.deep else aspect.name for aspect in self.aspects})
-        pricing = None if self.is_timed_here else self.pricing(model)  # this machine has to be measured first
+        # This machine has to be measured first.
+        pricing = None if self.is_timed_here else self.pricing(model)
         able = []
         for name in usual:
             mixture = self._mixture(name, model)
@@ -138,7 +151,9 @@ class Question:
     def objectives(self) -> tuple[Aspect, ...]:
         found = parse_objectives(self.objective)
         # A model that is destroyed has least of every cost.
-        is_of_quality = any(not aspect.is_priced for aspect in (*found, *(limit.aspect for limit in self.limits)))
+        is_of_quality = any(
+            not aspect.is_priced for aspect in (*found, *(limit.aspect for limit in self.limits))
+        )
         if is_of_quality:
             return found
         return (DIVERGENCE, *found)
@@ -178,7 +193,9 @@ class Question:
         if limited:
             return tuple(limited[:1]) if self.is_between_limits else ()
         spaces = () if self.space is None else parse_spaces(self.space)
-        smaller = not spaces or any("size" in each.serves and "depth" not in each.serves for each in spaces)
+        smaller = not spaces or any(
+            "size" in each.serves and "depth" not in each.serves for each in spaces
+        )
         if smaller and not self.limits:
             return (DEPTH, SIZE)
         return (DEPTH,)
@@ -308,7 +325,9 @@ class PricedQuestion:
         """Non-dominated trials in the objectives, and in those with each cost of `along` beside; sorted by costs."""
         others = [cost for cost in self.along if cost not in self.objectives]
         trades = [(*self.objectives, cost) for cost in others] or [self.objectives]
-        best = {trial.number: trial for one in trades for trial in pareto_front(trials, one, self.pricing)}
+        best = {
+            trial.number: trial for one in trades for trial in pareto_front(trials, one, self.pricing)
+        }
         return sorted(best.values(), key=lambda trial: self.pricing.costs(self.traded, trial))
 
     @cached_property
@@ -341,7 +360,11 @@ class PricedQuestion:
     @property
     def _kept_limits(self) -> list[Limit]:
         between = self.along if self.settings.is_between_limits else ()
-        return [limit for limit in self.settings.limits if limit.aspect.is_priced and limit.aspect not in between]
+        return [
+            limit
+            for limit in self.settings.limits
+            if limit.aspect.is_priced and limit.aspect not in between
+        ]
 
     def shared_out(self, goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
         """Share out a round's trials among goals: evenly along a cost, or near where a limited quality ends.
@@ -357,7 +380,11 @@ class PricedQuestion:
         if not self.along or not self.settings.of_quality:
             return evenly(goals, trials, total)
         good = {trial.level for trial in trials if not any(self.lacks_of_quality(trial.measured))}
-        limited = [limit for limit in self.settings.limits if limit.aspect.is_priced and limit not in self._kept_limits]
+        limited = [
+            limit
+            for limit in self.settings.limits
+            if limit.aspect.is_priced and limit not in self._kept_limits
+        ]
         most = [limit.most(self.pricing.dense[limit.aspect]) for limit in limited[:1]]
         wanted = [place for place, goal in enumerate(goals) if goal.level in most]
         half = (total + len(trials) % 2) // 2 if wanted else 0
@@ -412,7 +439,9 @@ def priced(question: Question, mixture: Mixture, here: Hardware | None = None) -
     for note in (*pricing.notes, *require_work(question.limits, pricing)):
         warnings.warn(note, stacklevel=2)
     require_reachable(question.limits, pricing, mixture)
-    if question.along and not any(levels_of(cost, question.limits, pricing, mixture) for cost in question.along):
+    if question.along and not any(
+        levels_of(cost, question.limits, pricing, mixture) for cost in question.along
+    ):
         names = " or ".join(map(str, question.along))
         raise ValueError(
             f"nothing of the space {question.space} lessens {names}, along which this search would look; add a "

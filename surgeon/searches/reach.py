@@ -126,7 +126,9 @@ def _out_of_reach(limit: Limit, pricing: Pricing, mixture: Mixture, nearest: Pro
     verb = "bring" if "," in spaces else "brings"
     why = ", as a program has to keep one attention" if last else ""
     end = "most" if upward else "least"
-    return f"{limit} is out of reach: {spaces} {verb} the model from {before} to {after} at the {end}{why}"
+    return (
+        f"{limit} is out of reach: {spaces} {verb} the model from {before} to {after} at the {end}{why}"
+    )
 
 
 def _by_integers(limits: Sequence[Limit], pricing: Pricing, mixture: Mixture) -> Choice:
@@ -171,11 +173,14 @@ def _by_integers(limits: Sequence[Limit], pricing: Pricing, mixture: Mixture) ->
 
 
 LEVELS = 10  # of a cost that is no depth, between the unedited model's and the least that can be reached
-_SLOWEST_DRAFT = 0.8  # of a pass of the model: as long as one of a draft may take, where others are faster
+# Of a pass of the model: as long as one of a draft may take, where others are faster.
+_SLOWEST_DRAFT = 0.8
 _TO_LIMIT = 4  # of them, where the cost is limited: as far as the limit
 
 
-def levels_of(cost: Aspect, limits: Sequence[Limit], pricing: Pricing, mixture: Mixture) -> tuple[float, ...]:
+def levels_of(
+    cost: Aspect, limits: Sequence[Limit], pricing: Pricing, mixture: Mixture
+) -> tuple[float, ...]:
     """Levels of a cost between the unedited model's and the least that edits reach, the dearest first.
 
     A limit of the cost is one of them. There are none where edits do not lessen it, as late steps keep the depth.
@@ -193,7 +198,9 @@ def levels_of(cost: Aspect, limits: Sequence[Limit], pricing: Pricing, mixture: 
         found = [slowest - (slowest - least) * number / (LEVELS - 1) for number in range(LEVELS)]
     elif most:
         step = (dense - most[0]) / _TO_LIMIT
-        found = [most[0] if number == _TO_LIMIT else dense - step * number for number in range(1, LEVELS + 1)]
+        found = [
+            most[0] if number == _TO_LIMIT else dense - step * number for number in range(1, LEVELS + 1)
+        ]
     else:  # the nearer to the model, the closer: half of them save a quarter of what can be saved
         found = [dense - (dense - least) * (number / LEVELS) ** 2 for number in range(1, LEVELS + 1)]
     return tuple(level for level in found if level >= least - NEAR * abs(least))

@@ -57,7 +57,9 @@ class Winner:
         missed = []
         for when, comparison in known.items():
             if comparison is not None:
-                unseen = next(one.unseen for one in comparison.finalists if one.trial.number == self.trial.number)
+                unseen = next(
+                    one.unseen for one in comparison.finalists if one.trial.number == self.trial.number
+                )
                 missed += [
                     f"{limit} is not kept on held-out text{when}: {limit.aspect.show(limit.aspect.measured(unseen))}"
                     for limit in limits
@@ -76,7 +78,10 @@ def trials_table(question: PricedQuestion, trials: Sequence[Trial]) -> pd.DataFr
             "source": trial.source,
             "level": math.nan if level is None else level,
             "edits": trial.edits,
-            **{str(aspect): aspect.natural(question.price(aspect, trial)) for aspect in _priced_aspects(question)},
+            **{
+                str(aspect): aspect.natural(question.price(aspect, trial))
+                for aspect in _priced_aspects(question)
+            },
             **_quality(trial.measured),
             "tokens": trial.measured.tokens,
             "whole": trial.measured.whole,
@@ -92,7 +97,9 @@ def terms_table(question: PricedQuestion, terms: Terms) -> pd.DataFrame:
     """One row per edit: its divergence, its mean correlation, and its savings (of a speedup, in parts of the time)."""
     mixture = question.mixture
     pricing = question.pricing
-    dense = {aspect: pricing.price(aspect, mixture.model.program) for aspect in _priced_aspects(question)}
+    dense = {
+        aspect: pricing.price(aspect, mixture.model.program) for aspect in _priced_aspects(question)
+    }
     rows = []
     for place, (edit, program) in enumerate(zip(mixture.edits, mixture.single_edits, strict=True)):
         others = np.delete(terms.correlation[place], place)
@@ -198,7 +205,9 @@ def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str
     ]
 
 
-def commented(recipe: Recipe, question: PricedQuestion, winner: Winner, record: Mapping[str, Any]) -> str:
+def commented(
+    recipe: Recipe, question: PricedQuestion, winner: Winner, record: Mapping[str, Any]
+) -> str:
     """Write the winner's recipe with measurements in comments."""
     trial = winner.trial
     measured = winner.trial.measured
@@ -213,12 +222,24 @@ def commented(recipe: Recipe, question: PricedQuestion, winner: Winner, record: 
         *([f"its 95% interval {low:.4g} to {high:.4g},"] if math.isfinite(high) else []),
         f"perplexity {measured.perplexity:.4g}; the original's is {original.perplexity:.4g}.",
         *(["As a draft:", *winner.draft.lines()] if winner.draft else []),
-        *(["On text that the search did not see:", *winner.comparison.lines()] if winner.comparison else []),
-        *(["On the same text, healed:", *winner.healing.table(), *winner.healing.lines()] if winner.healing else []),
+        *(
+            ["On text that the search did not see:", *winner.comparison.lines()]
+            if winner.comparison
+            else []
+        ),
+        *(
+            ["On the same text, healed:", *winner.healing.table(), *winner.healing.lines()]
+            if winner.healing
+            else []
+        ),
     ]
     # Comments fit a terminal, and a command in them can still be copied, word by word.
     comment = textwrap.TextWrapper(
-        WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+        WIDTH,
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     return "\n".join([*map(comment.fill, lines), recipe.to_yaml()])
 
@@ -255,10 +276,17 @@ class SearchWork:
 
     def to_json(self) -> dict[str, Any]:
         ran = {"single_edits": round(self.alone, 1), "trials": round(self.together, 1)}
-        return {"edits": self.edits, "tokens_of_edits": self.tokens, "sublayers": ran, "sentence": self.line}
+        return {
+            "edits": self.edits,
+            "tokens_of_edits": self.tokens,
+            "sublayers": ran,
+            "sentence": self.line,
+        }
 
 
-def found_json(question: PricedQuestion, winner: Winner, curves: Sequence[QualityCurve]) -> dict[str, Any]:
+def found_json(
+    question: PricedQuestion, winner: Winner, curves: Sequence[QualityCurve]
+) -> dict[str, Any]:
     """Record the findings as JSON values; None for what is not finite."""
     trial = winner.trial
     more = winner.trial.measured.more

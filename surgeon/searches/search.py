@@ -17,7 +17,14 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.samplers import (
+    BaseSampler,
+    CmaEsSampler,
+    GPSampler,
+    NSGAIISampler,
+    RandomSampler,
+    TPESampler,
+)
 from optuna.trial import FrozenTrial, TrialState
 
 from surgeon.errors import did_you_mean
@@ -47,7 +54,8 @@ MEASURED = "measured"
 SUBLAYERS = "sublayers"
 _WORST = 100.0  # of a constraint
 _WORST_COST = 1e30  # as Optuna's tools can show it
-_OUTSIDE = 1e6  # what a sampler without constraints is told of programs outside the budget, beside how far
+# What a sampler without constraints is told of programs outside the budget, beside how far.
+_OUTSIDE = 1e6
 
 
 @dataclass
@@ -63,7 +71,8 @@ class Search:
     evaluator: Evaluator
     known_terms: Terms | None = None
     known: Known = field(default_factory=Known)
-    lock: Lock = field(default_factory=Lock, init=False, repr=False)  # for threads of one study: one asks or measures
+    # For threads of one study: one asks or measures.
+    lock: Lock = field(default_factory=Lock, init=False, repr=False)
     # Known so far: trials by what is stored of them; the last round, with the trials that it was made of.
     _trials: dict[tuple[Any, ...], Trial] = field(default_factory=dict, init=False, repr=False)
     _round: tuple[Any, list[Proposal]] = field(default=((), []), init=False, repr=False)
@@ -110,7 +119,8 @@ class Search:
         for proposal in [*found[turn:], *found[:turn]]:
             if proposal.key not in tried:
                 return proposal
-        more = self._next_round(finished, running)  # all of the round is given out, and nothing of it finished yet
+        # All of the round is given out, and nothing of it finished yet.
+        more = self._next_round(finished, running)
         found += more
         return next(iter(more), None)
 
@@ -144,7 +154,9 @@ class Search:
                 found.setdefault(proposal.key, proposal)
         return [*found.values()]
 
-    def proposal(self, values: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> Proposal:
+    def proposal(
+        self, values: Mapping[str, Any], attributes: Mapping[str, Any] | None = None
+    ) -> Proposal:
         """Read a trial's proposal from the values of its parameters, and its attributes."""
         choice = self.question.mixture.choice(values)
         known = attributes or {}
@@ -220,7 +232,9 @@ class Search:
     def measure(self, proposal: Proposal, earlier: Sequence[Trial], races: bool = True) -> Quality:
         """Measure a proposal against the best of its kind so far, unless it is known."""
         program = proposal.program
-        same = next((one.measured for one in earlier if one.key == proposal.key and one.measured.whole), None)
+        same = next(
+            (one.measured for one in earlier if one.key == proposal.key and one.measured.whole), None
+        )
         passed = self.known.measured(program)
         drafting = self.question.drafting
         if passed is not None and (drafting is None or passed.knows(drafting.by)):
@@ -278,7 +292,9 @@ class Search:
         known = self.known_choices
         # Only divergence is predicted, and only where choices were measured before is there enough to be sure by.
         sure = SURE if known and self._is_by_divergence else None
-        quality = [objective for objective in self.question.objectives if not objective.is_priced] or [DIVERGENCE]
+        quality = [objective for objective in self.question.objectives if not objective.is_priced] or [
+            DIVERGENCE
+        ]
 
         def value(trial: Trial) -> float:
             return self.question.pricing.costs(quality, trial)[0]
@@ -331,7 +347,11 @@ class SurgerySampler(BaseSampler):
         self.is_exhausted = False
         self._others = RandomSampler(seed=0)
 
-    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:  # noqa: ARG002
+    def infer_relative_search_space(
+        self,
+        study: optuna.Study,  # noqa: ARG002
+        trial: FrozenTrial,  # noqa: ARG002
+    ) -> dict[str, BaseDistribution]:
         return self.search.question.mixture.categories
 
     def sample_relative(
@@ -353,12 +373,21 @@ class SurgerySampler(BaseSampler):
             if proposal is None:
                 best = min(finished, key=lambda one: (one.measured.divergence, one.number), default=None)
                 proposal = best or Proposal("", "", ())
-            for name, value in ((PROGRAM, proposal.key), (SOURCE, proposal.source), (LEVEL, proposal.level)):
-                study._storage.set_trial_user_attr(trial._trial_id, name, value)  # as Optuna's samplers keep theirs
+            for name, value in (
+                (PROGRAM, proposal.key),
+                (SOURCE, proposal.source),
+                (LEVEL, proposal.level),
+            ):
+                # As Optuna's samplers keep theirs.
+                study._storage.set_trial_user_attr(trial._trial_id, name, value)
         return self.search.question.mixture.values(proposal.choice)
 
     def sample_independent(
-        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
     ) -> Any:
         """A parameter that is none of the search's, at random."""
         return self._others.sample_independent(study, trial, param_name, param_distribution)

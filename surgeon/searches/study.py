@@ -88,7 +88,8 @@ def open_storage(address: str | None, output: Path) -> StudyStorage:
     """
     if address is None:
         make_folder(output)
-        return _open_journal(output / JOURNAL_FILE)  # of which a trial costs a 20th of what it costs SQLite
+        # Of which a trial costs a 20th of what it costs SQLite.
+        return _open_journal(output / JOURNAL_FILE)
     kind, _, rest = address.partition(":")
     if kind == "journal":
         return _open_journal(Path(rest))
@@ -114,12 +115,18 @@ def _open_sqlite(path: Path) -> StudyStorage:
         with naming(path):
             backend = _set_up(url, {"connect_args": {"timeout": SECONDS_LOCKED}})
     except exc.DatabaseError as error:
-        raise OSError(f"{path} cannot hold a study: {first_line(error.orig or error)}; use another file") from error
+        raise OSError(
+            f"{path} cannot hold a study: {first_line(error.orig or error)}; use another file"
+        ) from error
     # Every transaction locks the file from its beginning. By default SQLite locks it at the first change, and Python's
     # module begins none before: two workers could both find a trial waiting, and both take it.
     backend.engine.dispose()  # of connections that began otherwise
-    event.listen(backend.engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
-    event.listen(backend.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    event.listen(
+        backend.engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None)
+    )
+    event.listen(
+        backend.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE")
+    )
     return StudyStorage(backend, f"sqlite:///{path}", file=path)
 
 
@@ -128,7 +135,8 @@ def _open_server(url: URL) -> StudyStorage:
     url = url.set(drivername=f"postgresql+{driver}")
     place = without_password(url.set(drivername="postgresql").render_as_string(hide_password=True))
     patience: dict[str, Any] = {}
-    if driver.startswith("psycopg"):  # they hand these on to libpq, which else waits a quarter of an hour
+    # They hand these on to libpq, which else waits a quarter of an hour.
+    if driver.startswith("psycopg"):
         alive = {"keepalives_idle": SILENCE, "keepalives_interval": ANSWER, "keepalives_count": 3}
         patience = {"connect_timeout": ANSWER, "tcp_user_timeout": 1000 * SILENCE, **alive}
     arguments = {name: value for name, value in patience.items() if name not in url.query}
@@ -148,31 +156,45 @@ def _explain(error: BaseException, url: URL, place: str) -> OSError:
     link: BaseException | None = error
     while link is not None and not isinstance(link, exc.DBAPIError):
         link = link.__cause__
-    lines = str((link.orig if isinstance(link, exc.DBAPIError) else None) or error).strip().splitlines() or [""]
+    lines = str(
+        (link.orig if isinstance(link, exc.DBAPIError) else None) or error
+    ).strip().splitlines() or [""]
     telling = [line for line in lines if "FATAL:" in line or "ERROR:" in line or "failed:" in line]
-    said = " ".join((telling or lines)[0].rpartition("failed: ")[2].split())  # the server's or the driver's last words
+    # The server's or the driver's last words.
+    said = " ".join((telling or lines)[0].rpartition("failed: ")[2].split())
     for secret in filter(None, [url.password, url.query.get("password")]):
         said = said.replace(str(secret), "***")
     if re.search(r'database "[^"]*" does not exist', said):
-        flags = "".join(f" -{f} {v}" for f, v in {"h": url.host, "p": url.port, "U": url.username}.items() if v)
-        return OSError(f"there is no database {url.database!r} at {place}; make it: createdb{flags} {url.database}")
+        flags = "".join(
+            f" -{f} {v}" for f, v in {"h": url.host, "p": url.port, "U": url.username}.items() if v
+        )
+        return OSError(
+            f"there is no database {url.database!r} at {place}; make it: createdb{flags} {url.database}"
+        )
     if re.search(r'role "[^"]*" does not exist', said):
-        return OSError(f"{place} knows no user {url.username!r}; make one, createuser NAME, or give another's name")
+        return OSError(
+            f"{place} knows no user {url.username!r}; make one, createuser NAME, or give another's name"
+        )
     if "no password supplied" in said or "password authentication failed" in said:
         wrong = f"does not take the password of {url.username!r}"
         if "no password" in said:
             wrong = "asks for a password"
         return OSError(f"{place} {wrong}; put the right one into ~/.pgpass, or into PGPASSWORD")
     if "permission denied" in said:
-        return OSError(f"{place} does not let {url.username!r} make tables ({said}); use a database that is theirs")
+        return OSError(
+            f"{place} does not let {url.username!r} make tables ({said}); use a database that is theirs"
+        )
     if isinstance(error, exc.OperationalError):
-        return OSError(f"{place} cannot be reached ({said}); see that it runs, and that the address is right")
+        return OSError(
+            f"{place} cannot be reached ({said}); see that it runs, and that the address is right"
+        )
     return OSError(f"{place} cannot hold a study: {said}")
 
 
 def _set_up(url: URL, engine: dict[str, Any]) -> RDBStorage:
     """Open a database and make its tables; several workers may be at it at once."""
-    text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")  # optuna formats it
+    # Optuna formats it.
+    text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
     for left in reversed(range(TRIES)):
         try:
             with warnings.catch_warnings():
@@ -191,7 +213,9 @@ def _set_up(url: URL, engine: dict[str, Any]) -> RDBStorage:
 
 def _open_journal(path: Path) -> StudyStorage:
     if not path.name or not path.parent.is_dir():
-        raise FileNotFoundError(f"journal:{path} lies in no folder that is there; make it first, or name another file")
+        raise FileNotFoundError(
+            f"journal:{path} lies in no folder that is there; make it first, or name another file"
+        )
     if path.is_dir():
         raise IsADirectoryError(f"journal:{path} is a folder; name a file in it")
     first = b""
@@ -209,7 +233,8 @@ def _open_journal(path: Path) -> StudyStorage:
             if not text.endswith(b"\n"):
                 file.truncate(text.rfind(b"\n") + 1)
         try:
-            for line in path.read_bytes().splitlines():  # Optuna passes over a last line that it cannot read
+            # Optuna passes over a last line that it cannot read.
+            for line in path.read_bytes().splitlines():
                 json.loads(line)
             return StudyStorage(JournalStorage(journal), f"journal:{path}", path)
         except (ValueError, AssertionError, AttributeError, LookupError, TypeError) as error:
@@ -235,7 +260,9 @@ class NotTried(Exception):
     """Ends a trial that is one too many, or of which nothing is left to try; it is failed, and counts for nothing."""
 
 
-def open_study(storage: StudyStorage, name: str, settings: Mapping[str, Any], metrics: Sequence[str]) -> optuna.Study:
+def open_study(
+    storage: StudyStorage, name: str, settings: Mapping[str, Any], metrics: Sequence[str]
+) -> optuna.Study:
     """Open a study in a storage, made or gone on with.
 
     Args:
@@ -245,7 +272,9 @@ def open_study(storage: StudyStorage, name: str, settings: Mapping[str, Any], me
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     directions = [optuna.study.StudyDirection.MINIMIZE] * len(metrics)
-    study = optuna.create_study(storage=storage.backend, study_name=name, directions=directions, load_if_exists=True)
+    study = optuna.create_study(
+        storage=storage.backend, study_name=name, directions=directions, load_if_exists=True
+    )
     wanted = json.loads(json.dumps({**settings, METRICS: dict.fromkeys(metrics, "minimize")}))
     if SETTINGS not in study.user_attrs:
         study.set_user_attr(SETTINGS, wanted)
@@ -330,19 +359,24 @@ def _tell_new(study: optuna.Study, told: set[int], tell: Callable[[FrozenTrial],
 
 def _running_trials(study: optuna.Study) -> list[FrozenTrial]:
     """List trials that workers run; a notebook's are left to it."""
-    return [one for one in counted(study) if one.state == TrialState.RUNNING and WORKER in one.user_attrs]
+    return [
+        one for one in counted(study) if one.state == TrialState.RUNNING and WORKER in one.user_attrs
+    ]
 
 
 def _is_twin(study: optuna.Study, trial: optuna.Trial) -> bool:
     """Tell whether an earlier trial has the same program, as when two workers ask at the same moment."""
-    _ = trial.relative_params  # asks the sampler, which Optuna else does when the first parameter is wanted
+    # Asks the sampler, which Optuna else does when the first parameter is wanted.
+    _ = trial.relative_params
     program = study._storage.get_trial(trial._trial_id).user_attrs.get(PROGRAM)
     if program is None:  # samplers of Optuna name none; what they say twice is not measured again
         return False
     until = time.monotonic() + LONGEST_ASK
     while True:
         others = [one for one in counted(study) if one.number != trial.number]
-        earlier = [one for one in others if one.number < trial.number and one.state == TrialState.RUNNING]
+        earlier = [
+            one for one in others if one.number < trial.number and one.state == TrialState.RUNNING
+        ]
         # Who asked before may not have been answered yet; a worker that was killed as it asked never will be.
         if all(PROGRAM in one.user_attrs for one in earlier) or time.monotonic() >= until:
             break
@@ -357,7 +391,9 @@ def _has_ended(machine: str, number: int, began: float) -> bool:
         return False
     try:
         process = psutil.Process(number)
-        return abs(process.create_time() - began) > SAME_START or process.status() == psutil.STATUS_ZOMBIE
+        return (
+            abs(process.create_time() - began) > SAME_START or process.status() == psutil.STATUS_ZOMBIE
+        )
     except psutil.NoSuchProcess:
         return True
 
@@ -369,6 +405,8 @@ def _fail_lost(study: optuna.Study, me: list[Any]) -> None:
     for trial in _running_trials(study):
         worker = trial.user_attrs[WORKER]
         if worker == me or _has_ended(*worker):
-            say_aside(f"trial {trial.number} was lost with process {worker[1]} on {worker[0]}; it is tried again")
+            say_aside(
+                f"trial {trial.number} was lost with process {worker[1]} on {worker[0]}; it is tried again"
+            )
             with suppress(UpdateFinishedTrialError):
                 study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)

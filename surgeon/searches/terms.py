@@ -27,8 +27,10 @@ from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.optimise import Counts, Damage, Flags, Numbers
 
-_RUNS = 15  # of the original on all of the text, as many sublayers as which all edits together run at most
-_TOKENS = 2048  # of the text, that each of them runs on where there is room: trials correct what these get wrong
+# Of the original on all of the text, as many sublayers as which all edits together run at most.
+_RUNS = 15
+# Of the text, that each of them runs on where there is room: trials correct what these get wrong.
+_TOKENS = 2048
 # Of these, the tokens that covariances are taken over.
 _SAMPLE = 512
 _LEAST_SAMPLE = 32
@@ -102,7 +104,8 @@ def covariances(head: OutputHead, original: Tensor, changed: Sequence[Tensor]) -
         logits = head.logits(original[block])
         p = logits.softmax(-1)
         # All in one product: the head of a large vocabulary takes longest to read, and a block may be a single token.
-        delta = head.logits(torch.stack([one[block] for one in changed], dim=1)) - logits[:, None]  # (tokens, n, words)
+        # (tokens, n, words).
+        delta = head.logits(torch.stack([one[block] for one in changed], dim=1)) - logits[:, None]
         delta = (delta - (delta * p[:, None]).sum(-1, keepdim=True)) * p.sqrt()[:, None]
         total += (delta @ delta.transpose(1, 2)).double().nan_to_num().sum(0).cpu()
     return total / len(original)
@@ -177,8 +180,11 @@ class TermsPlan:
 
     def work(self, ids: Tensor) -> float:
         """Count the sublayers to run, in passes over all of the text."""
-        part = min(self.tokens(ids), ids.shape[1]) / ids.numel()  # of the text, that is run of each window
-        return sum(share(programs).total_sublayers * len(run) * part for run, programs in self.runs(ids).items())
+        # Of the text, that is run of each window.
+        part = min(self.tokens(ids), ids.shape[1]) / ids.numel()
+        return sum(
+            share(programs).total_sublayers * len(run) * part for run, programs in self.runs(ids).items()
+        )
 
     def completed(self, divergence: Numbers) -> Numbers:
         """(n,), with estimates for NaN: a power of the foreseen numbers, fitted to the others of the group.
@@ -191,7 +197,9 @@ class TermsPlan:
             known = own & np.isfinite(divergence) & (divergence > 0) & (self.foreseen > 0)
             missing = own & np.isnan(divergence)
             if known.sum() < _FITTED:
-                found[missing] = divergence[known].max() if known.any() else np.nanmax(divergence, initial=0.0)
+                found[missing] = (
+                    divergence[known].max() if known.any() else np.nanmax(divergence, initial=0.0)
+                )
                 continue
             slope, level = np.polyfit(np.log(self.foreseen[known]), np.log(divergence[known]), 1)
             found[missing] = np.exp(level + max(slope, 0.0) * np.log(self.foreseen[missing]))
@@ -229,7 +237,9 @@ def measure_terms(evaluator: Evaluator, plan: TermsPlan) -> Terms:
                     head.compare(after, reference)["divergence"].cpu().numpy()
                 )
     there = [*changed]
-    found[np.ix_(there, there)] = correlations(covariances(head, original, [changed[place] for place in there]))
+    found[np.ix_(there, there)] = correlations(
+        covariances(head, original, [changed[place] for place in there])
+    )
     return Terms(plan.completed(divergence), found, tokens, evaluator.sublayers - before)
 
 

@@ -62,7 +62,12 @@ class Finalist:
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         if self.difference is not None:
-            known = {"difference": self.difference, "low": self.low, "high": self.high, "verdict": self.verdict}
+            known = {
+                "difference": self.difference,
+                "low": self.low,
+                "high": self.high,
+                "verdict": self.verdict,
+            }
             found = finite(known)
         qualities = {"seen": quality_json(self.trial.measured), "unseen": quality_json(self.unseen)}
         return found | {"trial": self.trial.number, "program": self.trial.key} | qualities
@@ -170,7 +175,8 @@ class HealedFinalists:
         chosen = self.after.chosen.trial.number
         found = [f"{len(self.before.finalists)} finalists were {self.how}"]
         found += [
-            f"healed, {said}" for said in self.after.verdicts(lambda one: (self.after.searched.unseen, one.unseen))
+            f"healed, {said}"
+            for said in self.after.verdicts(lambda one: (self.after.searched.unseen, one.unseen))
         ]
         if chosen != first:
             found.append(f"HEALING CHANGES THE CHOICE: trial {chosen} is the winner, not trial {first}")
@@ -317,7 +323,9 @@ def ranked(question: PricedQuestion, trials: Sequence[Trial]) -> list[Trial]:
             "look at another objective"
         )
     best: dict[str, Trial] = {}
-    for trial in sorted(finite, key=lambda trial: (question.cost(trial), trial.measured.divergence, trial.number)):
+    for trial in sorted(
+        finite, key=lambda trial: (question.cost(trial), trial.measured.divergence, trial.number)
+    ):
         best.setdefault(trial.key, trial)
     return [*best.values()]
 
@@ -357,7 +365,9 @@ def _nearest(question: PricedQuestion, trials: Sequence[Trial]) -> str:
         return f"no trial was measured to its end within {budget}; run more of them"
     best = min(whole, key=lambda trial: (distance(trial), trial.number))
     had = ", ".join(
-        limit.aspect.show(limit.aspect.measured(best.measured)) for limit in limits if not limit.aspect.is_priced
+        limit.aspect.show(limit.aspect.measured(best.measured))
+        for limit in limits
+        if not limit.aspect.is_priced
     )
     if not math.isfinite(distance(best)):
         had = "none that predicts anything"

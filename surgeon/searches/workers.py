@@ -20,7 +20,8 @@ from surgeon.threads import threads_per_rank
 
 Say = Callable[[str], None]
 FOLDER = "workers"  # in the output folder: what they say
-GIVEN = "SURGEON_WORKER"  # of a worker's environment, which others cannot read: addresses may have passwords
+# Of a worker's environment, which others cannot read: addresses may have passwords.
+GIVEN = "SURGEON_WORKER"
 SECONDS_TO_END = 20.0  # when all is done
 SECONDS_TO_STOP = 10.0  # when they are told to stop
 
@@ -43,7 +44,12 @@ class WorkerProcesses:
     """
 
     def __init__(
-        self, count: int, command: Sequence[str], given: Mapping[str, Any], folder: Path, say: Say = say_aside
+        self,
+        count: int,
+        command: Sequence[str],
+        given: Mapping[str, Any],
+        folder: Path,
+        say: Say = say_aside,
     ) -> None:
         self.count = count
         self.command = command
@@ -114,11 +120,15 @@ def interruptible(index: int) -> Iterator[None]:
         yield
         return
     # A shell that starts something in the background lets it ignore Ctrl-C, and so all that it starts.
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     if index:
         main = threading.main_thread().ident
         assert main is not None
-        when_parent_ends(lambda: signal.pthread_kill(main, signal.SIGINT))  # to that thread, as it may be asleep
+        # To that thread, as it may be asleep.
+        when_parent_ends(lambda: signal.pthread_kill(main, signal.SIGINT))
     try:
         yield
     finally:

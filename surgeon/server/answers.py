@@ -54,7 +54,11 @@ class Format(ABC):
     def __init__(self, model: str, texts: Texts, wants_logprobs: bool) -> None:
         self.texts = texts
         self.wants_logprobs = wants_logprobs
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
 
     def whole(self, answers: Sequence[Reply], usage: dict[str, Any]) -> dict[str, Any]:
         """Everything at once."""
@@ -90,7 +94,12 @@ class CompletionFormat(Format):
     def _choice(self, index: int, answer: Reply) -> dict[str, Any]:
         text = self._echo(answer) + answer.text
         logprobs = self._logprobs(answer, answer.logprobs, answer.offsets, self.echo)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": answer.finish_reason,
+        }
 
     def pieces(self, index: int, answer: Reply, event: Event) -> list[dict[str, Any]]:
         if not (event.tokens or event.finish_reason):
@@ -99,7 +108,9 @@ class CompletionFormat(Format):
         answer.begun = True
         text = self._echo(answer) + event.text if begins else event.text
         logprobs = self._logprobs(answer, event.logprobs, event.offsets, self.echo and begins)
-        return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": event.finish_reason}]
+        return [
+            {"index": index, "text": text, "logprobs": logprobs, "finish_reason": event.finish_reason}
+        ]
 
     def _echo(self, answer: Reply) -> str:
         prompt = answer.prompt
@@ -114,11 +125,19 @@ class CompletionFormat(Format):
     ) -> dict[str, Any] | None:
         if not self.wants_logprobs:
             return None
-        logprobs: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        logprobs: dict[str, Any] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
         if with_prompt:
             # The prompt's tokens come first; nothing predicts the first of them.
             logprobs["tokens"] += [self.texts.piece(token) for token in answer.prompt.tokens]
-            logprobs["token_logprobs"] += [None, *(_finite(one.logprob) for one in answer.prompt_logprobs)]
+            logprobs["token_logprobs"] += [
+                None,
+                *(_finite(one.logprob) for one in answer.prompt_logprobs),
+            ]
             logprobs["top_logprobs"] += [None, *map(self._top, answer.prompt_logprobs)]
             logprobs["text_offset"] += answer.prompt.offsets
             answer.shift = len(self._echo(answer))
@@ -170,7 +189,8 @@ class ChatFormat(Format):
         if not self.wants_logprobs:
             return None
         content = [
-            self._token(one.token, one.logprob) | {"top_logprobs": [self._token(*top) for top in one.top]}
+            self._token(one.token, one.logprob)
+            | {"top_logprobs": [self._token(*top) for top in one.top]}
             for one in found
         ]
         return {"content": content, "refusal": None}
@@ -178,7 +198,11 @@ class ChatFormat(Format):
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.texts.piece(token)
         part = UNFINISHED in text  # of a character, whose bytes a tokenizer does not tell
-        return {"token": text, "logprob": _finite(logprob), "bytes": None if part else list(text.encode())}
+        return {
+            "token": text,
+            "logprob": _finite(logprob),
+            "bytes": None if part else list(text.encode()),
+        }
 
 
 def _finite(logprob: float) -> float:
@@ -229,14 +253,17 @@ class Choices:
                 stream.listen(partial(self._put, choice))
 
         try:
-            await asyncio.to_thread(submit_all)  # sending a long prompt to a rank that computes may take a while
+            # Sending a long prompt to a rank that computes may take a while.
+            await asyncio.to_thread(submit_all)
         except (ValueError, OSError) as error:
             self.close()
             if isinstance(error, QueueFull):
                 raise ApiError(429, str(error), code="queue_full", headers=RETRY_SOON) from error
             if isinstance(error, OSError) or self.state.service.failure is not None:
                 raise failed(error) from error
-            raise (draining() if self.state.draining else invalid(str(error), self.prompt_field)) from error
+            raise (
+                draining() if self.state.draining else invalid(str(error), self.prompt_field)
+            ) from error
 
     def _put(self, choice: int, event: Event | Exception) -> None:
         with suppress(RuntimeError):  # the loop has closed: the process is ending
@@ -297,7 +324,9 @@ async def chat(request: Request, state: ServerState, body: ChatBody) -> Response
     return await _answer(request, state, body, [prompt], style)
 
 
-async def _answer(request: Request, state: ServerState, body: Body, prompts: list[Prompt], style: Format) -> Response:
+async def _answer(
+    request: Request, state: ServerState, body: Body, prompts: list[Prompt], style: Format
+) -> Response:
     answers = []
     asks = []
     for place, prompt in enumerate(prompts):
@@ -308,8 +337,11 @@ async def _answer(request: Request, state: ServerState, body: Body, prompts: lis
     choices = Choices(state, body.prompt_field)
     await choices.submit(asks)
     try:
-        if body.wanted_prompt_logprobs is not None:  # only now are the prompts known to be what the model takes
-            located = await asyncio.to_thread(lambda: [state.texts.located(prompt) for prompt in prompts])
+        # Only now are the prompts known to be what the model takes.
+        if body.wanted_prompt_logprobs is not None:
+            located = await asyncio.to_thread(
+                lambda: [state.texts.located(prompt) for prompt in prompts]
+            )
             for number, answer in enumerate(answers):
                 answer.prompt = located[number // body.choices]
         # Only now is it known whether there will be an answer, so only now can a stream have its status.
@@ -330,7 +362,9 @@ async def _answer(request: Request, state: ServerState, body: Body, prompts: lis
 def _check_number(state: ServerState, body: Body, prompts: int) -> None:
     wanted = prompts * body.choices
     if wanted > state.capacity:
-        reason = f"prompts times n are {wanted} answers; this server takes {state.capacity} at a time at most"
+        reason = (
+            f"prompts times n are {wanted} answers; this server takes {state.capacity} at a time at most"
+        )
         raise invalid(reason, "n" if body.choices > 1 else body.prompt_field)
 
 

@@ -100,7 +100,10 @@ class Body(BaseModel):
             if value is None or name in IGNORED:
                 continue
             if name not in UNSUPPORTED:
-                raise invalid(f"there is no field {short(name)}; {did_you_mean(name, type(self).model_fields)}", name)
+                raise invalid(
+                    f"there is no field {short(name)}; {did_you_mean(name, type(self).model_fields)}",
+                    name,
+                )
             if value not in UNSUPPORTED[name]:
                 raise invalid(f"{name} is not supported; leave it out (it is {short(value)})", name)
         if self.stream_options is not None and not self.stream:
@@ -135,10 +138,17 @@ class Body(BaseModel):
 
     def sampling(self, prompt: int, room: int, defaults: Defaults) -> Sampling:
         """Sampling for a prompt of so many tokens, with room for more, and the model's own defaults."""
-        own = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty", "seed")}
+        own = {
+            name: getattr(self, name)
+            for name in ("temperature", "top_p", "min_p", "repetition_penalty", "seed")
+        }
         own |= {
             "top_k": 0 if self.top_k == -1 else self.top_k,  # other servers take -1 for all of them
-            "stop": (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop),
+            "stop": (self.stop,)
+            if isinstance(self.stop, str)
+            else None
+            if self.stop is None
+            else tuple(self.stop),
             "ignore_end": self.ignore_eos,
             "max_new_tokens": self._new_tokens(prompt, room),
             "logprobs": self.wanted_logprobs,
@@ -168,12 +178,18 @@ class Body(BaseModel):
                 return room - prompt
             return min(self.default_new_tokens, room - prompt)
         if self.max_tokens not in (None, asked):
-            raise invalid(f"max_tokens is {self.max_tokens} and max_completion_tokens {asked}; give one of them", name)
+            raise invalid(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens {asked}; give one of them",
+                name,
+            )
         if asked < self.fewest_new_tokens:
-            raise invalid(f"{name} must be at least {self.fewest_new_tokens}, not {asked}{self.fewest_hint}", name)
+            raise invalid(
+                f"{name} must be at least {self.fewest_new_tokens}, not {asked}{self.fewest_hint}", name
+            )
         if prompt + asked > room:
             raise invalid(
-                f"{name} is {asked} and the prompt has {prompt} tokens; together they may be {room} at most", name
+                f"{name} is {asked} and the prompt has {prompt} tokens; together they may be {room} at most",
+                name,
             )
         return asked
 

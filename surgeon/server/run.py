@@ -131,8 +131,12 @@ class Patience:
 def patience_for(files: int) -> Patience:
     """Limits whose connections leave half of the files that this process may still open unused."""
     if files < FEWEST_FILES:
-        raise ValueError(f"only {files} more files may be open in this process; raise the limit (ulimit -n)")
-    return Patience(connections=min(MOST_CONNECTIONS, files // 2), refused=max(1, min(MOST_ACCEPTED, files // 32)))
+        raise ValueError(
+            f"only {files} more files may be open in this process; raise the limit (ulimit -n)"
+        )
+    return Patience(
+        connections=min(MOST_CONNECTIONS, files // 2), refused=max(1, min(MOST_ACCEPTED, files // 32))
+    )
 
 
 def files_left() -> int:
@@ -176,7 +180,8 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:  # a part of the next request
+        # A part of the next request.
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self._unset_keepalive_if_required()
             self._expect(self.patience.head)
 
@@ -190,9 +195,15 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return
         begun = self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]
-        answering = self.conn.their_state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_started
+        answering = (
+            self.conn.their_state is h11.SEND_BODY
+            and self.cycle is not None
+            and self.cycle.response_started
+        )
         if begun and not answering:
-            body = json.dumps(ApiError(408, "the request did not arrive in time", code="timeout").body()).encode()
+            body = json.dumps(
+                ApiError(408, "the request did not arrive in time", code="timeout").body()
+            ).encode()
             head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
             self.transport.write(f"HTTP/1.1 408 Request Timeout\r\n{head}\r\n\r\n".encode() + body)
         self.transport.close()
@@ -209,7 +220,9 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
     except (OSError, OverflowError, UnicodeError) as error:
-        raise ValueError(f"there is no address {host!r} on this machine ({error}); choose another host") from error
+        raise ValueError(
+            f"there is no address {host!r} on this machine ({error}); choose another host"
+        ) from error
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
@@ -269,7 +282,8 @@ class _Server(uvicorn.Server):
         """Limit the wait for answers that are being written at the end."""
         self.config.timeout_graceful_shutdown = seconds
         if not seconds:
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)  # what is cut off is meant to be
+            # What is cut off is meant to be.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
 
     async def on_tick(self, counter: int) -> bool:
         if self.state.service.failure is not None:

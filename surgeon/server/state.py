@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.datastructures import Headers
@@ -55,9 +61,13 @@ class _ServiceCollector(Collector):
         for name, text in _GAUGES.items():
             yield GaugeMetricFamily(f"surgeon_{name}", text, value=getattr(stats, name))
         used = stats.blocks - stats.free_blocks
-        yield GaugeMetricFamily("surgeon_used_blocks", "Blocks of the cache that requests use.", value=used)
         yield GaugeMetricFamily(
-            "surgeon_up", "1 while the ranks run, 0 when one has failed.", value=self.service.failure is None
+            "surgeon_used_blocks", "Blocks of the cache that requests use.", value=used
+        )
+        yield GaugeMetricFamily(
+            "surgeon_up",
+            "1 while the ranks run, 0 when one has failed.",
+            value=self.service.failure is None,
         )
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"surgeon_{name}", text, value=getattr(stats, name))
@@ -76,12 +86,20 @@ class Meters:
             ["path", "status"],
             registry=self.registry,
         )
-        self._queue = self._seconds("queue", "From a request's arrival in the queue until it was let in.", _LONG)
-        self._first = self._seconds("time_to_first_token", "From a request's arrival until its first token.", _LONG)
-        self._each = self._seconds("time_per_output_token", "Between tokens, mean of each request.", _SHORT)
+        self._queue = self._seconds(
+            "queue", "From a request's arrival in the queue until it was let in.", _LONG
+        )
+        self._first = self._seconds(
+            "time_to_first_token", "From a request's arrival until its first token.", _LONG
+        )
+        self._each = self._seconds(
+            "time_per_output_token", "Between tokens, mean of each request.", _SHORT
+        )
 
     def _seconds(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"surgeon_{name}_seconds", f"{text} In seconds.", buckets=buckets, registry=self.registry)
+        return Histogram(
+            f"surgeon_{name}_seconds", f"{text} In seconds.", buckets=buckets, registry=self.registry
+        )
 
     def answered(self, path: str, status: int) -> None:
         self._requests.labels(path, str(status)).inc()
@@ -194,7 +212,8 @@ def _refusal(scope: Scope, state: ServerState) -> ApiError | None:
     kind, _, sent = headers.get("authorization", "").partition(" ")
     # The comparison takes as long for a wrong first character as for a wrong last one.
     if state.key is not None and not (
-        hmac.compare_digest(sent.strip().encode("latin-1"), state.key.encode()) and kind.lower() == "bearer"
+        hmac.compare_digest(sent.strip().encode("latin-1"), state.key.encode())
+        and kind.lower() == "bearer"
     ):
         return ApiError(
             401,
@@ -228,9 +247,13 @@ def check_origin(origin: str) -> str:
     except ValueError:  # no port, no address, no name that there can be
         host = ""
     if not host or ANY in host or not parts.scheme:
-        raise ValueError(f"{origin!r} is no origin of web pages; write one such as http://localhost:3000, or * for any")
+        raise ValueError(
+            f"{origin!r} is no origin of web pages; write one such as http://localhost:3000, or * for any"
+        )
     place = f"[{host}]" if ":" in host else host
-    written = f"{parts.scheme}://{place}" + ("" if port in (None, _PORTS.get(parts.scheme)) else f":{port}")
+    written = f"{parts.scheme}://{place}" + (
+        "" if port in (None, _PORTS.get(parts.scheme)) else f":{port}"
+    )
     if written != origin:
         raise ValueError(f"browsers never send {origin!r} as an origin of web pages; write {written}")
     return origin

@@ -15,7 +15,8 @@ from surgeon.server.errors import invalid
 FIELD = "chat_template_kwargs"
 MOST_VARIABLES = 1 << 16  # bytes of them
 UNFINISHED = "\ufffd"  # what a token decodes to that holds a part of a character
-ANCHOR = "a"  # tokens are decoded behind this one, because tokenizers write a text's first token differently
+# Tokens are decoded behind this one, because tokenizers write a text's first token differently.
+ANCHOR = "a"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,10 @@ class Texts:
         self.tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
         # What the template is given besides, or how it is applied, is not for clients to say.
-        self._reserved = {*signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+        self._reserved = {
+            *signature(tokenizer.apply_chat_template).parameters,
+            *tokenizer.special_tokens_map,
+        }
         self._reserved.add("messages")
         self._anchor: list[int] = self._encoder(ANCHOR, special=False)
         self._pieces: dict[int, str] = {}
@@ -60,7 +64,9 @@ class Texts:
 
     def _encode(self, text: str, name: str, most: int, special: bool = True) -> list[int]:
         if len(text) > (characters := self._encoder.most_characters(most)):
-            reason = f"{name} has {len(text)} characters; at most {characters} are read, as {most} tokens fit"
+            reason = (
+                f"{name} has {len(text)} characters; at most {characters} are read, as {most} tokens fit"
+            )
             raise invalid(reason, name)
         _check_text(text, name)
         return self._encoder(text, special)
@@ -84,13 +90,19 @@ class Texts:
         places = self.tokenizer.backend_tokenizer.encode(text).offsets
         # Tokens that the tokenizer has added lie nowhere, (0, 0): they stand behind the one before.
         ends = accumulate((end for _, end in places), max, initial=0)
-        offsets = [start if start < end else before for (start, end), before in zip(places, ends, strict=False)]
+        offsets = [
+            start if start < end else before for (start, end), before in zip(places, ends, strict=False)
+        ]
         return replace(prompt, offsets=offsets)
 
-    def chat(self, messages: list[dict[str, Any]], most: int, variables: dict[str, Any] | None = None) -> Prompt:
+    def chat(
+        self, messages: list[dict[str, Any]], most: int, variables: dict[str, Any] | None = None
+    ) -> Prompt:
         """The messages in the model's chat template, up to where its answer begins; variables are the template's."""
         if not self.tokenizer.chat_template:
-            raise invalid("this model has no chat template (it is no chat model); use /v1/completions", "messages")
+            raise invalid(
+                "this model has no chat template (it is no chat model); use /v1/completions", "messages"
+            )
         if not messages:
             raise invalid("messages is empty; give at least one message", "messages")
         variables = self._check(variables or {})
@@ -104,7 +116,9 @@ class Texts:
     def _check(self, variables: dict[str, Any]) -> dict[str, Any]:
         for name in variables:
             if name in self._reserved:
-                raise invalid(f"{FIELD} must not have {name}, which the server sets; leave it out", FIELD)
+                raise invalid(
+                    f"{FIELD} must not have {name}, which the server sets; leave it out", FIELD
+                )
         try:
             size = len(json.dumps(variables, ensure_ascii=False, allow_nan=False).encode())
         except (ValueError, RecursionError) as error:
@@ -115,7 +129,9 @@ class Texts:
 
     def decode(self, tokens: list[int]) -> str:
         """The text of some tokens from the beginning of a text on."""
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self.tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text
 
     def piece(self, token: int) -> str:
@@ -142,4 +158,6 @@ def _check_text(text: str, name: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise invalid(f"{name} is not text in UTF-8 (a lone surrogate at character {error.start})", name) from None
+        raise invalid(
+            f"{name} is not text in UTF-8 (a lone surrogate at character {error.start})", name
+        ) from None

@@ -6,11 +6,16 @@ They hold for extensions as for surgeon's own; docs/extending.md shows each from
 try:
     import pytest
 except ImportError as error:
-    raise ImportError("surgeon.testing needs pytest, which is not installed: pip install pytest") from error
+    raise ImportError(
+        "surgeon.testing needs pytest, which is not installed: pip install pytest"
+    ) from error
 
 # So that a failure shows what was compared, as in a test file.
 pytest.register_assert_rewrite(
-    "surgeon.testing.families", "surgeon.testing.forms", "surgeon.testing.operations", "surgeon.testing.spaces"
+    "surgeon.testing.families",
+    "surgeon.testing.forms",
+    "surgeon.testing.operations",
+    "surgeon.testing.spaces",
 )
 
 from surgeon.testing.families import FamilyContract  # noqa: E402

@@ -51,7 +51,9 @@ class FamilyContract:
     @pytest.fixture(scope="class")
     def family_model(self) -> PreTrainedModel:
         """The model; the tests edit and restore it."""
-        raise NotImplementedError("give a fixture `family_model` that returns a small random model of four layers")
+        raise NotImplementedError(
+            "give a fixture `family_model` that returns a small random model of four layers"
+        )
 
     def plain(self, model: PreTrainedModel) -> Sublayers | None:  # noqa: ARG002 - for those that override it
         """A computation of the model's sublayers from its weights, independent of its modules, if there is one."""
@@ -80,11 +82,15 @@ class FamilyContract:
             for path in (*spec.stages, *spec.norms.values()):
                 layer.get_submodule(path)
             units = family.units(model.config, 1)
-            counted = {unit: count * family.unit_width(model.config, unit) for unit, count in units.items()}
+            counted = {
+                unit: count * family.unit_width(model.config, unit) for unit, count in units.items()
+            }
             for projection in spec.projections:
                 weight = layer.get_parameter(projection.weight)
                 packed = [other for other in spec.projections if other.path == projection.path]
-                assert weight.shape[projection.divided_dim - 2] == sum(counted[one.unit] for one in packed)
+                assert weight.shape[projection.divided_dim - 2] == sum(
+                    counted[one.unit] for one in packed
+                )
                 own = weights.each_expert(sublayer)[0] if projection.stacked else sublayer
                 assert shapes.matrices[projection.role] == weights.matrix(own, projection.role).shape
         roles = {projection.role for kind in KINDS for projection in family.spec(kind, 1).projections}
@@ -92,14 +98,18 @@ class FamilyContract:
         for described in (*family.embeddings, family.final_norm, family.head):
             model.get_submodule(described)
 
-    def test_the_unedited_program_is_the_stock_model_bit_for_bit(self, model: PreTrainedModel, ids: Tensor) -> None:
+    def test_the_unedited_program_is_the_stock_model_bit_for_bit(
+        self, model: PreTrainedModel, ids: Tensor
+    ) -> None:
         stock = logits_of(model, ids)
         program = program_of(model)
         assert program == _dense(model)
         assert torch.equal(stock, logits_of(edit(model, program), ids))
         assert program_of(model) == program
 
-    def test_it_trains_and_drops_out_as_the_stock_model_does(self, model: PreTrainedModel, ids: Tensor) -> None:
+    def test_it_trains_and_drops_out_as_the_stock_model_does(
+        self, model: PreTrainedModel, ids: Tensor
+    ) -> None:
         """Dropout is as in the architecture, draws the same numbers, and is on only while the model trains."""
         stock = _in_training(model, ids)
         assert torch.equal(stock, logits_of(model, ids)) != self.drops_out
@@ -146,7 +156,9 @@ class FamilyContract:
             ("A0 F1!e0,e4", "the experts of layer 1 are 0 to 3"),
         ],
     )
-    def test_what_mixtures_cannot_have_says_so(self, model: PreTrainedModel, program: str, reason: str) -> None:
+    def test_what_mixtures_cannot_have_says_so(
+        self, model: PreTrainedModel, program: str, reason: str
+    ) -> None:
         if family_of(model.config).mixture is None:
             with pytest.raises(ValueError, match="layer 1 is no mixture"):
                 edit(model, "A0 F1!e0,e4")
@@ -167,7 +179,9 @@ class FamilyContract:
             output = model.get_submodule(f"{family.layers}.1.{spec.module}")(x)
         expected = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
         logits = functional.linear(x[0], tensors["router.weight"], tensors.get("router.bias"))
-        chosen, shares = route(logits, spec.mixture.routing(model.config), tensors.get("router.correction"))
+        chosen, shares = route(
+            logits, spec.mixture.routing(model.config), tensors.get("router.correction")
+        )
         assert chosen.shape == shares.shape == (9, model.config.num_experts_per_tok)
         found = torch.zeros_like(x[0])
         for token, expert, share in zip(range(9), chosen, shares, strict=True):
@@ -175,18 +189,28 @@ class FamilyContract:
                 own = {role: one[e] for role, one in tensors.items() if len(one) == 4}
                 read = x[0, token]
                 weighs = spec.mixture.weighs_inputs
-                found[token] += _expert(model, own, part * read) if weighs else part * _expert(model, own, read)
-        shared = {role.removeprefix("shared_"): one for role, one in tensors.items() if role.startswith("shared_")}
+                found[token] += (
+                    _expert(model, own, part * read) if weighs else part * _expert(model, own, read)
+                )
+        shared = {
+            role.removeprefix("shared_"): one
+            for role, one in tensors.items()
+            if role.startswith("shared_")
+        }
         if shared:
             weight = tensors.get("shared_router.weight")
-            found += _expert(model, shared, x[0]) * (1 if weight is None else torch.sigmoid(x[0] @ weight.T))
+            found += _expert(model, shared, x[0]) * (
+                1 if weight is None else torch.sigmoid(x[0] @ weight.T)
+            )
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         again = packed(tensors, spec, 1)
         stored = model.get_submodule(f"{family.layers}.1").state_dict()
         assert all(torch.equal(tensor, stored[path]) for path, tensor in again.items())
 
     @pytest.mark.parametrize("name", EDITS)
-    def test_cached_generation_equals_uncached(self, model: PreTrainedModel, ids: Tensor, name: str) -> None:
+    def test_cached_generation_equals_uncached(
+        self, model: PreTrainedModel, ids: Tensor, name: str
+    ) -> None:
         running: Any = _edit(model, name)
         arguments = {
             "attention_mask": torch.ones_like(ids),
@@ -229,7 +253,9 @@ class FamilyContract:
         _assert_same(got[:, pad.shape[1] :], logits_of(model, ids))
 
     @pytest.mark.parametrize("name", ["shuffle", "prune", "repeat", "lp"])
-    def test_per_layer_entries_of_the_config_follow_their_layers(self, model: PreTrainedModel, name: str) -> None:
+    def test_per_layer_entries_of_the_config_follow_their_layers(
+        self, model: PreTrainedModel, name: str
+    ) -> None:
         before = model.config.to_dict()
         order = order_of_attentions(model, name)
         _edit(model, name)
@@ -240,7 +266,9 @@ class FamilyContract:
         assert restore(model).config.to_dict() == before
 
     @pytest.mark.parametrize("name", EDITS)
-    def test_restoring_gives_everything_back(self, model: PreTrainedModel, ids: Tensor, name: str) -> None:
+    def test_restoring_gives_everything_back(
+        self, model: PreTrainedModel, ids: Tensor, name: str
+    ) -> None:
         stock = logits_of(model, ids)
         config = model.config.to_dict()
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -253,7 +281,9 @@ class FamilyContract:
         assert torch.equal(logits_of(model, ids), stock)
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_projections_are_found_where_they_are_packed(self, model: PreTrainedModel, kind: str) -> None:
+    def test_projections_are_found_where_they_are_packed(
+        self, model: PreTrainedModel, kind: str
+    ) -> None:
         family = family_of(model.config)
         whole = Sublayer(kind, (1,))
         spec = family.spec(kind, 1)
@@ -271,20 +301,28 @@ class FamilyContract:
             with torch.no_grad():
                 got = module(x) - (0 if module.bias is None else module.bias)
             own = matrix.features if projection.reads_stream else None
-            torch.testing.assert_close(x @ tensors[name].T, got if own is None else got[:, own], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                x @ tensors[name].T, got if own is None else got[:, own], rtol=1e-4, atol=1e-5
+            )
             doubled = tensors | {name: tensors[name] * 2}
             stored = packed(doubled, spec, weights.unit_width(kind))
-            there = NamedTensors({f"{family.layers}.1.{path}": tensor for path, tensor in stored.items()})
+            there = NamedTensors(
+                {f"{family.layers}.1.{path}": tensor for path, tensor in stored.items()}
+            )
             for again, tensor in ModelWeights(there, family, head_dim).by_role(whole).items():
                 assert torch.equal(tensor, doubled[again]), again
 
     @pytest.mark.parametrize("name", ["prune", "merge"])
-    def test_a_plain_export_loads_again(self, model: PreTrainedModel, ids: Tensor, name: str, tmp_path: Path) -> None:
+    def test_a_plain_export_loads_again(
+        self, model: PreTrainedModel, ids: Tensor, name: str, tmp_path: Path
+    ) -> None:
         """In surgeon, and in `transformers` without it; layers that differ in the config are not merged."""
         model.save_pretrained(tmp_path / "source")
         lists = [getattr(model.config, key, None) for key in family_of(model.config).entries.lists]
         expected = logits_of(_edit(model, name), ids)
-        if name == "merge" and any(entries is not None and entries[1] != entries[2] for entries in lists):
+        if name == "merge" and any(
+            entries is not None and entries[1] != entries[2] for entries in lists
+        ):
             with pytest.raises(ValueError, match="layers 1 and 2 differ in the config's"):
                 _export(tmp_path, program_of(model), "plain")
             return
@@ -324,13 +362,17 @@ class FamilyContract:
         model_type = model.config.model_type
         if model_type not in CONFIG_MAPPING_NAMES:
             with pytest.raises(
-                ValueError, match="the modeling file that travels inside builds on transformers' own classes"
+                ValueError,
+                match="the modeling file that travels inside builds on transformers' own classes",
             ):
                 _export(tmp_path, program_of(model), "program")
             return
         _export(tmp_path, program_of(model), "program")
         shipped: Any = PROGRAM.model_class(model_type, tmp_path / "program")
-        for written in (load(tmp_path / "program"), shipped.from_pretrained(tmp_path / "program").eval()):
+        for written in (
+            load(tmp_path / "program"),
+            shipped.from_pretrained(tmp_path / "program").eval(),
+        ):
             _assert_same(logits_of(written, ids), expected)
 
 
@@ -360,7 +402,9 @@ def _edit(model: PreTrainedModel, name: str) -> PreTrainedModel:
         if sublayer.piece and not _can_be_sliced(model):
             pytest.skip("the family cannot be sliced; that it says so is tested by itself")
         if mixture is not None and (len(sublayer.layers) > 1 or sublayer.width is not None):
-            pytest.skip("mixtures are neither averaged nor narrowed; that they say so is tested by itself")
+            pytest.skip(
+                "mixtures are neither averaged nor narrowed; that they say so is tested by itself"
+            )
         if mixture is None and sublayer.experts is not None:
             pytest.skip("the family has no mixtures")
     return edit(model, program)
@@ -369,7 +413,10 @@ def _edit(model: PreTrainedModel, name: str) -> PreTrainedModel:
 def _expert(model: PreTrainedModel, tensors: Tensors, x: Tensor) -> Tensor:
     config = model.config
     family = family_of(model.config)
-    gate, up = (functional.linear(x, tensors[f"{role}.weight"], tensors.get(f"{role}.bias")) for role in ("gate", "up"))
+    gate, up = (
+        functional.linear(x, tensors[f"{role}.weight"], tensors.get(f"{role}.bias"))
+        for role in ("gate", "up")
+    )
     assert family.mixture is not None
     if family.mixture.clamped_gate is not None:
         alpha, limit = family.mixture.clamped_gate(config)

@@ -45,7 +45,9 @@ class FormContract:
     @pytest.fixture
     def form(self) -> Form:
         """The form: an entry of `surgeon.checkpoint.forms.FORMS`."""
-        raise NotImplementedError("give a fixture `form` that returns an entry of surgeon.checkpoint.forms.FORMS")
+        raise NotImplementedError(
+            "give a fixture `form` that returns an entry of surgeon.checkpoint.forms.FORMS"
+        )
 
     @pytest.fixture
     def programs(self) -> list[str]:
@@ -75,7 +77,8 @@ class FormContract:
         )
         model: PreTrainedModel = LlamaForCausalLM(config).eval()
         with torch.no_grad():
-            for parameter in model.parameters():  # so that leaving one out, or taking another layer's, is seen
+            # So that leaving one out, or taking another layer's, is seen.
+            for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn(parameter.shape))
         return model
 
@@ -88,7 +91,9 @@ class FormContract:
     @pytest.fixture
     def exported(self, form: Form, programs: list[str], source: Path) -> Exported:
         """A checkpoint in this form for each of the programs, proven by being written."""
-        folders = {program: source.with_name(f"target{number}") for number, program in enumerate(programs)}
+        folders = {
+            program: source.with_name(f"target{number}") for number, program in enumerate(programs)
+        }
         for program, folder in folders.items():
             write_export(plan_export(open_model(source), Program.parse(program), form.name), folder)
         return folders
@@ -106,7 +111,10 @@ class FormContract:
             expected = logits_of(edit(form_model, program), ids)
             restore(form_model)
             others, config = form.written_class(open_stored(folder))
-            for model in (load(folder), others.from_pretrained(folder, config=config, dtype=torch.float32).eval()):
+            for model in (
+                load(folder),
+                others.from_pretrained(folder, config=config, dtype=torch.float32).eval(),
+            ):
                 assert (logits_of(model, ids) - expected).abs().max() < 1e-5 * expected.abs().max()
 
     def test_a_folder_says_what_it_is(self, form: Form, exported: Exported, source: Path) -> None:
@@ -138,5 +146,7 @@ class FormContract:
     ) -> None:
         original = open_model(source)
         for program, reason in refused.items():
-            with pytest.raises(ValueError, match=f"this program cannot be written in the {form} form.*{reason}"):
+            with pytest.raises(
+                ValueError, match=f"this program cannot be written in the {form} form.*{reason}"
+            ):
                 plan_export(original, Program.parse(program), form.name)

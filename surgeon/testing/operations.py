@@ -27,7 +27,15 @@ _QUERIES = (32, 32)
 _KEYS = (16, 32)
 _NEURONS = (48, 32)
 SHAPES = LayerShapes(
-    {"q": _QUERIES, "k": _KEYS, "v": _KEYS, "o": _QUERIES, "gate": _NEURONS, "up": _NEURONS, "down": (32, 48)},
+    {
+        "q": _QUERIES,
+        "k": _KEYS,
+        "v": _KEYS,
+        "o": _QUERIES,
+        "gate": _NEURONS,
+        "up": _NEURONS,
+        "down": (32, 48),
+    },
     units={"A": 2, "F": 48},
 )
 
@@ -73,12 +81,17 @@ class OperationContract:
     ) -> None:
         """The program can be read again, is the same every time, and differs in the stretch alone."""
         dense = Program.dense(LAYERS, steps_per_layer)
-        made = {layers: _make(partial(operation.apply, dense, layers, self.shapes, **given)) for layers in STRETCHES}
+        made = {
+            layers: _make(partial(operation.apply, dense, layers, self.shapes, **given))
+            for layers in STRETCHES
+        }
         applied = {layers: program for layers, program in made.items() if program is not None}
         for layers, program in applied.items():
             assert Program.parse(str(program)) == program
             assert operation.apply(dense, layers, self.shapes, **given) == program
-            assert {layer for sublayer in program.sublayers() for layer in sublayer.layers} <= set(range(LAYERS))
+            assert {layer for sublayer in program.sublayers() for layer in sublayer.layers} <= set(
+                range(LAYERS)
+            )
             before = layers.start * steps_per_layer
             after = (LAYERS - layers.stop) * steps_per_layer
             assert program.nodes[:before] == dense.nodes[:before], "what comes before the stretch stays"
@@ -92,7 +105,10 @@ class OperationContract:
             pytest.skip("nothing is random")
         dense = Program.dense(LAYERS)
         layers = range(LAYERS)
-        by_seed = {seed: operation.apply(dense, layers, self.shapes, **{**given, "seed": seed}) for seed in range(20)}
+        by_seed = {
+            seed: operation.apply(dense, layers, self.shapes, **{**given, "seed": seed})
+            for seed in range(20)
+        }
         assert (len(set(by_seed.values())) > 1) != self.draws_weights
         for seed, program in by_seed.items():
             assert operation.apply(dense, layers, self.shapes, **{**given, "seed": seed}) == program
@@ -109,19 +125,27 @@ class OperationContract:
         with pytest.raises(ValueError, match=r"layers 2:5 overlap"):
             operation.apply(prune(dense, range(1, 3)), range(2, 5), self.shapes, **given)
 
-    def test_layers_another_operation_changed_are_refused(self, operation: Operation, given: dict[str, Any]) -> None:
+    def test_layers_another_operation_changed_are_refused(
+        self, operation: Operation, given: dict[str, Any]
+    ) -> None:
         if self.edits_steps:
             pytest.skip("it applies to steps that others made")
-        with pytest.raises(ValueError, match=r"layers 3:6 overlap with what an earlier operation changed"):
+        with pytest.raises(
+            ValueError, match=r"layers 3:6 overlap with what an earlier operation changed"
+        ):
             operation.apply(pair(Program.dense(6), range(0, 4)), range(3, 6), self.shapes, **given)
 
     @pytest.mark.parametrize("steps_per_layer", STEPS_PER_LAYER)
-    def test_its_maps_have_a_program_for_every_stretch(self, operation: Operation, steps_per_layer: int) -> None:
+    def test_its_maps_have_a_program_for_every_stretch(
+        self, operation: Operation, steps_per_layer: int
+    ) -> None:
         dense = Program.dense(LAYERS, steps_per_layer)
         for name, heatmap in operation.heatmaps.items():
             assert heatmap.title, f"{name} needs a title"
             assert heatmap.group >= 1
-            assert (heatmap.varied is None) == (not heatmap.values), f"{name} varies a parameter that has values"
+            assert (heatmap.varied is None) == (not heatmap.values), (
+                f"{name} varies a parameter that has values"
+            )
             assert {heatmap.varied} - {None} <= set(operation.parameters.model_fields)
             seeded: dict[str, Any] = {"seed": 3} if heatmap.seeded else {}
             columns: list[dict[str, Any]] = [
@@ -131,7 +155,9 @@ class OperationContract:
                 layers = range(first, end)
                 more = seeded | column
                 program = _make(partial(heatmap, dense, layers, self.shapes, **more))
-                assert program is not None or steps_per_layer == 1, f"{name} has to apply to layers of two steps"
+                assert program is not None or steps_per_layer == 1, (
+                    f"{name} has to apply to layers of two steps"
+                )
                 if program is None:
                     continue
                 assert Program.parse(str(program)) == program
@@ -146,13 +172,19 @@ class OperationContract:
         dense = Program.dense(LAYERS, steps_per_layer)
         layers = range(2, 6)
         for shown, declared in operation.variants.items():
-            assert (":" in shown) == (declared.argument is not None), f"{shown}: the number stands behind a colon"
+            assert (":" in shown) == (declared.argument is not None), (
+                f"{shown}: the number stands behind a colon"
+            )
             assert declared.over is None or declared.over in VARIANTS
-            assert not {declared.argument, declared.ranks} - {None} - set(operation.parameters.model_fields)
+            assert (
+                not {declared.argument, declared.ranks} - {None} - set(operation.parameters.model_fields)
+            )
             name = shown if declared.argument is None else f"{shown.partition(':')[0]}:2"
             start = f"{name} of layers {show_range(layers)}: "
             program = _make(partial(variant, name, dense, layers, RANKS), start)
-            assert program is not None or steps_per_layer == 1, f"{name} has to apply to layers of two steps"
+            assert program is not None or steps_per_layer == 1, (
+                f"{name} has to apply to layers of two steps"
+            )
             if program is not None:
                 assert Program.parse(str(program)) == program
                 assert program != dense
@@ -163,14 +195,20 @@ class OperationContract:
         recipe = parse_recipe(_recipe(applied.to_yaml()))
         (again,) = recipe.operations
         assert (again.name, again.layers, again.parameters) == (operation.name, (layers,), given)
-        assert _program(recipe, self.shapes) == operation.apply(Program.dense(LAYERS), layers, self.shapes, **given)
+        assert _program(recipe, self.shapes) == operation.apply(
+            Program.dense(LAYERS), layers, self.shapes, **given
+        )
         defaults = {
-            name: field.default for name, field in operation.parameters.model_fields.items() if not field.is_required()
+            name: field.default
+            for name, field in operation.parameters.model_fields.items()
+            if not field.is_required()
         }
         written = AppliedOperation(operation.name, (layers,), {**defaults, **given}).to_yaml()
         assert _program(parse_recipe(_recipe(written)), self.shapes) == _program(recipe, self.shapes)
 
-    def test_recipes_refuse_what_it_does_not_know(self, operation: Operation, given: dict[str, Any]) -> None:
+    def test_recipes_refuse_what_it_does_not_know(
+        self, operation: Operation, given: dict[str, Any]
+    ) -> None:
         written = AppliedOperation(operation.name, (range(2, 6),), {**given, "lair": 1}).to_yaml()
         with pytest.raises(ValueError, match=f"recipe:4: {operation.name} has no parameter 'lair'; "):
             parse_recipe(_recipe(written))
@@ -181,7 +219,9 @@ class OperationContract:
                 parse_recipe(_recipe(wrong))
             if field.is_required():
                 missing = AppliedOperation(operation.name, (range(2, 6),), rest).to_yaml()
-                with pytest.raises(ValueError, match=f"recipe:4: {operation.name}: {name}: Field required"):
+                with pytest.raises(
+                    ValueError, match=f"recipe:4: {operation.name}: {name}: Field required"
+                ):
                     parse_recipe(_recipe(missing))
 
 

@@ -56,7 +56,9 @@ class SpaceContract:
     @pytest.fixture
     def space(self) -> Space:
         """The space: an object of an entry of `surgeon.searches.spaces.SPACES`."""
-        raise NotImplementedError("give a fixture `space` that returns an object of surgeon.searches.spaces.SPACES")
+        raise NotImplementedError(
+            "give a fixture `space` that returns an object of surgeon.searches.spaces.SPACES"
+        )
 
     @pytest.fixture(params=_FAMILIES)
     def model(self, request: pytest.FixtureRequest, space: Space) -> Model:
@@ -81,7 +83,9 @@ class SpaceContract:
         assert space.summary
         assert "\n" not in space.summary
         others = {other.place: name for name, other in SPACES.items() if name != space.name}
-        assert space.place not in others, f"{others[space.place]} has this place, too: which comes first?"
+        assert space.place not in others, (
+            f"{others[space.place]} has this place, too: which comes first?"
+        )
         assert [*map(type, parse_spaces(space.name))] == [type(space)]
         with pytest.raises(ValueError, match=rf"^[^\n]*\b{space.name}\b[^\n]*$"):
             parse_spaces(f"{space.name}:no-such-thing")
@@ -111,7 +115,9 @@ class SpaceContract:
             before = edit.first * steps
             after = (alone.model.num_layers - edit.stop) * steps
             assert program.nodes[:before] == dense.nodes[:before], f"{edit} changes what comes before"
-            assert program.nodes[len(program) - after :] == dense.nodes[len(dense) - after :], f"{edit}: what follows"
+            assert program.nodes[len(program) - after :] == dense.nodes[len(dense) - after :], (
+                f"{edit}: what follows"
+            )
 
     def test_what_an_edit_makes_is_written_as_a_recipe(self, alone: Mixture) -> None:
         for edit in alone.edits:
@@ -129,7 +135,9 @@ class SpaceContract:
         """By its name alone, where layers have two steps; times are of a hardware, and left out."""
         # Each of two ranks has several KV heads, of which it may have fewer.
         family = _MIXTURE if space.of_mixtures else _FAMILIES[0]
-        alone = Mixture((type(space)(),), small_model(family, num_attention_heads=8, num_key_value_heads=4))
+        alone = Mixture(
+            (type(space)(),), small_model(family, num_attention_heads=8, num_key_value_heads=4)
+        )
         for name in set(space.serves) - set(TIMES):
             aspect = Aspect("depth", deep=True) if name == DEEPER else Aspect(name)
             pricing = Pricing(alone.model, (aspect,), Deployment(alone.ranks), Workload(1, 16, 8))
@@ -174,7 +182,9 @@ def check_choice(mixture: Mixture, choice: Sequence[Edit], written: bool = True)
             again = through_a_recipe(mixture, choice) if written else program
         except ValueError as error:
             raise AssertionError(f"{shown}: {error}") from error
-    assert program == mixture.program([*reversed(choice)]), f"{shown}: the order of a choice means nothing"
+    assert program == mixture.program([*reversed(choice)]), (
+        f"{shown}: the order of a choice means nothing"
+    )
     assert program == again, f"{shown}: the recipe says something else"
     assert not written or Program.parse(str(program)) == program
 

@@ -85,7 +85,9 @@ class Sublayers:
         calls = []
         attention = self.layers[k].get_submodule(spec.module)
         hooks = [
-            attention.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True),
+            attention.register_forward_pre_hook(
+                lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+            ),
             self.layers[k].register_forward_pre_hook(
                 lambda *given: normed.append(_stream_in(*given)), with_kwargs=True
             ),
@@ -100,7 +102,9 @@ class Sublayers:
         (call,) = calls
         positional, named = _replaced(call, normed[-1], _STREAM)
         given = [value for value in (*positional, *named.values()) if value is _STREAM]
-        assert len(given) == 1, f"{spec.module} of layer {k} does not read what {' '.join(before) or 'the layer'} gives"
+        assert len(given) == 1, (
+            f"{spec.module} of layer {k} does not read what {' '.join(before) or 'the layer'} gives"
+        )
         return positional, named
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -165,12 +169,18 @@ class Sublayers:
         """
         other = Sublayers(self.model, self.ids)
         whole = Sublayer(kind, (k,))
-        weights = ModelWeights(ModuleStore(other.model), self.family, self.family.head_dim(self.model.config))
+        weights = ModelWeights(
+            ModuleStore(other.model), self.family, self.family.head_dim(self.model.config)
+        )
         projections = self.family.spec(kind, k).projections
         (writing,) = (one for one in projections if not one.reads_stream)
         reading = [weights.matrix(whole, one.role).whole() for one in projections if one.reads_stream]
         by_unit = [matrix.unflatten(0, (weights.stored_width(kind, k), -1)) for matrix in reading]
-        columns = weights.matrix(whole, writing.role).whole().T.unflatten(0, (weights.stored_width(kind, k), -1))
+        columns = (
+            weights.matrix(whole, writing.role)
+            .whole()
+            .T.unflatten(0, (weights.stored_width(kind, k), -1))
+        )
         sizes = sum(part.flatten(1).square().sum(1) for part in (*by_unit, columns))
         assert isinstance(sizes, Tensor)
         any_order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(2 * k + 1))
@@ -319,7 +329,10 @@ EDITS: dict[str, Edit] = {
     "shuffle": (lambda p: moved(p, [0, 2, 1, 3]), lambda s, x: sequential(s, x, [0, 2, 1, 3])),
     "prune": (lambda p: prune(p, range(1, 3)), lambda s, x: sequential(s, x, [0, 3])),
     "repeat": (lambda p: moved(p, [0, 1, 1, 3, 1]), lambda s, x: sequential(s, x, [0, 1, 1, 3, 1])),
-    "merge": (lambda p: merge(p, range(1, 3)), lambda s, x: sequential(s.averaged([1, 2], 1), x, [0, 1, 3])),
+    "merge": (
+        lambda p: merge(p, range(1, 3)),
+        lambda s, x: sequential(s.averaged([1, 2], 1), x, [0, 1, 3]),
+    ),
     "lp": (lambda p: pair(p, range(1, 3)), lp),
     "par": (lambda p: parallel(p, range(1, 4)), par),
     "ladder": (lambda p: ladder(p, range(1, 4)), ladder_from_one),
@@ -328,7 +341,9 @@ EDITS: dict[str, Edit] = {
     "slices of one layer": (sliced, lambda s, x: sequential(s, x, [0, 1])),
     "narrow": (
         narrow,
-        lambda s, x: sequential(s.narrowed(1, "A", 1).narrowed(2, "A", 1).narrowed(2, "F", 5), x, [0, 1, 2, 3]),
+        lambda s, x: sequential(
+            s.narrowed(1, "A", 1).narrowed(2, "A", 1).narrowed(2, "F", 5), x, [0, 1, 2, 3]
+        ),
     ),
     "experts": (
         fewer_experts,

@@ -127,19 +127,24 @@ def training_arguments(
     try:
         if given.get("fsdp"):
             processes = PartialState(cpu=device == "cpu").num_processes
-            given["fsdp_config"] = check_sharding(_read_configuration(given.get("fsdp_config")), processes)
+            given["fsdp_config"] = check_sharding(
+                _read_configuration(given.get("fsdp_config")), processes
+            )
         if "accelerator_config" in given:
             config = given["accelerator_config"] = _read_configuration(given["accelerator_config"])
             of_steps = config.get("gradient_accumulation_kwargs") or {}
             # What else it has would change which windows a step is made on.
-            odd = {*config} - {"non_blocking", "gradient_accumulation_kwargs"} | {*of_steps} - {"sync_each_batch"}
+            odd = {*config} - {"non_blocking", "gradient_accumulation_kwargs"} | {*of_steps} - {
+                "sync_each_batch"
+            }
             if odd:
                 raise ValueError(
                     f"accelerator_config: {min(odd)} is decided by the run; what is taken is non_blocking, and "
                     "sync_each_batch of gradient_accumulation_kwargs"
                 )
         arguments = OneDevice(**given | decided)
-        unset_hf_deepspeed_config()  # by which ZeRO 3 would share out all models that are read, an original, too
+        # By which ZeRO 3 would share out all models that are read, an original, too.
+        unset_hf_deepspeed_config()
     except (ImportError, TypeError) as error:
         raise ValueError(f"transformers does not take these arguments ({first_line(error)})") from error
     if arguments.mixed_precision == "fp16" and device == "cpu":
@@ -176,7 +181,9 @@ def _read_configuration(given: Any) -> dict[str, Any]:
 def share_of_batch(settings: TrainSettings, processes: int) -> int:
     """Number of windows of a batch that one process has, or the micro-batch if that is given."""
     if settings.batch % processes:
-        raise ValueError(f"{processes} processes cannot share a batch of {settings.batch} windows; change the batch")
+        raise ValueError(
+            f"{processes} processes cannot share a batch of {settings.batch} windows; change the batch"
+        )
     share = min(settings.batch // processes, settings.micro_batch or settings.batch)
     if settings.batch % (share * processes):
         raise ValueError(

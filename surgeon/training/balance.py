@@ -98,7 +98,9 @@ def balance_loss(logits: Sequence[Tensor], top_k: int) -> Tensor:
         sent, scored = (torch.zeros(experts, device=total.device) for _ in range(2))
         for each in layers:
             scores = each.to(total.device).softmax(-1).float()
-            sent = sent + torch.bincount(scores.topk(min(top_k, experts)).indices.flatten(), minlength=experts)
+            sent = sent + torch.bincount(
+                scores.topk(min(top_k, experts)).indices.flatten(), minlength=experts
+            )
             scored = scored + scores.sum(0)
         tokens = sum(len(each) for each in layers)
         total = total + len(layers) * experts * (sent / tokens * scored / tokens).sum()

@@ -17,7 +17,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import DistNetworkError
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import TRAINER_STATE_NAME
 
 from surgeon.checkpoint.read import read_json
@@ -42,7 +48,9 @@ def checkpoints_of(folder: Path) -> dict[int, Path]:
     """List a run's checkpoints by their steps, in order; none without a folder."""
     if not folder.is_dir():
         return {}
-    found = {int(match[1]): path for path in folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))}
+    found = {
+        int(match[1]): path for path in folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))
+    }
     return dict(sorted(found.items()))
 
 
@@ -53,7 +61,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
         fault = fault_of(path)
         if fault is None:
             for broken, what in faults.items():
-                warnings.warn(f"{broken}: {what}; the run goes on from {path.name}, before it", stacklevel=2)
+                warnings.warn(
+                    f"{broken}: {what}; the run goes on from {path.name}, before it", stacklevel=2
+                )
             return path
         faults[path] = fault
     if faults:
@@ -94,7 +104,9 @@ def naming_ended_process() -> Iterator[None]:
 
 
 def _have_ended(error: BaseException) -> bool:
-    return isinstance(error, DistNetworkError) or any(words in str(error) for words in _OTHERS_ENDED_WORDS)
+    return isinstance(error, DistNetworkError) or any(
+        words in str(error) for words in _OTHERS_ENDED_WORDS
+    )
 
 
 class RunCheckpoints(TrainerCallback):
@@ -148,7 +160,10 @@ class RunCheckpoints(TrainerCallback):
             frozen: whether checkpoints have frozen parameters, too.
         """
         at_once = self.most + 1  # the oldest is removed when the newest is whole
-        check_space(self.folder, max(1, at_once - len(checkpoints_of(self.folder))) * checkpoint_bytes(model, frozen))
+        check_space(
+            self.folder,
+            max(1, at_once - len(checkpoints_of(self.folder))) * checkpoint_bytes(model, frozen),
+        )
 
     def until(self, step: int) -> dict[int, Path]:
         """Checkpoints up to a step; later ones are broken, and will be made again."""
@@ -170,7 +185,9 @@ class RunCheckpoints(TrainerCallback):
             return
         fault = fault_of(best) if best.is_dir() else "it is gone"
         if fault is not None:
-            raise ValueError(f"{best} has the best weights: {fault}; remove {self.folder} to begin again")
+            raise ValueError(
+                f"{best} has the best weights: {fault}; remove {self.folder} to begin again"
+            )
 
     def publish(self, state: TrainerState) -> None:
         """Complete the written checkpoint by the run's state and its manifest, give it its name, and remove others."""
@@ -222,7 +239,11 @@ def write_trained(model: Any, folder: Path) -> None:
         # Whether the vocabulary has changed would be looked up on the hub.
         model.save_pretrained(str(folder), save_embedding_layers=False)
     else:
-        save_file(drop_shared(dict(trained_parameters(model))), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_file(
+            drop_shared(dict(trained_parameters(model))),
+            folder / WEIGHTS_FILE,
+            metadata={"format": "pt"},
+        )
 
 
 def drop_shared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -247,7 +268,15 @@ def naming_unreadable(checkpoint: str | None) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, EOFError, KeyError, RuntimeError, ValueError, UnpicklingError, SafetensorError) as error:
+    except (
+        OSError,
+        EOFError,
+        KeyError,
+        RuntimeError,
+        ValueError,
+        UnpicklingError,
+        SafetensorError,
+    ) as error:
         if _have_ended(error):
             raise
         raise ValueError(
@@ -273,6 +302,8 @@ def fault_of(checkpoint: Path) -> str | None:
         return f"{MANIFEST_FILE} is missing"
     try:
         files = dict(read_json(checkpoint / MANIFEST_FILE)["files"])
-        return next(filter(None, (change_of(checkpoint, *each, by_size=True) for each in files.items())), None)
+        return next(
+            filter(None, (change_of(checkpoint, *each, by_size=True) for each in files.items())), None
+        )
     except (KeyError, TypeError, ValueError):
         return f"{MANIFEST_FILE} is damaged"

@@ -27,7 +27,14 @@ from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
 from surgeon.models.weights.store import dense
 from surgeon.quality.head import OutputHead
-from surgeon.training.head_loss import HeadLoss, LogitsTask, TeacherStream, TeacherTarget, loss_at_head, next_tokens
+from surgeon.training.head_loss import (
+    HeadLoss,
+    LogitsTask,
+    TeacherStream,
+    TeacherTarget,
+    loss_at_head,
+    next_tokens,
+)
 from surgeon.training.teacher_logits import TeacherLogits
 from surgeon.training.texts import model_inputs
 from surgeon.training.token_store import IGNORED
@@ -60,14 +67,17 @@ def counterparts(program: Program, num_layers: int) -> dict[int, int]:
     ]
     highest = list(accumulate(map(max, layers), max))
     if highest[-1] >= num_layers:
-        raise ValueError(f"the program has layer {highest[-1]}; the original's layers are 0 to {num_layers - 1}")
+        raise ValueError(
+            f"the program has layer {highest[-1]}; the original's layers are 0 to {num_layers - 1}"
+        )
     lowest_behind = list(accumulate(map(min, reversed(layers)), min))[::-1]
     cuts = zip(highest, lowest_behind[1:], strict=False)
     inside = {node: behind for node, (before, behind) in enumerate(cuts, start=1) if before < behind}
     return {**inside, len(layers): num_layers}
 
 
-_ELSEWHERE = ("classifier_dropout", "summary_first_dropout")  # rates of heads that no causal language model has
+# Rates of heads that no causal language model has.
+_ELSEWHERE = ("classifier_dropout", "summary_first_dropout")
 
 
 def shared_prefix(student: nn.Module, teacher: PreTrainedModel, program: Program) -> int:
@@ -82,7 +92,11 @@ def shared_prefix(student: nn.Module, teacher: PreTrainedModel, program: Program
         program: the student's, in the numbers of the original's layers.
     """
     model = next(module for module in student.modules() if isinstance(module, PreTrainedModel))
-    rates = [rate for name, rate in model.config.to_dict().items() if "drop" in name and name not in _ELSEWHERE]
+    rates = [
+        rate
+        for name, rate in model.config.to_dict().items()
+        if "drop" in name and name not in _ELSEWHERE
+    ]
     has_dropout = any(isinstance(rate, float) and rate > 0 for rate in rates)
     if has_dropout or not _same_and_frozen(_before_layers(model), _before_layers(teacher)):
         return 0
@@ -93,11 +107,17 @@ def shared_prefix(student: nn.Module, teacher: PreTrainedModel, program: Program
         if node != other:
             break
         pairs = zip(steps_of((own,)), steps_of((other,)), strict=True)
-        modules = (pair for step, wanted in pairs for pair in zip(step.sublayers, wanted.sublayers, strict=True))
-        if not all(_same_and_frozen(_parameters(mine, one), _parameters(theirs, two)) for one, two in modules):
+        modules = (
+            pair for step, wanted in pairs for pair in zip(step.sublayers, wanted.sublayers, strict=True)
+        )
+        if not all(
+            _same_and_frozen(_parameters(mine, one), _parameters(theirs, two)) for one, two in modules
+        ):
             break
         count += 1
-    reads_before = count < len(program) and any(step.late for step in steps_of(program.nodes[count : count + 1]))
+    reads_before = count < len(program) and any(
+        step.late for step in steps_of(program.nodes[count : count + 1])
+    )
     return max(0, count - reads_before)  # a late step reads the stream before the last output is added
 
 
@@ -112,7 +132,11 @@ def _parameters(layers: EditedLayers, sublayer: Sublayer) -> dict[str, Tensor]:
     spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
     owner = layers.owner(sublayer)
     called = [owner.get_submodule(path) for path in spec.stages]
-    return {f"{index}.{name}": one for index, part in enumerate(called) for name, one in part.named_parameters()}
+    return {
+        f"{index}.{name}": one
+        for index, part in enumerate(called)
+        for name, one in part.named_parameters()
+    }
 
 
 def _same_and_frozen(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
@@ -154,15 +178,21 @@ class Distillation:
             if not (math.isfinite(weight) and weight >= 0):
                 raise ValueError(f"the weight of {name} must be a number from 0 on, not {weight}")
         if not self.logits and not self.hidden:
-            raise ValueError("distillation needs a weight above 0 for logits or hidden; without, train on text alone")
+            raise ValueError(
+                "distillation needs a weight above 0 for logits or hidden; without, train on text alone"
+            )
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(f"the temperature must be a number above 0, not {self.temperature}")
         if self.kept is None:
             return
         if self.kept < 1:
-            raise ValueError(f"at least 1 of the original's logits has to be kept for each token, not {self.kept}")
+            raise ValueError(
+                f"at least 1 of the original's logits has to be kept for each token, not {self.kept}"
+            )
         if self.hidden:
-            raise ValueError("hidden streams need the original in memory; keep no logits on disk, or give hidden 0")
+            raise ValueError(
+                "hidden streams need the original in memory; keep no logits on disk, or give hidden 0"
+            )
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -208,7 +238,9 @@ class Distiller:
         ValueError: if the teacher runs an edited program, or the kept logits are not those that are asked for.
     """
 
-    def __init__(self, distillation: Distillation, program: Program, teacher: PreTrainedModel | TeacherLogits) -> None:
+    def __init__(
+        self, distillation: Distillation, program: Program, teacher: PreTrainedModel | TeacherLogits
+    ) -> None:
         self.distillation = distillation
         self.program = program
         self.teacher = teacher if isinstance(teacher, PreTrainedModel) else None
@@ -225,7 +257,9 @@ class Distiller:
                     )
         if self.teacher is not None:
             if distillation.kept is not None:
-                raise ValueError("the distillation asks for kept logits; give a TeacherLogits in place of a model")
+                raise ValueError(
+                    "the distillation asks for kept logits; give a TeacherLogits in place of a model"
+                )
             own = require_unedited_teacher(self.teacher)
             self.teacher.eval().requires_grad_(False)
             if distillation.hidden:
@@ -295,7 +329,9 @@ def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
     own = program_of(teacher)
     steps = family_of(teacher.config).steps_per_layer
     if own != Program.dense(len(own) // steps, steps):
-        raise ValueError("the teacher runs an edited program; use the original (surgeon.restore brings it back)")
+        raise ValueError(
+            "the teacher runs an edited program; use the original (surgeon.restore brings it back)"
+        )
     return own
 
 
@@ -349,7 +385,9 @@ def parts_of_loss(
     predicted = labels != IGNORED
     items = predicted.sum().clamp_min(1)
     if taught.streams:
-        errors = [relative_error(streams[node], wanted, predicted) for node, wanted in taught.streams.items()]
+        errors = [
+            relative_error(streams[node], wanted, predicted) for node, wanted in taught.streams.items()
+        ]
         hidden = torch.stack([error.to(loss.device) for error in errors]).sum() / taught.places
         loss = loss + distillation.hidden * hidden
         sums["hidden"] = hidden.detach()
@@ -400,7 +438,9 @@ def watched_streams(
             runs = "no program"
         else:
             runs = f"a program of {len(layers.program)} nodes"
-        raise ValueError(f"the student runs {runs}, not the one its streams are compared by; edit it with that one")
+        raise ValueError(
+            f"the student runs {runs}, not the one its streams are compared by; edit it with that one"
+        )
     landed = count(begins + 1)
 
     def keep(_: nn.Module, __: Any, after: Tensor) -> None:

@@ -110,7 +110,9 @@ class TopLogits:
         """Take the largest of logits, (tokens, vocabulary)."""
         vocabulary = logits.shape[-1]
         if kept > vocabulary:
-            raise ValueError(f"the teacher's vocabulary has {vocabulary:,} tokens; keep at most as many, not {kept:,}")
+            raise ValueError(
+                f"the teacher's vocabulary has {vocabulary:,} tokens; keep at most as many, not {kept:,}"
+            )
         log_p = functional.log_softmax(logits.float() / temperature, dim=-1)
         top = log_p.topk(kept, dim=-1)
         return cls(top.indices, top.values, _without(log_p, top.indices).logsumexp(-1))
@@ -120,7 +122,9 @@ class TopLogits:
         return TopLogits(self.ids[rows], self.log_p[rows], self.rest[rows])
 
     def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        ids, log_p, rest = (each[rows].to(log_q.device) for each in (self.ids.long(), self.log_p, self.rest))
+        ids, log_p, rest = (
+            each[rows].to(log_q.device) for each in (self.ids.long(), self.log_p, self.rest)
+        )
         p = log_p.exp()
         others = _without(log_q, ids)
         # Where nothing is left for the others, their share is 0, and its logarithm no number to reckon with.
@@ -190,7 +194,9 @@ class LogitsTask:
         self, target: TeacherRows | None, block: slice, labels: Tensor, student: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Divergence (times T^2) and negative log-likelihood, summed, and the gradient of the loss."""
-        softened = functional.log_softmax(student if self.temperature == 1 else student / self.temperature, dim=-1)
+        softened = functional.log_softmax(
+            student if self.temperature == 1 else student / self.temperature, dim=-1
+        )
         divergence = nll = student.new_zeros(())
         slopes = []
         if target is not None:
@@ -246,7 +252,9 @@ class HeadLoss(NamedTuple):
     nll: Tensor
 
 
-def loss_at_head(model: nn.Module, windows: Mapping[str, Tensor], ask: Callable[[], LogitsTask]) -> HeadLoss:
+def loss_at_head(
+    model: nn.Module, windows: Mapping[str, Tensor], ask: Callable[[], LogitsTask]
+) -> HeadLoss:
     """Compute the loss of a forward pass, inside the pass, where sharded parameters are whole.
 
     Args:
@@ -276,7 +284,13 @@ def loss_of_stream(stream: Tensor, head: OutputHead, task: LogitsTask) -> HeadLo
     """Compute the loss of a normed stream, (tokens, hidden)."""
     kind = stream.device.type
     half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-    if kind == "cuda" and not half and task.target is None and len(task.rows) and find_spec("liger_kernel"):
+    if (
+        kind == "cuda"
+        and not half
+        and task.target is None
+        and len(task.rows)
+        and find_spec("liger_kernel")
+    ):
         return by_liger(stream, head, task)
     return HeadLoss(*_KnownGradient.apply(stream, head.weight, head.bias, head, task))  # type: ignore[no-untyped-call]
 
@@ -349,7 +363,8 @@ class _KnownGradient(torch.autograd.Function):
         kind = stream.device.type
         dtype = weight.dtype
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
-            dtype = torch.bfloat16  # not so with float16: the gradient, which is not scaled yet, would be too small
+            # Not so with float16: the gradient, which is not scaled yet, would be too small.
+            dtype = torch.bfloat16
         with torch.autocast(kind, enabled=False):
             sums, gradients = _gradients(stream, weight, bias, head, task, dtype, ctx.needs_input_grad)
         ctx.gradients = gradients
@@ -360,7 +375,9 @@ class _KnownGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, wanted: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        assert ctx.gradients is not None, "there is one way back: gradients are handed on in the memory they are in"
+        assert ctx.gradients is not None, (
+            "there is one way back: gradients are handed on in the memory they are in"
+        )
         gradients = ctx.gradients
         ctx.gradients = None
         return *(None if one is None else one.mul_(wanted) for one in gradients), None, None
@@ -402,4 +419,6 @@ def _gradients(
         if of_bias is not None:
             of_bias += logits.sum(0)
         del logits  # else there were two chunks, as the next one is made
-    return sums, [None if own is None else own.to(one) for own, one in zip(gradients, inputs, strict=True)]
+    return sums, [
+        None if own is None else own.to(one) for own, one in zip(gradients, inputs, strict=True)
+    ]

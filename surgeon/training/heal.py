@@ -105,7 +105,9 @@ def program_to_heal(edited: EditedModel) -> Program:
     return Program.parse(report["program"])
 
 
-def check_shapes(edited: EditedModel, settings: TrainSettings, racks: Racks | None, form: str | None) -> None:
+def check_shapes(
+    edited: EditedModel, settings: TrainSettings, racks: Racks | None, form: str | None
+) -> None:
     """Refuse an edit that cannot be trained, or written, before a text or a weight is read for it.
 
     Args:
@@ -114,7 +116,8 @@ def check_shapes(edited: EditedModel, settings: TrainSettings, racks: Racks | No
     Raises:
         ValueError: as the code that trains and writes it.
     """
-    if edited.asked is None:  # what an edited checkpoint can become, its own layers say once they are read
+    # What an edited checkpoint can become, its own layers say once they are read.
+    if edited.asked is None:
         return
     shapes_to_train(edited.model, edited.asked, settings)
     if racks is not None:
@@ -180,10 +183,18 @@ def identity_of(edited: EditedModel, original: EditedModel | None) -> dict[str, 
 
 
 def record_of(
-    edited: EditedModel, original: EditedModel | None, texts: TrainTexts, settings: TrainSettings, found: TrainedModel
+    edited: EditedModel,
+    original: EditedModel | None,
+    texts: TrainTexts,
+    settings: TrainSettings,
+    found: TrainedModel,
 ) -> dict[str, Any]:
     """Record of a run, as JSON values, for run.json and the checkpoint."""
-    qualities = {"original": found.whole.original, "edited": found.whole.before, "healed": found.whole.after}
+    qualities = {
+        "original": found.whole.original,
+        "edited": found.whole.before,
+        "healed": found.whole.after,
+    }
     record = (original or edited).model.provenance(
         seed=settings.seed,
         program=str(program_to_heal(edited)),
@@ -200,7 +211,11 @@ def training_of(edited: EditedModel, record: dict[str, Any]) -> Training:
     Args:
         record: of the run (`record_of`).
     """
-    entries = {name: value for name, value in record.items() if name not in ("command", "model", "recipe", "program")}
+    entries = {
+        name: value
+        for name, value in record.items()
+        if name not in ("command", "model", "recipe", "program")
+    }
     model = edited.model
     report = _report(edited)
     if report is not None:

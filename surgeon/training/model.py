@@ -21,7 +21,13 @@ from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
 from surgeon.training.arguments import describe_devices
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.run_files import NEVER, ProcessOptions, RacksToTrain, finish_racks, parse_averaging
+from surgeon.training.racks.run_files import (
+    NEVER,
+    ProcessOptions,
+    RacksToTrain,
+    finish_racks,
+    parse_averaging,
+)
 from surgeon.training.racks.supervisor import commands_by_hand, prepare, train_in_processes
 from surgeon.training.racks.task import RacksTrained, train_in_turn
 from surgeon.training.run import Trained, finish_run, train
@@ -63,9 +69,13 @@ class RackOptions:
         """
         racks = Racks.parse(self.ranges, program, self.coda)
         if self.replicas > 1 and not self.processes:
-            raise ValueError("replicas are processes that share a rack; add processes: true, or leave them out")
+            raise ValueError(
+                "replicas are processes that share a rack; add processes: true, or leave them out"
+            )
         if parse_averaging(self.average) is not None and not self.processes:
-            raise ValueError("average needs all racks at the same time; add processes: true, or leave it out")
+            raise ValueError(
+                "average needs all racks at the same time; add processes: true, or leave it out"
+            )
         return racks
 
     @property
@@ -133,7 +143,9 @@ class TrainedModel:
         racks = self.racks
         if racks is None or self.parts is None:
             return export(model, output, **options)
-        return export_with_codas(model, output, racks.texts, racks.ends, racks.depth, self.parts.codas, **options)
+        return export_with_codas(
+            model, output, racks.texts, racks.ends, racks.depth, self.parts.codas, **options
+        )
 
     def finish(self, record: dict[str, Any]) -> None:
         """Complete the run's record and remove what only the run needed, once the checkpoint is written."""
@@ -210,7 +222,10 @@ def learned_lines(text: TrainingText, tokenizer: Any, show_row: bool = False) ->
         total = len(text) * text.window
         lines.append(f"of the {total:,} tokens to train on, padding among them, {learned:,} are learned")
     if show_row:
-        lines += [f"one row, what is learned of it between {' '.join(_MARKS)}:", _first_row(text, tokenizer)]
+        lines += [
+            f"one row, what is learned of it between {' '.join(_MARKS)}:",
+            _first_row(text, tokenizer),
+        ]
     return lines
 
 
@@ -225,7 +240,9 @@ def _first_row(text: TrainingText, tokenizer: Any) -> str:
         begins = np.zeros(1, int)
     end = begins[1] if len(begins) > 1 else len(ids)
     turns = np.flatnonzero(np.diff(learned[:end])) + 1  # from what is learned to what is not, and back
-    parts = [(tokenizer.decode(ids[first:last]), learned[first]) for first, last in pairwise([0, *turns, end])]
+    parts = [
+        (tokenizer.decode(ids[first:last]), learned[first]) for first, last in pairwise([0, *turns, end])
+    ]
     return "".join(f"{_MARKS[0]}{part}{_MARKS[1]}" if is_learned else part for part, is_learned in parts)
 
 
@@ -239,7 +256,8 @@ def announce(
     show_row: bool = False,
 ) -> None:
     """Print once for all processes what is trained on what, and warn of notes on the texts."""
-    notes = (*texts.notes, *settings.notes_on(len(texts.training)))  # refuses too little text, in every process
+    # Refuses too little text, in every process.
+    notes = (*texts.notes, *settings.notes_on(len(texts.training)))
     if processes.is_main_process:
         learned = learned_lines(texts.training, tokenizer, show_row)
         say(f"{what}; {texts.line()}", *learned, describe_devices(processes, where))
@@ -250,7 +268,13 @@ def announce(
 def say_stages(stages: Mapping[str, Quality | None]) -> None:
     """Print the model's quality at each stage."""
     width = max(map(len, stages))
-    say(*(f"{stage:<{width}} {quality.line()}" for stage, quality in stages.items() if quality is not None))
+    say(
+        *(
+            f"{stage:<{width}} {quality.line()}"
+            for stage, quality in stages.items()
+            if quality is not None
+        )
+    )
 
 
 def say_proof(proof: Proof, whose: str) -> None:

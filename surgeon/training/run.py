@@ -192,12 +192,17 @@ class Trained:
     def to_json(self) -> dict[str, Any]:
         numbers = {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds}
         original = None if self.original is None else self.original.to_json()
-        return numbers | {"original": original, "before": self.before.to_json(), "after": self.after.to_json()}
+        return numbers | {
+            "original": original,
+            "before": self.before.to_json(),
+            "after": self.after.to_json(),
+        }
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> Trained:
         qualities = {
-            name: entries[name] and Quality.from_json(entries[name]) for name in ("original", "before", "after")
+            name: entries[name] and Quality.from_json(entries[name])
+            for name in ("original", "before", "after")
         }
         return cls(**{**entries, **qualities})
 
@@ -207,7 +212,9 @@ class Trained:
             base: Any = module.get_base_layer() if isinstance(module, LoraLayer) else None
             if isinstance(getattr(base, "weight", None), PackedTensor):
                 base.weight = nn.Parameter(base.weight.numbers(), requires_grad=False)
-        found: PreTrainedModel = self.model.merge_and_unload() if isinstance(self.model, PeftModel) else self.model
+        found: PreTrainedModel = (
+            self.model.merge_and_unload() if isinstance(self.model, PeftModel) else self.model
+        )
         return found
 
 
@@ -263,7 +270,9 @@ def train(
             process of the run has ended.
     """
     if task is not None and settings.distillation is not None:
-        raise ValueError("a model with a task of its own is not distilled as well; leave the distillation out")
+        raise ValueError(
+            "a model with a task of its own is not distilled as well; leave the distillation out"
+        )
     text = texts.training
     with lock_run(folder, device), naming_ended_process():
         steps = settings.steps_on(len(text))
@@ -283,7 +292,8 @@ def train(
         checkpoint = found[0]
         program = program or program_of(model)
         caches = model.config.use_cache
-        for parameter in model.parameters():  # factors may be transposed, which cannot be shared out among processes
+        # Factors may be transposed, which cannot be shared out among processes.
+        for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()
         if settings.lora is not None:
             torch.manual_seed(settings.seed)  # adapters begin with random numbers
@@ -301,13 +311,19 @@ def train(
             with needs_extra("train", "training"):
                 from torch.utils.tensorboard import SummaryWriter
 
-            trainer.add_callback(TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=done)))
+            trainer.add_callback(
+                TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=done))
+            )
         if settings.patience is not None:
             trainer.add_callback(EarlyEnd(settings.patience))
         for callback in task.callbacks:
             trainer.add_callback(callback)
 
-        bar = progress("training", steps, "steps", done, log.note) if is_first else nullcontext(log.advance)
+        bar = (
+            progress("training", steps, "steps", done, log.note)
+            if is_first
+            else nullcontext(log.advance)
+        )
         with bar as log.advance:
             if is_first:
                 log.before = _measure_before(folder, task.held_out, trained)
@@ -319,7 +335,9 @@ def train(
         after = trainer.measured(trained)
         whole: Any = trained.get_base_model() if isinstance(trained, PeftModel) else trained
         whole.config.use_cache = caches  # which the Trainer has turned off
-        return Trained(step, step * tokens, log.seconds, task.held_out.original, log.before, after, trained)
+        return Trained(
+            step, step * tokens, log.seconds, task.held_out.original, log.before, after, trained
+        )
 
 
 def _measure_before(folder: Path, held_out: Measure, model: nn.Module) -> Quality:

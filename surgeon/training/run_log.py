@@ -17,7 +17,17 @@ from surgeon.quality.summary import Quality
 TRAINING_FILE = "training.csv"
 HELD_OUT_FILE = "held_out.csv"
 TABLES = {
-    TRAINING_FILE: ("step", "tokens", "seconds", "loss", "learning_rate", "logits", "hidden", "text", "balance"),
+    TRAINING_FILE: (
+        "step",
+        "tokens",
+        "seconds",
+        "loss",
+        "learning_rate",
+        "logits",
+        "hidden",
+        "text",
+        "balance",
+    ),
     HELD_OUT_FILE: (
         *("step", "seconds", "perplexity", "perplexity_low", "perplexity_high"),
         *("divergence", "divergence_low", "divergence_high"),
@@ -63,7 +73,10 @@ class RunLog(TrainerCallback):
         self._before = max([0.0, *(row.get("seconds", 0.0) for row in state.log_history)])
         if self.folder is not None:
             for name, columns in TABLES.items():
-                with whole_file(self.folder / name) as beside, beside.open("w", newline="", encoding="utf-8") as file:
+                with (
+                    whole_file(self.folder / name) as beside,
+                    beside.open("w", newline="", encoding="utf-8") as file,
+                ):
                     csv.DictWriter(file, columns, lineterminator="\n").writeheader()
             self._add({"step": 0, "seconds": 0.0} | self.before.estimates)
             for row in state.log_history:
@@ -94,7 +107,9 @@ class RunLog(TrainerCallback):
 
 
 def _rename_quantities(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.removeprefix("eval_") if name != "eval_loss" else name: value for name, value in row.items()}
+    return {
+        name.removeprefix("eval_") if name != "eval_loss" else name: value for name, value in row.items()
+    }
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

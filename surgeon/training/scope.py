@@ -49,7 +49,11 @@ def edited_sublayers(program: Program, dense: Program) -> frozenset[Sublayer]:
         if begin < end:
             found |= {one for step in steps_of(nodes[begin:end]) for one in step.sublayers}
         else:
-            beside = {one.layers for step in steps_of(nodes[max(0, begin - 1) : begin + 1]) for one in step.sublayers}
+            beside = {
+                one.layers
+                for step in steps_of(nodes[max(0, begin - 1) : begin + 1])
+                for one in step.sublayers
+            }
             found |= {one for one in program.sublayers() if one.layers in beside}
     return frozenset(found)
 
@@ -62,17 +66,23 @@ def find_edited(model: PreTrainedModel, program: Program) -> frozenset[Sublayer]
     """
     layers = edited_layers(model)
     own = list(layers.program.sublayers())
-    count = max(len(layers.original[0]), *(1 + layer for one in program.sublayers() for layer in one.layers))
+    count = max(
+        len(layers.original[0]), *(1 + layer for one in program.sublayers() for layer in one.layers)
+    )
     touched = edited_sublayers(program, Program.dense(count, layers.family.steps_per_layer))
     if not touched:
         raise ValueError(
             "the scope edited: this model's program is the unedited one, so that no sublayer is edited; train all, or "
             "give the recipe of the edit"
         )
-    return frozenset(mine for mine, place in zip(own, program.sublayers(), strict=True) if place in touched)
+    return frozenset(
+        mine for mine, place in zip(own, program.sublayers(), strict=True) if place in touched
+    )
 
 
-def choose_parameters(model: PreTrainedModel, scope: str, program: Program, router: str = "trained") -> None:
+def choose_parameters(
+    model: PreTrainedModel, scope: str, program: Program, router: str = "trained"
+) -> None:
     """Choose the parameters that are trained.
 
     Args:
@@ -84,7 +94,9 @@ def choose_parameters(model: PreTrainedModel, scope: str, program: Program, rout
     Raises:
         ValueError: if nothing is in scope.
     """
-    chosen = {id(parameter) for module in _modules(model, scope, program) for parameter in module.parameters()}
+    chosen = {
+        id(parameter) for module in _modules(model, scope, program) for parameter in module.parameters()
+    }
     if not chosen:
         if scope == "routers":
             reason = "there are no routers to train: the program has no mixture of experts"
@@ -102,10 +114,14 @@ def shapes_to_train(model: Model, program: Program, settings: TrainSettings) -> 
     return choose_or_adapt(student, program, settings)
 
 
-def choose_or_adapt(student: PreTrainedModel, program: Program, settings: TrainSettings) -> PreTrainedModel:
+def choose_or_adapt(
+    student: PreTrainedModel, program: Program, settings: TrainSettings
+) -> PreTrainedModel:
     """Choose trained parameters, or add adapters; ValueError if there is nothing."""
     if settings.lora is not None:
-        adapted: PreTrainedModel = add_adapters(student, settings.scope, program, settings.lora, settings.router)
+        adapted: PreTrainedModel = add_adapters(
+            student, settings.scope, program, settings.lora, settings.router
+        )
         return adapted
     choose_parameters(student, settings.scope, program, settings.router)
     return student
@@ -128,12 +144,18 @@ class AdapterTargets(NamedTuple):
     parameters: list[str]
 
 
-def adapter_targets(model: PreTrainedModel, scope: str, program: Program, router: str = "trained") -> AdapterTargets:
+def adapter_targets(
+    model: PreTrainedModel, scope: str, program: Program, router: str = "trained"
+) -> AdapterTargets:
     """Find the matrices in scope for adapters; arguments as `choose_parameters`."""
     layers = edited_layers(model)
     inside = {id(inner) for module in _modules(model, scope, program) for inner in module.modules()}
     among = inside & {id(inner) for module in _beside_mixtures(layers) for inner in module.modules()}
-    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    linears = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+    ]
     matrices = [(name, module.weight) for name, module in linears if id(module) in inside - among]
     parameters = [
         (f"{name}.{own}", parameter)
@@ -145,7 +167,9 @@ def adapter_targets(model: PreTrainedModel, scope: str, program: Program, router
     # What slices share has one adapter at most, and none is simple: several would be merged into one matrix.
     elsewhere = [(name, module.weight) for name, module in linears if id(module) not in among]
     uses = Counter(id(weight) for _, weight in elsewhere + parameters)
-    left = {id(model.get_output_embeddings().weight)} | {weight for weight, times in uses.items() if times > 1}
+    left = {id(model.get_output_embeddings().weight)} | {
+        weight for weight, times in uses.items() if times > 1
+    }
     left |= _frozen(model, router)
     return AdapterTargets(
         *([name for name, weight in each if id(weight) not in left] for each in (matrices, parameters))
@@ -160,7 +184,9 @@ def _beside_mixtures(layers: EditedLayers) -> Iterator[nn.Module]:
             yield from (layers.owner(sublayer).get_submodule(path) for path in spec.modules)
 
 
-def add_adapters(model: PreTrainedModel, scope: str, program: Program, rank: int, router: str = "trained") -> Any:
+def add_adapters(
+    model: PreTrainedModel, scope: str, program: Program, rank: int, router: str = "trained"
+) -> Any:
     """Add LoRA adapters (Hu et al. 2021, arXiv 2106.09685) to every matrix in scope; only they are trained.
 
     Args:
@@ -209,7 +235,11 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
     else:
         if scope == "norms":
             yield model.get_submodule(layers.family.final_norm)
-        for sublayer in dict.fromkeys(layers.program.sublayers()) if scope == "norms" else find_edited(model, program):
+        for sublayer in (
+            dict.fromkeys(layers.program.sublayers())
+            if scope == "norms"
+            else find_edited(model, program)
+        ):
             spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
             owner = layers.owner(sublayer)
             yield from (owner.get_submodule(path) for path in spec.norms.values())

@@ -91,7 +91,11 @@ class SelfText(TextSource):
         self._new = 0
         self._seconds = 0.0
         self._wanted = 0
-        known = tokenizer.bos_token_id, getattr(original.model.config, "bos_token_id", None), tokenizer.eos_token_id
+        known = (
+            tokenizer.bos_token_id,
+            getattr(original.model.config, "bos_token_id", None),
+            tokenizer.eos_token_id,
+        )
         start = next((token for token in known if token is not None), None)
         if start is None:
             raise ValueError(
@@ -163,7 +167,9 @@ class SelfText(TextSource):
             side_by_side = _SIDE_BY_SIDE[self.device]
             with beside_torchrun():
                 ranks = RankOptions(1, self.device)
-                options = ServiceOptions(ranks, self.original.asked, max_batch=side_by_side, max_tokens=self.window)
+                options = ServiceOptions(
+                    ranks, self.original.asked, max_batch=side_by_side, max_tokens=self.window
+                )
                 service = Service(self.original.model, options)
             with service:
                 while True:
@@ -192,7 +198,9 @@ class SelfText(TextSource):
         """Write the texts of these numbers, each with its beginning."""
         ends = service.plan.ends
 
-        def ask(place: tuple[int, int], prompt: list[int], most: int, never_first: Sequence[int]) -> Stream:
+        def ask(
+            place: tuple[int, int], prompt: list[int], most: int, never_first: Sequence[int]
+        ) -> Stream:
             sampling = replace(
                 self.sampling, max_new_tokens=most, place=place, begin_suppress_tokens=tuple(never_first)
             )

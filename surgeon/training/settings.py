@@ -64,7 +64,9 @@ def check_taken(name: str) -> None:
     if name in DECIDED:
         raise ValueError(f"{name} is decided by the run; use surgeon's own {DECIDED[name]}")
     if name not in TAKEN:
-        raise ValueError(f"{name} is no argument of the Trainer that has an effect here; {did_you_mean(name, TAKEN)}")
+        raise ValueError(
+            f"{name} is no argument of the Trainer that has an effect here; {did_you_mean(name, TAKEN)}"
+        )
 
 
 def check_trainer_arguments(given: Mapping[str, Any]) -> None:
@@ -72,7 +74,9 @@ def check_trainer_arguments(given: Mapping[str, Any]) -> None:
     for name in given:
         check_taken(name)
         if TAKEN[name] and not any(map(given.get, TAKEN[name])):
-            raise ValueError(f"{name} does nothing without {' or '.join(TAKEN[name])}; give that, too, or leave it out")
+            raise ValueError(
+                f"{name} does nothing without {' or '.join(TAKEN[name])}; give that, too, or leave it out"
+            )
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,26 @@ class PaperPreset:
 PRESETS = {
     "lp": PaperPreset(
         "Layer Parallelism, section 5 and table 2",
-        {"scope": "edited", "batch": 32, "learning_rate": 1e-4, "schedule": "linear", "warmup": 0, "steps": 4096},
+        {
+            "scope": "edited",
+            "batch": 32,
+            "learning_rate": 1e-4,
+            "schedule": "linear",
+            "warmup": 0,
+            "steps": 4096,
+        },
         data="RedPajama, a script that datasets 4 does not load; DKYoon/SlimPajama-6B::train stands in for it",
     ),
     "ladder": PaperPreset(
         "Ladder Residual, section 4.2",
-        {"scope": "all", "batch": 32, "learning_rate": 5e-6, "schedule": "cosine", "warmup": 200, "epochs": 2.0},
+        {
+            "scope": "all",
+            "batch": 32,
+            "learning_rate": 5e-6,
+            "schedule": "cosine",
+            "warmup": 200,
+            "epochs": 2.0,
+        },
         data="BAAI/Infinity-Instruct:7M:train and BAAI/Infinity-Instruct:Gen:train (conversations)",
     ),
 }
@@ -133,7 +151,8 @@ class TrainSettings:
         arguments: further arguments of transformers' TrainingArguments, of those in `TAKEN`.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # annotations are for where it is read
+    # Annotations are for where it is read.
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     scope: str = "edited"
     router: Annotated[str, Strict()] = "trained"
@@ -154,7 +173,15 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         self._check_scope()
-        for name in ("lora", "steps", "batch", "micro_batch", "evaluate_every", "save_every", "patience"):
+        for name in (
+            "lora",
+            "steps",
+            "batch",
+            "micro_batch",
+            "evaluate_every",
+            "save_every",
+            "patience",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name.replace('_', ' ')} must be at least 1, not {value}")
@@ -175,7 +202,9 @@ class TrainSettings:
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"there is no {name} {value!r}; {did_you_mean(value, known)}")
         if self.scope == "routers" and self.router == "frozen":
-            raise ValueError("the scope routers trains nothing else, and they are to be frozen; leave one of them out")
+            raise ValueError(
+                "the scope routers trains nothing else, and they are to be frozen; leave one of them out"
+            )
         if self.lora is not None and self.scope in ("norms", "edited-norms"):
             raise ValueError(
                 f"adapters (lora) are for matrices, and the scope {self.scope} trains none; leave one of them out"
@@ -226,7 +255,11 @@ class TrainSettings:
 
     @property
     def method(self) -> str:
-        names = {"edited": "edited sublayers", "all": "all weights", "edited-norms": "norms of edited sublayers"}
+        names = {
+            "edited": "edited sublayers",
+            "all": "all weights",
+            "edited-norms": "norms of edited sublayers",
+        }
         what = names.get(self.scope, self.scope)
         what = what if self.router == "trained" else f"{what} but routers"
         trained = what if self.lora is None else f"adapters of rank {self.lora} on {what}"
@@ -240,4 +273,6 @@ class TrainSettings:
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> TrainSettings:
         distilled = entries["distillation"]
-        return cls(**{**entries, "distillation": None if distilled is None else Distillation(**distilled)})
+        return cls(
+            **{**entries, "distillation": None if distilled is None else Distillation(**distilled)}
+        )

@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from surgeon.language.program import Program
 from surgeon.models.edited_layers import EditedLayers
 
-LAUNCHED, ON_ONE = "ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"  # what accelerate launch says of FSDP
-_SHARES, _WHOLE_FILE = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"  # of a checkpoint, as accelerate writes it
+# What accelerate launch says of FSDP.
+LAUNCHED, ON_ONE = "ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"
+# Of a checkpoint, as accelerate writes it.
+_SHARES, _WHOLE_FILE = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"
 _TAKEN = {"version", "reshard_after_forward", "cpu_offload", "state_dict_type"}
 
 
@@ -89,7 +91,9 @@ def set_whole(parameter: Tensor, numbers: Tensor) -> None:
     """Set a parameter to numbers that every process has; of a sharded one each takes its own."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        numbers = distribute_tensor(numbers.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
+        numbers = distribute_tensor(
+            numbers.to(parameter.device), mesh, parameter.placements, src_data_rank=None
+        )
     parameter.copy_(numbers)
 
 
@@ -148,7 +152,9 @@ def shard_parameters(accelerator: Accelerator, asked: Mapping[str, Any] | None) 
     plugin = ProgramSharding(**(asked or {}))
     _check_version(plugin.fsdp_version)
     if plugin.activation_checkpointing:
-        raise ValueError("fsdp_activation_checkpointing does not know programs; use gradient_checkpointing")
+        raise ValueError(
+            "fsdp_activation_checkpointing does not know programs; use gradient_checkpointing"
+        )
     if state.mixed_precision != "no":
         plugin.set_mixed_precision(state.mixed_precision)
     state.fsdp_plugin = plugin
@@ -171,7 +177,8 @@ def follow_checkpoint(accelerator: Accelerator, checkpoint: Path) -> None:
         )
     if sharded:
         plugin = accelerator.state.fsdp_plugin
-        plugin.state_dict_config = plugin.optim_state_dict_config = None  # what goes with the kind that was asked for
+        # What goes with the kind that was asked for.
+        plugin.state_dict_config = plugin.optim_state_dict_config = None
         plugin.set_state_dict_type(there[0])
 
 

@@ -64,7 +64,9 @@ class TeacherLogits:
 
     def __post_init__(self) -> None:
         if self.kept < 1:
-            raise ValueError(f"at least 1 of the teacher's logits has to be kept for each token, not {self.kept}")
+            raise ValueError(
+                f"at least 1 of the teacher's logits has to be kept for each token, not {self.kept}"
+            )
 
     @property
     def window_bytes(self) -> int:
@@ -74,7 +76,9 @@ class TeacherLogits:
     @property
     def files(self) -> list[range]:
         at_once = max(1, min(_MOST_WINDOWS, _FILE_BYTES // self.window_bytes))
-        return [range(first, min(first + at_once, self.windows)) for first in range(0, self.windows, at_once)]
+        return [
+            range(first, min(first + at_once, self.windows)) for first in range(0, self.windows, at_once)
+        ]
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -95,7 +99,9 @@ class TeacherLogits:
         rows = []
         for window in map(int, index):
             if not 0 <= window < self.windows:
-                raise ValueError(f"{self.folder} has logits of windows 0 to {self.windows - 1}, not of window {window}")
+                raise ValueError(
+                    f"{self.folder} has logits of windows 0 to {self.windows - 1}, not of window {window}"
+                )
             windows = files[window // len(files[0])]
             path = self._path(windows)
             try:
@@ -103,7 +109,9 @@ class TeacherLogits:
                     row = window - windows.start
                     rows.append([file.get_slice(name)[row] for name in _TENSORS])
             except UNREADABLE as error:
-                raise OSError(f"{path} cannot be read any more ({error}); start again, and it is made again") from error
+                raise OSError(
+                    f"{path} cannot be read any more ({error}); start again, and it is made again"
+                ) from error
         return TopLogits(*(torch.cat(each) for each in zip(*rows, strict=True)))
 
     def make(self, teacher: PreTrainedModel, text: TrainingText) -> None:
@@ -142,7 +150,9 @@ class TeacherLogits:
                     parts.append(self._top_of(teacher, text, window))
                     advance(1)
                 tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS}
-                shaped = {name: tensor.unflatten(0, (len(windows), -1)) for name, tensor in tensors.items()}
+                shaped = {
+                    name: tensor.unflatten(0, (len(windows), -1)) for name, tensor in tensors.items()
+                }
                 try:
                     with whole_file(self._path(windows)) as beside:
                         save_file(shaped, beside, metadata=self.metadata)
@@ -162,7 +172,9 @@ class TeacherLogits:
         head = OutputHead(teacher)
         blocks = stream.to(head.weight.device).split(head.rows(len(stream)))
         parts = [TopLogits.of(head.logits(block), self.kept, self.temperature) for block in blocks]
-        ids, log_p, rest = (torch.cat([getattr(part, name) for part in parts]).cpu() for name in _TENSORS)
+        ids, log_p, rest = (
+            torch.cat([getattr(part, name) for part in parts]).cpu() for name in _TENSORS
+        )
         if not log_p.isfinite().all():
             raise ValueError(
                 f"the teacher's logits are not finite in training window {window}; are its weights damaged?"

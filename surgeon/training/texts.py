@@ -82,7 +82,9 @@ def check_texts(data: Any) -> str | dict[str, float]:
         return data
     if not isinstance(data, Mapping) or not data:
         example = "{a.jsonl: 0.7, b.txt: 0.3}"
-        raise ValueError(f"it must be a text, or several with their weights, as {example}, not {shown(data)}")
+        raise ValueError(
+            f"it must be a text, or several with their weights, as {example}, not {shown(data)}"
+        )
     for name, weight in data.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < inf:
             raise ValueError(f"the weight of {name} must be a number above 0, not {shown(weight)}")
@@ -119,7 +121,9 @@ class TrainingText:
     def of(cls, windows: Windows) -> TrainingText:
         """Make a text of windows in memory, joined."""
         ids = windows.ids.numpy().astype(np.int32)
-        rows = datasets.Dataset(as_table([{"input_ids": row} for row in ids], ("input_ids",), ids.shape[1]))
+        rows = datasets.Dataset(
+            as_table([{"input_ids": row} for row in ids], ("input_ids",), ids.shape[1])
+        )
         return cls(rows, windows.source, windows.digest, windows.notes, windows.column, windows.left_out)
 
     def __len__(self) -> int:
@@ -136,7 +140,9 @@ class TrainingText:
         return found
 
     def record(self) -> dict[str, Any]:
-        return Windows(torch.empty(0), self.source, self.digest, None, (), self.column, self.left_out).record()
+        return Windows(
+            torch.empty(0), self.source, self.digest, None, (), self.column, self.left_out
+        ).record()
 
 
 def model_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -215,11 +221,15 @@ def load_texts(
     data = check_texts(data)
     several = {data: 1.0} if isinstance(data, str) else data
     own_texts = {} if own is None else {own.source: own}
-    chats = _hold_conversations(tokenizer, [*several, *([] if held_out is None else [held_out])], own_texts, window)
+    chats = _hold_conversations(
+        tokenizer, [*several, *([] if held_out is None else [held_out])], own_texts, window
+    )
     if chats:
         if separator is not None:
             name = next(iter(several))
-            raise ValueError(f"{name} holds conversations, which are apart as they are; leave the separator out")
+            raise ValueError(
+                f"{name} holds conversations, which are apart as they are; leave the separator out"
+            )
         documents = "whole"
     size = max(window, HELD_OUT_TOKENS) if held_out_tokens is None else held_out_tokens
     measured = None
@@ -267,7 +277,9 @@ def _hold_conversations(tokenizer: Any, names: Sequence[str], own: Iterable[str]
     chats = [name for name in read if read_conversations(tokenizer, name, window) is not None]
     others = [name for name in names if name not in chats]
     if chats and others:
-        raise ValueError(f"{chats[0]} holds conversations, and {others[0]} does not; give texts of one sort")
+        raise ValueError(
+            f"{chats[0]} holds conversations, and {others[0]} does not; give texts of one sort"
+        )
     return bool(chats)
 
 
@@ -303,14 +315,20 @@ def _split(
     training = rows.select(range(count))
     notes = list[str](known["notes"])
     if not (source.apart or source.chats):
-        looked_at = training.select(range(min(count, max(1, _LOOKED_AT // source.window)))).with_format("torch")
-        notes += marks_in_text(source.tokenizer, looked_at[:]["input_ids"].flatten().tolist(), source.source)
+        looked_at = training.select(range(min(count, max(1, _LOOKED_AT // source.window)))).with_format(
+            "torch"
+        )
+        notes += marks_in_text(
+            source.tokenizer, looked_at[:]["input_ids"].flatten().tolist(), source.source
+        )
     if source.endless and behind:
         notes.append(
             "held out is what the original wrote itself, which says little of other text; give some to measure on"
         )
     digest = rows_digest(training, source.window)
-    text = TrainingText(training, source.source, digest, tuple(notes), known["column"], known["left_out"])
+    text = TrainingText(
+        training, source.source, digest, tuple(notes), known["column"], known["left_out"]
+    )
     rest = None
     if behind:
         rest = rows.select(range(count, count + behind))
@@ -372,7 +390,9 @@ def pad_pieces(found: Iterable[Tokens], source: str) -> Windows:
 
 def mix_texts(texts: Sequence[TrainingText], several: Mapping[str, float]) -> TrainingText:
     """Join several texts, with their weights."""
-    parts = tuple(MixedPart(len(text), weight) for text, weight in zip(texts, several.values(), strict=True))
+    parts = tuple(
+        MixedPart(len(text), weight) for text, weight in zip(texts, several.values(), strict=True)
+    )
     follows = json.dumps([[text.digest, part.weight] for text, part in zip(texts, parts, strict=True)])
     return TrainingText(
         datasets.concatenate_datasets([text.rows for text in texts]),
@@ -402,12 +422,17 @@ class RunOrder:
     share, up to one window; each goes through its own epochs.
     """
 
-    def __init__(self, windows: int, steps: int, batch: int, seed: int, parts: Sequence[MixedPart] = ()) -> None:
+    def __init__(
+        self, windows: int, steps: int, batch: int, seed: int, parts: Sequence[MixedPart] = ()
+    ) -> None:
         self.parts = tuple(parts) or (MixedPart(windows),)
         self.count = steps * batch
         self.seed = seed
-        self._first = [sum(part.windows for part in self.parts[:number]) for number in range(len(self.parts))]
-        self._drawn = dict[int, tuple[int, Tensor]]()  # of each text the epoch that was drawn last, and its order
+        self._first = [
+            sum(part.windows for part in self.parts[:number]) for number in range(len(self.parts))
+        ]
+        # Of each text the epoch that was drawn last, and its order.
+        self._drawn = dict[int, tuple[int, Tensor]]()
         if len(self.parts) > 1:
             self._text, self._turn = _order_turns([part.weight for part in self.parts], self.count)
 
@@ -418,7 +443,9 @@ class RunOrder:
         return map(self.__getitem__, range(self.count))
 
     def __getitem__(self, place: int) -> int:
-        text, turn = (0, place) if len(self.parts) == 1 else (int(self._text[place]), int(self._turn[place]))
+        text, turn = (
+            (0, place) if len(self.parts) == 1 else (int(self._text[place]), int(self._turn[place]))
+        )
         windows = self.parts[text].windows
         epoch, place_in_epoch = divmod(turn, windows)
         if self._drawn.get(text, (-1,))[0] != epoch:
@@ -452,4 +479,8 @@ class TrainingWindows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, place: int) -> dict[str, Tensor]:
         index = self.order[place]
         row: dict[str, Tensor] = self.rows[index]
-        return {"labels": row["input_ids"]} | row | {"index": torch.tensor(index), "place": torch.tensor(place)}
+        return (
+            {"labels": row["input_ids"]}
+            | row
+            | {"index": torch.tensor(index), "place": torch.tensor(place)}
+        )

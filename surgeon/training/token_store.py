@@ -25,10 +25,26 @@ from numpy.typing import NDArray
 
 from surgeon.checkpoint.read import read_json
 from surgeon.errors import did_you_mean
-from surgeon.processes.files import locked, make_folder, publish, scratch, sync_tree, whole_file, write_json
+from surgeon.processes.files import (
+    locked,
+    make_folder,
+    publish,
+    scratch,
+    sync_tree,
+    whole_file,
+    write_json,
+)
 from surgeon.progress import progress
 from surgeon.quality.conversations import read_conversations
-from surgeon.quality.sources import DEMO, DEMO_TRAINING, are_apart, documents, file_and_column, files_in, is_folder
+from surgeon.quality.sources import (
+    DEMO,
+    DEMO_TRAINING,
+    are_apart,
+    documents,
+    file_and_column,
+    files_in,
+    is_folder,
+)
 from surgeon.quality.tables import is_table
 from surgeon.quality.text_files import Reading
 from surgeon.quality.tokens import TextTokens, Tokens, tokenizer_digest
@@ -44,7 +60,9 @@ _OPEN = 64  # windows that documents may still be put into
 def documents_of(name: str) -> Documents:
     """Parse a way to treat documents."""
     if name not in get_args(Documents):
-        raise ValueError(f"documents cannot be {name!r} in a window; {did_you_mean(name, get_args(Documents))}")
+        raise ValueError(
+            f"documents cannot be {name!r} in a window; {did_you_mean(name, get_args(Documents))}"
+        )
     return cast("Documents", name)
 
 
@@ -57,7 +75,9 @@ def columns(documents: Documents) -> tuple[str, ...]:
 
 def attends_across(config: Any) -> bool:
     """Tell whether attentions see across documents that are apart, as linear ones do, which carry a state."""
-    return config.model_type in ATTEND_ACROSS or "linear_attention" in (getattr(config, "layer_types", None) or ())
+    return config.model_type in ATTEND_ACROSS or "linear_attention" in (
+        getattr(config, "layer_types", None) or ()
+    )
 
 
 class Packer:
@@ -83,7 +103,8 @@ class Packer:
         self.window = window
         self.documents = documents_of(documents)
         self.pad = pad
-        self._open = [_nothing()] if documents != "whole" else []  # windows, as their marked tokens (`_mark`)
+        # Windows, as their marked tokens (`_mark`).
+        self._open = [_nothing()] if documents != "whole" else []
         self._document = _nothing()  # a whole one, as far as it has come
         self._begins = True  # a document, with the next token
 
@@ -142,7 +163,8 @@ class Packer:
         if self.documents == "joined":
             return {"input_ids": ids}
         place = np.arange(self.window, dtype=np.int32)
-        start = np.maximum.accumulate(np.where(first, place, 0))  # of the document that each token is of, in the window
+        # Of the document that each token is of, in the window.
+        start = np.maximum.accumulate(np.where(first, place, 0))
         labels = np.where(answer.astype(bool) & (first == 0), ids, np.int32(IGNORED))
         return {"input_ids": ids, "position_ids": place - start, "labels": labels}
 
@@ -154,7 +176,9 @@ def split_documents(rows: datasets.Dataset) -> Iterator[Tokens]:
     """
     for row in rows.with_format("numpy"):
         begins = np.flatnonzero(row["position_ids"] == 0)[1:]
-        for ids, labels in zip(*(np.split(row[name], begins) for name in ("input_ids", "labels")), strict=True):
+        for ids, labels in zip(
+            *(np.split(row[name], begins) for name in ("input_ids", "labels")), strict=True
+        ):
             answer = (labels != IGNORED) & (np.arange(len(ids)) > 0)
             if answer.any():
                 yield Tokens(ids, answer)
@@ -217,7 +241,8 @@ class TextSource:
         self.apart = self.endless or are_apart(data, separator, self.by_row)
         self.files = [] if self.endless else self._find_files()
         fillers = [] if chats else [tokenizer.pad_token_id, tokenizer.eos_token_id]
-        self.pad = int(next((token for token in fillers if token is not None), 0))  # the token that fills windows
+        # The token that fills windows.
+        self.pad = int(next((token for token in fillers if token is not None), 0))
 
     def _find_files(self) -> list[Path]:
         if is_folder(self.source):
@@ -234,7 +259,9 @@ class TextSource:
 
     def identity(self) -> dict[str, Any]:
         """Identity of its windows, as JSON values: of files name, size and time; of the demo's text itself."""
-        files: list[Any] = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in self.files]
+        files: list[Any] = [
+            [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in self.files
+        ]
         if self.source in (DEMO, DEMO_TRAINING):
             files = [hashlib.sha256("".join(chain(*documents(self.source, None))).encode()).hexdigest()]
         return {
@@ -253,7 +280,10 @@ class TextSource:
         """Tokens, some at a time; no conversation is longer than a window."""
         if self.chats:
             found = read_conversations(self.tokenizer, self.source, self.window, reading) or ()
-            return ([Tokens(np.array(each.ids, np.int32), np.array(each.answers, np.bool_))] for each in found)
+            return (
+                [Tokens(np.array(each.ids, np.int32), np.array(each.answers, np.bool_))]
+                for each in found
+            )
         texts = documents(self.source, self.separator, reading, self.by_row)
         return TextTokens(self.tokenizer, self.apart).read(texts)
 
@@ -288,20 +318,32 @@ class TextSource:
         total = None if count * self.window > ALL_TOKENS // 2 else count
         with (
             ArrowWriter(path=str(path), schema=as_table([], names, self.window).schema) as writer,
-            progress(f"tokens of {self.source}", total, "windows", 0, lambda: f"{done * self.window:,} by now") as bar,
+            progress(
+                f"tokens of {self.source}", total, "windows", 0, lambda: f"{done * self.window:,} by now"
+            ) as bar,
         ):
             reads = self.tokens(reading)
             while done < count and not ended:
                 some = next(reads, None)
                 ended = some is None
-                rows = [*packer.rest()] if some is None else [row for one in some for row in packer.add(one)]
+                rows = (
+                    [*packer.rest()]
+                    if some is None
+                    else [row for one in some for row in packer.add(one)]
+                )
                 writer.write_table(as_table(rows, names, self.window))
                 done += len(rows)
                 bar(len(rows))
             writer.finalize()
         notes = reading.lines(self.source)
         left_out = dict(+reading.left_out)
-        return {"windows": done, "ended": ended, "column": reading.column, "left_out": left_out, "notes": notes}
+        return {
+            "windows": done,
+            "ended": ended,
+            "column": reading.column,
+            "left_out": left_out,
+            "notes": notes,
+        }
 
 
 def rows_digest(rows: datasets.Dataset, window: int) -> str:
@@ -319,7 +361,9 @@ def rows_digest(rows: datasets.Dataset, window: int) -> str:
 def as_table(rows: list[Row], names: tuple[str, ...], window: int) -> pa.Table:
     """Make a table of Arrow of rows."""
     flat = {name: np.array([row[name] for row in rows], np.int32).reshape(-1) for name in names}
-    return pa.table({name: pa.FixedSizeListArray.from_arrays(pa.array(each), window) for name, each in flat.items()})
+    return pa.table(
+        {name: pa.FixedSizeListArray.from_arrays(pa.array(each), window) for name, each in flat.items()}
+    )
 
 
 def write_rows(path: Path, rows: datasets.Dataset) -> None:

@@ -77,10 +77,12 @@ class ModelTrainer(Trainer):
         self.held_out = held_out
         self.towards = towards
         self.balance = ExpertBalance(model)
-        self._parts: dict[str, Tensor] = {}  # of the loss, summed over so many micro-batches since the last log
+        # Of the loss, summed over so many micro-batches since the last log.
+        self._parts: dict[str, Tensor] = {}
         self._counted = 0
         self._loss = torch.zeros(())  # of a step
-        self._predicted: Tensor | None = None  # tokens in a micro-batch of it, on average; None where all have as many
+        # Tokens in a micro-batch of it, on average; None where all have as many.
+        self._predicted: Tensor | None = None
         self.data = data = TrainingWindows(text, self.order)
         config: Any = model.config
         if "position_ids" in text.rows.column_names and attends_across(config):
@@ -89,7 +91,9 @@ class ModelTrainer(Trainer):
                 "and what is predicted go by documents",
                 stacklevel=2,
             )
-        super().__init__(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[self.checkpoints])
+        super().__init__(
+            model, arguments, train_dataset=data, eval_dataset=data, callbacks=[self.checkpoints]
+        )
         self.remove_callback(PrinterCallback)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self.empty: nn.Module | None = meta_copy(model) if sharded else None
@@ -100,7 +104,9 @@ class ModelTrainer(Trainer):
         unset_hf_deepspeed_config()  # which accelerate has set again
         self.is_fsdp_enabled = shard_parameters(self.accelerator, self.args.fsdp_plugin_args)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any
+    ) -> Any:
         """Train, or resume, as the Trainer does.
 
         Raises:
@@ -129,7 +135,9 @@ class ModelTrainer(Trainer):
 
     def _require_same_processes(self, checkpoint: Path) -> None:
         """Warn where a checkpoint has no state of the random numbers of each process."""
-        name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
+        name = (
+            "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
+        )
         if self.args.should_save and not (checkpoint / name).is_file():
             warnings.warn(
                 f"{checkpoint} was written by another number of processes than there are now; where the model has "
@@ -146,7 +154,9 @@ class ModelTrainer(Trainer):
         """The model in one piece; None in all processes but the first."""
         if self.empty is None:
             # Without what mixed precision has put around its forward pass.
-            whole = self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
+            whole = self.accelerator.unwrap_model(
+                self.model_wrapped, keep_fp32_wrapper=False, keep_torch_compile=False
+            )
         else:
             state = self.accelerator.get_state_dict(self.model_wrapped)
             whole = fill_copy(self.empty, state) if self.args.should_save else None
@@ -160,7 +170,9 @@ class ModelTrainer(Trainer):
         """Get the micro-batches of a step; none where a resumed run had ended early, which the Trainer notices late."""
         if self.control.should_training_stop:
             return [], None
-        samples: tuple[list[Any], Tensor | int | None] = super().get_batch_samples(epoch_iterator, num_batches, device)
+        samples: tuple[list[Any], Tensor | int | None] = super().get_batch_samples(
+            epoch_iterator, num_batches, device
+        )
         self._loss = torch.zeros((), device=device)
         if self.data.has_labels:  # all that is predicted in a step counts alike
             counts = torch.stack([predicted_tokens(part) for part in samples[0]])
@@ -213,7 +225,9 @@ class ModelTrainer(Trainer):
             Diverged: if it, or the loss, is not finite.
         """
         norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
-        loss = float(self.accelerator.reduce(self._loss, "mean") if self.args.world_size > 1 else self._loss)
+        loss = float(
+            self.accelerator.reduce(self._loss, "mean") if self.args.world_size > 1 else self._loss
+        )
         # With fp16, steps whose scaled gradient is too large are left out.
         scaled = getattr(self.accelerator, "scaler", None) is not None
         if not math.isfinite(loss):
@@ -245,7 +259,9 @@ class ModelTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._counted:
-            gathered = {name: self.accelerator.reduce(part, "mean") for name, part in self._parts.items()}
+            gathered = {
+                name: self.accelerator.reduce(part, "mean") for name, part in self._parts.items()
+            }
             logs |= {name: float(part) / self._counted for name, part in gathered.items()}
             self._parts = {}
             self._counted = 0
@@ -254,7 +270,9 @@ class ModelTrainer(Trainer):
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Measure on held-out text, in every process, as sharded models need."""
         found = self.measured(self.model_wrapped)
-        known = {f"eval_{name}": value for name, value in found.estimates.items() if not math.isnan(value)}
+        known = {
+            f"eval_{name}": value for name, value in found.estimates.items() if not math.isnan(value)
+        }
         metrics = {"eval_loss": math.log(found.perplexity), **known}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

@@ -38,13 +38,20 @@ def attentions_at_once(program: Program) -> int:
 
 
 def _most(nodes: tuple[Node, ...]) -> Fraction:
-    found = (_share(node) if isinstance(node, Step) else sum(map(_most, node.branches), Fraction()) for node in nodes)
+    found = (
+        _share(node) if isinstance(node, Step) else sum(map(_most, node.branches), Fraction())
+        for node in nodes
+    )
     return max(found, default=Fraction())
 
 
 def _share(step: Step) -> Fraction:
     """An attention's part, by its largest slice; ranks take those of one step apart, as they do those of a layer."""
-    slices = [sublayer.piece[1] if sublayer.piece else 1 for sublayer in step.sublayers if sublayer.kind == ATTENTION]
+    slices = [
+        sublayer.piece[1] if sublayer.piece else 1
+        for sublayer in step.sublayers
+        if sublayer.kind == ATTENTION
+    ]
     if slices:
         return Fraction(1, min(slices))
     return Fraction()
@@ -106,11 +113,18 @@ def read_settings(additional_config: Any) -> PluginSettings:
     known = [field.name for field in fields(PluginSettings)]
     for name in found:
         if name not in known:
-            raise ValueError(f"there is no setting {name!r} in --additional-config; {did_you_mean(name, known)}")
+            raise ValueError(
+                f"there is no setting {name!r} in --additional-config; {did_you_mean(name, known)}"
+            )
     settings = PluginSettings(**found)
-    for name, value, values in (("reduce", settings.reduce, REDUCE), ("low_rank", settings.low_rank, LOW_RANK)):
+    for name, value, values in (
+        ("reduce", settings.reduce, REDUCE),
+        ("low_rank", settings.low_rank, LOW_RANK),
+    ):
         if value not in values:
-            raise ValueError(f"there is no {name} {value!r} in --additional-config; {did_you_mean(value, values)}")
+            raise ValueError(
+                f"there is no {name} {value!r} in --additional-config; {did_you_mean(value, values)}"
+            )
     return settings
 
 
@@ -121,7 +135,9 @@ def reason_against(vllm_config: Any) -> str | None:
     if vllm_config.quant_config is not None:
         return "it has no quantised weights; leave out --quantization, or export the model with a dtype"
     if load_format not in FORMATS:
-        return f"it reads safetensors itself, not by --load-format {load_format}; use auto or safetensors"
+        return (
+            f"it reads safetensors itself, not by --load-format {load_format}; use auto or safetensors"
+        )
     if parallel.decode_context_parallel_size > 1:
         return "it does not divide a text's cache among ranks; leave out --decode-context-parallel-size"
     return None
@@ -130,5 +146,7 @@ def reason_against(vllm_config: Any) -> str | None:
 def stage_nodes(nodes: tuple[Node, ...], stage: int, stages: int) -> tuple[Node, ...]:
     """The nodes of one pipeline stage: as many for each as can be."""
     if len(nodes) < stages:
-        raise ValueError(f"a program of {len(nodes)} nodes cannot be cut into {stages} pipeline stages; use fewer")
+        raise ValueError(
+            f"a program of {len(nodes)} nodes cannot be cut into {stages} pipeline stages; use fewer"
+        )
     return nodes[len(nodes) * stage // stages : len(nodes) * (stage + 1) // stages]

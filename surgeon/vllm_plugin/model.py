@@ -65,9 +65,13 @@ class ProgramForCausalLM(nn.Module):
         settings = read_settings(vllm_config.additional_config)
         plan = plan_of(vllm_config)
         if (why := plan.family.off_vllm) is not None:
-            raise ValueError(f"surgeon's plugin cannot run this: vLLM runs no program of these attentions: {why}")
+            raise ValueError(
+                f"surgeon's plugin cannot run this: vLLM runs no program of these attentions: {why}"
+            )
         self.stages = get_pp_group()
-        nodes = stage_nodes(Program.parse(plan.program).nodes, self.stages.rank_in_group, self.stages.world_size)
+        nodes = stage_nodes(
+            Program.parse(plan.program).nodes, self.stages.rank_in_group, self.stages.world_size
+        )
         self.plan = plan
         self.source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
         device = torch.empty(0).device  # vLLM builds models with its own as the default
@@ -77,7 +81,8 @@ class ProgramForCausalLM(nn.Module):
         attentions = self.rank_program.attentions()
         self.rotaries = [plan.arithmetic.rotary_of(attention) for attention in attentions]
         widths = [self._width(attention) for attention in attentions]
-        self.sinks: list[Tensor] = []  # by slot; vLLM's attentions hold on to them, and `load_weights` fills them
+        # By slot; vLLM's attentions hold on to them, and `load_weights` fills them.
+        self.sinks: list[Tensor] = []
         # vLLM wants a cache on every rank, also where a rank's part of the program has no attention.
         self.slots = nn.ModuleList(
             self._slot(vllm_config, f"{prefix}stage{self.stages.rank_in_group}.slots.{slot}", *width)
@@ -90,10 +95,14 @@ class ProgramForCausalLM(nn.Module):
         """This rank's heads and KV heads of an attention, and its window."""
         units = shared_units(self.source.units, self.plan.latent)(attention)
         counts = units["heads"], units.get("kv_heads", units["heads"])
-        heads, kv_heads = (end - first for first, end in (unit_bounds(count, attention.piece) for count in counts))
+        heads, kv_heads = (
+            end - first for first, end in (unit_bounds(count, attention.piece) for count in counts)
+        )
         return heads, kv_heads, self.plan.window(attention)
 
-    def _slot(self, vllm_config: Any, name: str, heads: int, kv_heads: int, window: int | None) -> Attention:
+    def _slot(
+        self, vllm_config: Any, name: str, heads: int, kv_heads: int, window: int | None
+    ) -> Attention:
         plan = self.plan
         scale = plan.arithmetic.attention_scale
         more = dict[str, Any]()
@@ -123,25 +132,31 @@ class ProgramForCausalLM(nn.Module):
         if first or (plan.tied and last):
             self.embedding = VocabParallelEmbedding(plan.vocabulary, plan.hidden)
         if last:
-            self.head = ParallelLMHead(plan.vocabulary, plan.hidden, bias=f"{family.head}.bias" in self.source)
+            self.head = ParallelLMHead(
+                plan.vocabulary, plan.hidden, bias=f"{family.head}.bias" in self.source
+            )
             if plan.tied:
                 self.head = self.head.tie_weights(self.embedding)
             self.logits_processor = LogitsProcessor(
                 plan.vocabulary,
-                scale=1.0 if arithmetic.logit_scale is None else arithmetic.logit_scale,  # after the cap: none has both
+                # After the cap: none has both.
+                scale=1.0 if arithmetic.logit_scale is None else arithmetic.logit_scale,
                 soft_cap=arithmetic.logit_softcap,
             )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:  # noqa: ARG002 - would be whole tensors
         """Read this rank's slices from the checkpoint."""
         if self.loaded:
-            raise ValueError("surgeon's plugin reads weights from the checkpoint once; start vLLM anew for other ones")
+            raise ValueError(
+                "surgeon's plugin reads weights from the checkpoint once; start vLLM anew for other ones"
+            )
         self.loaded = True
         plan = self.plan
         family = self.plan.family
         device = self.rank_program.device
         self.rank_program.load(self.source)
-        for sinks, own in zip(self.sinks, self.rank_program.sinks(), strict=False):  # a stage may have no attention
+        # A stage may have no attention.
+        for sinks, own in zip(self.sinks, self.rank_program.sinks(), strict=False):
             sinks.copy_(own)
 
         stored = {"embedding": family.embedding, "head": family.head}
@@ -151,7 +166,9 @@ class ProgramForCausalLM(nn.Module):
             parameter.weight_loader(parameter, read(self.source, plan, device, f"{stored[end]}.{what}"))
         self.ends = Ends(self.source, plan, device)
         like = torch.empty(0, dtype=torch_dtype(plan), device=device)
-        self.angles = tuple(rotation(rotary, plan.max_tokens, like) for rotary in plan.arithmetic.rotaries)
+        self.angles = tuple(
+            rotation(rotary, plan.max_tokens, like) for rotary in plan.arithmetic.rotaries
+        )
         self.turns = [turns(angles) for angles in self.angles]
         self.by_kernels = plan_kernels(plan, like) is not None
         if not self.by_kernels:
@@ -212,11 +229,23 @@ class ProgramForCausalLM(nn.Module):
         return attended
 
     def _attend_raw(
-        self, positions: Tensor, slot: int, qkv: Tensor, heads: int, placing: Placing, weighting: Weighting
+        self,
+        positions: Tensor,
+        slot: int,
+        qkv: Tensor,
+        heads: int,
+        placing: Placing,
+        weighting: Weighting,
     ) -> Tensor:
         kv_heads = (qkv.shape[1] - heads) // 2
         rotary = self.rotaries[slot]
-        place_(qkv[:, : heads + kv_heads], heads, placing, positions, None if rotary is None else self.turns[rotary])
+        place_(
+            qkv[:, : heads + kv_heads],
+            heads,
+            placing,
+            positions,
+            None if rotary is None else self.turns[rotary],
+        )
         return self._attend(slot, qkv[:, :heads], qkv[:, heads:], weighting)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
@@ -230,7 +259,9 @@ class ProgramForCausalLM(nn.Module):
         """A stage's inputs in a pass that only measures memory."""
         names = ("stream", "pending")
         size = batch_size, self.plan.hidden
-        return IntermediateTensors({name: torch.zeros(size, dtype=dtype, device=device) for name in names})
+        return IntermediateTensors(
+            {name: torch.zeros(size, dtype=dtype, device=device) for name in names}
+        )
 
 
 def plan_of(vllm_config: Any) -> Plan:

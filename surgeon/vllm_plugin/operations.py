@@ -87,7 +87,9 @@ def turns(angles: Angles) -> Tensor:
     return torch.cat([angles[0][:, 0, :half], angles[1][:, 0, half:]], -1).contiguous()
 
 
-def place_(x: Tensor, queries: int, placing: Placing, positions: Tensor, turned_by: Tensor | None) -> None:
+def place_(
+    x: Tensor, queries: int, placing: Placing, positions: Tensor, turned_by: Tensor | None
+) -> None:
     """Norm queries and keys, (T, heads, D), by head and turn them to their positions in place."""
     rotary.place_(x, placing._replace(angles=None), queries)
     if placing.angles is not None:

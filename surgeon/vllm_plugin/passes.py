@@ -23,7 +23,9 @@ class ProgramPasses(VerifyAndUpdateConfig):  # type: ignore[misc]
         compilation = vllm_config.compilation_config
         settings = read_settings(vllm_config.additional_config)
         if compilation.mode not in (None, CompilationMode.NONE):
-            raise ValueError("surgeon's plugin cannot run this: its passes are not compiled; leave out -cc.mode")
+            raise ValueError(
+                "surgeon's plugin cannot run this: its passes are not compiled; leave out -cc.mode"
+            )
         compilation.mode = CompilationMode.NONE
         if settings.reduce == "torch":  # vLLM's recordings hold nothing of torch.distributed's
             compilation.cudagraph_mode = CUDAGraphMode.NONE

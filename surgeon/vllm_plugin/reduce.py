@@ -41,11 +41,14 @@ def connect(way: str, program: Program) -> Collectives:
     late = any(step.late for step in steps_of(program.nodes))
     if ranks.device.type != "cpu":
         side = torch.cuda.Stream(ranks.device, priority=-1) if late else None  # ahead of what computes
-        return GpuCollectives(ranks, _members(ranks), ranks.all_reduce, ranks.device_communicator.pynccl_comm, side)
+        return GpuCollectives(
+            ranks, _members(ranks), ranks.all_reduce, ranks.device_communicator.pynccl_comm, side
+        )
     asynchronous: Collectives
     if all(in_the_same_node_as(ranks.cpu_group)):
         asynchronous = _shared_memory(ranks)
-        late = late or not ranks.device_communicator.supports_tensor_dict  # then vLLM's ranks share no memory
+        # Then vLLM's ranks share no memory.
+        late = late or not ranks.device_communicator.supports_tensor_dict
     else:
         asynchronous = GroupCollectives(ranks)
     if late:
@@ -80,7 +83,9 @@ class GroupCollectives(TorchCollectives):
             return TorchCollectives(self.rank, group)  # never used
         # Other pipeline stages and replicas have other groups, and are not asked.
         members = [self.ranks.ranks[member] for member in group]
-        return TorchCollectives(self.rank, group, dist.new_group(members, use_local_synchronization=True))
+        return TorchCollectives(
+            self.rank, group, dist.new_group(members, use_local_synchronization=True)
+        )
 
 
 class VllmCollectives(Collectives):

@@ -22,9 +22,19 @@ from tests.tiny_models import tiny_model
 LAYERS = 4
 
 
-def run(folder: Path, windows: Windows, model: Any = None, operations: list[str] | None = None, **options: Any) -> Scan:
+def run(
+    folder: Path,
+    windows: Windows,
+    model: Any = None,
+    operations: list[str] | None = None,
+    **options: Any,
+) -> Scan:
     """A scan; options that say which cells are taken out for `select`."""
-    wanted = {name: options.pop(name) for name in ("layers", "every", "max_length", "permutations") if name in options}
+    wanted = {
+        name: options.pop(name)
+        for name in ("layers", "every", "max_length", "permutations")
+        if name in options
+    }
     about = {name: options.pop(name) for name in ("model_hash", "memory") if name in options}
     subject = subject_of(model or tiny_model("llama", LAYERS), windows, **about)
     return scan(subject, folder, select(operations or SCANNED, LAYERS, **wanted), **options)

@@ -19,7 +19,8 @@ from tests.analysis.texts import random_windows
 from tests.tiny_models import HEADS, HIDDEN, KV_HEADS
 
 LAYERS = 3
-Place = tuple[nn.Module, list[int] | None, bool]  # the module, which of its output features, whether it is transposed
+# The module, which of its output features, whether it is transposed.
+Place = tuple[nn.Module, list[int] | None, bool]
 Array = NDArray[np.float64]
 
 
@@ -53,7 +54,9 @@ def places(family: str, model: Any, layer: int) -> dict[str, Place]:
     """By role, found by hand: the module, the output features of it that are this role's, whether it is transposed."""
     if family == "gpt2":
         block = model.transformer.h[layer]
-        packed = {role: (block.attn.c_attn, rows_of(i, [HIDDEN] * 3), True) for i, role in enumerate("qkv")}
+        packed = {
+            role: (block.attn.c_attn, rows_of(i, [HIDDEN] * 3), True) for i, role in enumerate("qkv")
+        }
         others = {"o": block.attn.c_proj, "up": block.mlp.c_fc, "down": block.mlp.c_proj}
         return packed | {role: (module, None, True) for role, module in others.items()}
     if family == "gpt_neox":
@@ -63,7 +66,11 @@ def places(family: str, model: Any, layer: int) -> dict[str, Place]:
             for i, role in enumerate("qkv")
         }
         packed = {role: (block.attention.query_key_value, rows, False) for role, rows in heads.items()}
-        others = {"o": block.attention.dense, "up": block.mlp.dense_h_to_4h, "down": block.mlp.dense_4h_to_h}
+        others = {
+            "o": block.attention.dense,
+            "up": block.mlp.dense_h_to_4h,
+            "down": block.mlp.dense_4h_to_h,
+        }
         return packed | {role: (module, None, False) for role, module in others.items()}
     block = model.model.layers[layer]
     found: dict[str, Place] = {}
@@ -76,7 +83,9 @@ def places(family: str, model: Any, layer: int) -> dict[str, Place]:
             found[role] = (block.mlp.gate_up_proj, rows_of(i, [48, 48]), False)
         return found | {"down": (block.mlp.down_proj, None, False)}
     found = {role: (getattr(block.self_attn, f"{role}_proj"), None, False) for role in "qkvo"}
-    return found | {role: (getattr(block.mlp, f"{role}_proj"), None, False) for role in ("gate", "up", "down")}
+    return found | {
+        role: (getattr(block.mlp, f"{role}_proj"), None, False) for role in ("gate", "up", "down")
+    }
 
 
 def matrix_of(place: Place) -> Array:

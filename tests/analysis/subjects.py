@@ -11,7 +11,9 @@ from surgeon.opened import Model
 from surgeon.quality.data import Windows
 
 
-def subject_of(model: Any, windows: Windows, model_hash: str = "weights", memory: int | None = None) -> Subject:
+def subject_of(
+    model: Any, windows: Windows, model_hash: str = "weights", memory: int | None = None
+) -> Subject:
     """A model called tiny, of this hash."""
     files: Any = SimpleNamespace(model_hash=lambda: model_hash, folder=Path("nowhere"))
     return Subject(Model("tiny", files, model.config, None), model, windows, memory)

@@ -58,7 +58,9 @@ def test_what_each_heatmap_does_to_layers_1_to_3(operation: str, expected: str) 
     ],
 )
 def test_layers_of_one_step(operation: str, expected: str) -> None:
-    (cell,) = (c for c in scan_cells([operation], 4, 0, steps_per_layer=1) if (c.first, c.last) == (1, 2))
+    (cell,) = (
+        c for c in scan_cells([operation], 4, 0, steps_per_layer=1) if (c.first, c.last) == (1, 2)
+    )
     assert str(cell.program) == expected
 
 
@@ -74,7 +76,8 @@ def test_the_papers_five_unless_others_are_asked_for() -> None:
     assert len(HEATMAPS) == 15
     assert check_operations(["ladder", "all", "lp"]) == list(HEATMAPS)
     assert check_operations(["ladder", "lp", "lp"]) == ["lp", "ladder"]
-    assert check_operations(["pair", "lp"]) == ["2-parallel", "3-parallel", "lp"]  # all that the operation has
+    # All that the operation has.
+    assert check_operations(["pair", "lp"]) == ["2-parallel", "3-parallel", "lp"]
     assert check_operations(["width"]) == ["width-heads", "width-neurons"]
     with pytest.raises(ValueError, match="'prune-atention'.*did you mean 'prune-attention'"):
         check_operations(["prune-atention"])
@@ -86,13 +89,18 @@ def test_a_map_over_a_parameter_has_every_layer_with_every_value() -> None:
     keeps = HEATMAPS["lowrank"].values
     shapes = LayerShapes({"q": (20, 20), "up": (40, 20)})
     cells = scan_cells(["lowrank"], 3, 0, shapes=shapes)
-    assert [(c.first, c.last, c.value) for c in cells] == [(k, k, keep) for k in range(3) for keep in keeps]
+    assert [(c.first, c.last, c.value) for c in cells] == [
+        (k, k, keep) for k in range(3) for keep in keeps
+    ]
     for cell in cells:
         assert cell.value is not None
         # Two factors of rank r of a matrix of m x n have r (m + n) parameters.
         text = f"A{cell.first}@q{int(cell.value * 10)} F{cell.first}@up{int(cell.value * 800 / 60)}"
         assert str(cell.program) == DENSE[:18].strip().replace(f"A{cell.first} F{cell.first}", text)
-    part = [select(["lowrank"], 8, layers=range(1, 7), every=4), select(["lowrank", "prune"], 8, layers=range(5, 6))]
+    part = [
+        select(["lowrank"], 8, layers=range(1, 7), every=4),
+        select(["lowrank", "prune"], 8, layers=range(5, 6)),
+    ]
     found = selected_cells(part, 8, 0, shapes=shapes)
     assert [(c.operation, c.first, c.value) for c in found] == [
         ("prune", 5, None),
@@ -109,7 +117,15 @@ def test_a_range_keeps_the_stretches_inside_it() -> None:
 
 
 def test_a_longest_stretch() -> None:
-    assert ends(select(["prune"], 4, max_length=2)) == [(0, 0), (0, 1), (1, 1), (1, 2), (2, 2), (2, 3), (3, 3)]
+    assert ends(select(["prune"], 4, max_length=2)) == [
+        (0, 0),
+        (0, 1),
+        (1, 1),
+        (1, 2),
+        (2, 2),
+        (2, 3),
+        (3, 3),
+    ]
     assert select(["prune"], 4, max_length=9) == select(["prune"], 4)
 
 
@@ -161,7 +177,11 @@ def test_permutations_have_seeds_of_their_own() -> None:
     assert few[0] == 7
     assert len(set(many)) == 5
     assert set(permutation_seeds(8, 5)).isdisjoint(many)
-    (cell,) = (c for c in selected_cells([select(["shuffle"], 6, permutations=5)], 6, 7) if (c.first, c.last) == (0, 5))
+    (cell,) = (
+        c
+        for c in selected_cells([select(["shuffle"], 6, permutations=5)], 6, 7)
+        if (c.first, c.last) == (0, 5)
+    )
     assert cell.seeds == many
     assert cell.programs == tuple(shuffle(Program.dense(6), range(0, 6), seed=seed) for seed in many)
     assert len(set(cell.programs)) > 1

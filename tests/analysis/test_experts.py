@@ -59,7 +59,8 @@ def test_use_is_counted_token_by_token(family: str, monkeypatch: pytest.MonkeyPa
     for x in tokens:
         shares = (block.gate.weight @ x).softmax(0)
         best = shares.argsort(descending=True).tolist()
-        total = float(shares[best[:2]].sum()) if family == "mixtral" else 1.0  # qwen3's tiny one does not divide
+        # Qwen3's tiny one does not divide.
+        total = float(shares[best[:2]].sum()) if family == "mixtral" else 1.0
         for one in best[:2]:
             size, weight = float(expert(block, one, x).norm()), float(shares[one]) / total
             sums[one] += [1, weight, size, weight * size]
@@ -91,7 +92,9 @@ def test_a_scan_leaves_out_each_expert(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", LAYERS)
     found = run(tmp_path, TEXT, model, ["experts"])
     cells = found.cells.set_index(["first", "drop"])
-    assert list(cells.index) == [(layer, one) for layer in (0, 1, 3) for one in range(4)], "layer 2 is dense"
+    assert list(cells.index) == [(layer, one) for layer in (0, 1, 3) for one in range(4)], (
+        "layer 2 is dense"
+    )
     program = Program.parse("A0 F0 A1 F1!e0,e1,e3 A2 F2 A3 F3")
     nll = float(np.mean(plain_nll(model, TEXT.ids, program)))
     assert cells.loc[(1, 2), "perplexity"] == pytest.approx(np.exp(nll), rel=1e-5)
@@ -101,11 +104,15 @@ def test_a_scan_leaves_out_each_expert(tmp_path: Path) -> None:
     assert experts.loc[(1, 3), "saliency"] == pytest.approx(float(use.saliency[3] / use.sent[3]))
     assert {"experts", "heatmap-experts"} <= found.pictures().keys()
     pd.testing.assert_frame_equal(Scan.read(tmp_path).experts, found.experts, check_exact=False)
-    assert run(tmp_path, TEXT, model, ["prune"]).experts.equals(found.experts), "tables of earlier scans stay"
+    assert run(tmp_path, TEXT, model, ["prune"]).experts.equals(found.experts), (
+        "tables of earlier scans stay"
+    )
 
 
 def test_a_scan_of_experts_of_a_model_without_mixtures(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the model has nothing that experts could change in these layers"):
+    with pytest.raises(
+        ValueError, match="the model has nothing that experts could change in these layers"
+    ):
         run(tmp_path, TEXT, operations=["experts"])
 
 

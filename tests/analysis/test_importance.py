@@ -27,7 +27,9 @@ PARTS = [("A", 0), ("F", 0), ("A", 1), ("F", 1)]
 GROUPED = {"llama": 2, "phi3": 2}  # heads that share a KV head
 
 
-def importance(model: Any, by: Criterion, folder: Path | None = None, **more: Any) -> dict[tuple[str, int], Array]:
+def importance(
+    model: Any, by: Criterion, folder: Path | None = None, **more: Any
+) -> dict[tuple[str, int], Array]:
     found = unit_importance(model, dict.fromkeys(PARTS, by), TEXT, folder, **more)
     return {part: values.numpy() for part, values in found.items()}
 

@@ -107,7 +107,10 @@ def test_iterations_end_by_tolerance_or_number() -> None:
 @pytest.mark.parametrize("gap", [0.3, 1e-2, 1e-3, 1e-4, 0.0])
 def test_what_is_found_is_not_below_the_norm_where_singular_values_are_close(gap: float) -> None:
     generator = torch.Generator().manual_seed(1)
-    left, right = (torch.linalg.qr(torch.randn(96, 96, generator=generator, dtype=torch.float64))[0] for _ in range(2))
+    left, right = (
+        torch.linalg.qr(torch.randn(96, 96, generator=generator, dtype=torch.float64))[0]
+        for _ in range(2)
+    )
     sizes = torch.linspace(0.9, 0, 96, dtype=torch.float64)
     sizes[:3] = torch.tensor([1.0, 1 - gap, 1 - 2 * gap])
     matrix, point = left @ sizes.diag() @ right, torch.zeros(1, 6, 16, dtype=torch.float64)
@@ -130,7 +133,9 @@ def test_norms_of_drawn_attentions_are_not_below_the_exact_ones(seed: int) -> No
         return ((scores.softmax(-1) @ split[2]).transpose(0, 1).reshape(tokens, hidden) @ o)[None]
 
     point = 2 * torch.randn(1, tokens, hidden, generator=generator)
-    exact = float(torch.linalg.svdvals(jacrev(attention)(point).reshape(tokens * hidden, -1).double())[0])
+    exact = float(
+        torch.linalg.svdvals(jacrev(attention)(point).reshape(tokens * hidden, -1).double())[0]
+    )
     found = Lanczos(seed=seed).norm(attention, point)
     assert found.converged
     assert exact <= found.value <= exact * 1.01
@@ -141,7 +146,8 @@ def test_the_start_is_that_of_the_seed(ids: Tensor) -> None:
     with differentiable(model):
         walk = Walk(model, ids)
         first, again, other = (
-            Lanczos(iterations=2, seed=seed).norm(lambda x: walk.attention(1, x), walk.start) for seed in (0, 0, 1)
+            Lanczos(iterations=2, seed=seed).norm(lambda x: walk.attention(1, x), walk.start)
+            for seed in (0, 0, 1)
         )
     assert first == again != other
 

@@ -58,7 +58,9 @@ def test_the_terms_are_those_of_equation_12(family: str, ids: Tensor) -> None:
     ja, jf, jf_next = (largest(matrix) for matrix in jacobians)
     update, size_b, size_f = (float(t.norm()) for t in (a + f, b, f))
     along_attention = jacobians[0] @ (a + f).flatten()
-    first_order = along_attention - jacobians[1] @ b.flatten() + jacobians[2] @ (f.flatten() + along_attention)
+    first_order = (
+        along_attention - jacobians[1] @ b.flatten() + jacobians[2] @ (f.flatten() + along_attention)
+    )
     expected = {
         "stream_norm": float(sequential.norm()),
         "update_norm": update,

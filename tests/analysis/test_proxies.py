@@ -12,7 +12,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from surgeon.analysis.proxies import correlate, damages, proxy_values, rank_correlation, read_scan, readers
+from surgeon.analysis.proxies import (
+    correlate,
+    damages,
+    proxy_values,
+    rank_correlation,
+    read_scan,
+    readers,
+)
 from surgeon.findings.sensitivity import Sensitivity
 from surgeon.findings.similarity import Similarity
 
@@ -29,7 +36,10 @@ def found() -> Similarity:
     layers = pd.DataFrame({"layer": range(LAYERS), "block_influence": [0.9, 0.1, 0.2, 0.3]})
     layers["attention_size"], layers["mlp_size"] = [1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0]
     layers["cka_attention"], layers["cka_mlp"] = [math.nan, 0.2, 0.9, 0.6], [math.nan, 0.5, 0.7, 0.8]
-    layers["cka_attention_debiased"], layers["cka_mlp_debiased"] = layers["cka_attention"] / 2, layers["cka_mlp"] / 2
+    layers["cka_attention_debiased"], layers["cka_mlp_debiased"] = (
+        layers["cka_attention"] / 2,
+        layers["cka_mlp"] / 2,
+    )
     distances = pd.DataFrame(stretches(), columns=["first", "last"])
     for place, name in enumerate(("angular_distance", "angular_distance_last_token", "cosine_distance")):
         distances[name] = distances["first"] * 10 + distances["last"] + place / 10
@@ -38,7 +48,9 @@ def found() -> Similarity:
 
 def write_scan(folder: Path, cells: list[tuple[Any, ...]], **record: Any) -> None:
     columns = ["operation", "first", "last", "perplexity", "divergence"]
-    pd.DataFrame(cells, columns=columns).assign(tokens=10).to_csv(folder / "cells.csv", index=False, na_rep="nan")
+    pd.DataFrame(cells, columns=columns).assign(tokens=10).to_csv(
+        folder / "cells.csv", index=False, na_rep="nan"
+    )
     (folder / "scan.json").write_text(
         json.dumps({"model_hash": "ours", "model": "it", "base_perplexity": BASE} | record)
     )
@@ -67,7 +79,8 @@ def test_readers(operation: str, first: int, last: int, expected: list[int]) -> 
 
 def test_proxies_of_a_stretch(found: Similarity) -> None:
     cells = pd.DataFrame(
-        [("prune", 0, 1), ("2-parallel", 0, 3), ("parallel", 1, 1)], columns=["operation", "first", "last"]
+        [("prune", 0, 1), ("2-parallel", 0, 3), ("parallel", 1, 1)],
+        columns=["operation", "first", "last"],
     )
     pairs = pd.DataFrame({"first": [0, 1, 2], "last": [1, 2, 3], "bound": [5.0, 7.0, 11.0]})
     for name in ("relative_bound", "relative_first_order", "relative_error"):
@@ -82,21 +95,30 @@ def test_proxies_of_a_stretch(found: Similarity) -> None:
     assert values["cka_attention", "sum"] == pytest.approx([0.8 + 0.1, 0.8 + 0.4, nan], nan_ok=True)
     assert values["cka_attention", "mean"] == pytest.approx([0.45, 0.6, nan], nan_ok=True)
     assert values["cka_mlp", "max"] == pytest.approx([0.5, 0.5, nan], nan_ok=True)
-    assert values["cka_mlp_debiased", "sum"] == pytest.approx([0.75 + 0.65, 0.75 + 0.6, nan], nan_ok=True)
+    assert values["cka_mlp_debiased", "sum"] == pytest.approx(
+        [0.75 + 0.65, 0.75 + 0.6, nan], nan_ok=True
+    )
     assert values["bound", "sum"] == pytest.approx([12, 16, nan], nan_ok=True)
 
 
 def test_the_proxy_that_orders_like_the_damage_wins(found: Similarity, tmp_path: Path) -> None:
     order = found.distances.set_index(["first", "last"])["angular_distance"]
-    divergence = {stretch: float(order[stretch]) ** 3 for stretch in stretches()}  # the same order, another scale
-    cells = [("prune", *stretch, BASE * math.exp(-order[stretch]), divergence[stretch] + 1) for stretch in stretches()]
+    # The same order, another scale.
+    divergence = {stretch: float(order[stretch]) ** 3 for stretch in stretches()}
+    cells = [
+        ("prune", *stretch, BASE * math.exp(-order[stretch]), divergence[stretch] + 1)
+        for stretch in stretches()
+    ]
     write_scan(tmp_path, cells)
-    table = correlate(damages(read_scan(tmp_path, "ours")), found).set_index(["damage", "proxy", "aggregate"])
+    table = correlate(damages(read_scan(tmp_path, "ours")), found).set_index(
+        ["damage", "proxy", "aggregate"]
+    )
     assert table.loc[("divergence", "angular_distance", ""), "rho"] == pytest.approx(1)
     assert table.loc[("log_perplexity_ratio", "angular_distance", ""), "rho"] == pytest.approx(-1)
     assert table.loc[("divergence", "angular_distance", ""), "rho_at_equal_length"] == pytest.approx(1)
     assert math.isnan(table.loc[("divergence", "length", ""), "rho_at_equal_length"])
-    assert table.loc[("divergence", "cka_mlp", "sum"), "n"] == len(cells) - 1  # pruning the last layer robs nobody
+    # Pruning the last layer robs nobody.
+    assert table.loc[("divergence", "cka_mlp", "sum"), "n"] == len(cells) - 1
 
 
 def test_cells_that_measure_nothing_of_their_own_are_left_out(tmp_path: Path) -> None:
@@ -165,13 +187,16 @@ def test_a_scan_with_an_operation_that_is_not_known_is_refused(tmp_path: Path) -
     """Which layers it robs of what the layers before them add cannot be told."""
     write_scan(tmp_path, [("prune", 0, 0, 9.0, 0.5), ("4-parallel", 0, 0, 9.0, 0.5)])
     with pytest.raises(
-        ValueError, match="cells.csv has '4-parallel' in column operation, line 3; did you mean '3-parallel'"
+        ValueError,
+        match="cells.csv has '4-parallel' in column operation, line 3; did you mean '3-parallel'",
     ):
         read_scan(tmp_path, "ours")
 
 
 def test_maps_that_are_not_over_stretches_are_left_out(tmp_path: Path) -> None:
-    write_scan(tmp_path, [("prune", 0, 1, 9.0, 0.5), ("lowrank", 1, 1, 8.5, 0.1), ("lowrank", 1, 1, 8.2, 0.05)])
+    write_scan(
+        tmp_path, [("prune", 0, 1, 9.0, 0.5), ("lowrank", 1, 1, 8.5, 0.1), ("lowrank", 1, 1, 8.2, 0.05)]
+    )
     assert damages(read_scan(tmp_path, "ours"))["operation"].tolist() == ["prune"]
     write_scan(tmp_path, [("lowrank", 1, 1, 8.5, 0.1)])
     with pytest.raises(ValueError, match="has no map over stretches of layers; scan one, such as prune"):
@@ -180,7 +205,9 @@ def test_maps_that_are_not_over_stretches_are_left_out(tmp_path: Path) -> None:
 
 def test_a_scan_of_another_model_is_refused(tmp_path: Path) -> None:
     write_scan(tmp_path, [("prune", 0, 0, 9.0, 0.1)], model_hash="t" * 64, model="theirs")
-    with pytest.raises(ValueError, match="scan of another model: theirs with the hash tttttttttttt, .* has ours;"):
+    with pytest.raises(
+        ValueError, match="scan of another model: theirs with the hash tttttttttttt, .* has ours;"
+    ):
         read_scan(tmp_path, "ours")
     (tmp_path / "sensitivity.json").write_text(json.dumps({"model_hash": "other", "model": "theirs"}))
     with pytest.raises(ValueError, match="sensitivity of another model"):
@@ -190,11 +217,23 @@ def test_a_scan_of_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "scan.json").unlink(), "has no scan.json; give the output folder of a finished"),
-        (lambda folder: (folder / "cells.csv").unlink(), "but no cells.csv; run surgeon scan to its end"),
+        (
+            lambda folder: (folder / "scan.json").unlink(),
+            "has no scan.json; give the output folder of a finished",
+        ),
+        (
+            lambda folder: (folder / "cells.csv").unlink(),
+            "but no cells.csv; run surgeon scan to its end",
+        ),
         (lambda folder: (folder / "cells.csv").write_text(""), "no table of comma-separated"),
-        (lambda folder: (folder / "cells.csv").write_text("operation,first\nprune,0\n"), "has no column last"),
-        (lambda folder: (folder / "scan.json").write_text('{"model_hash": "ours"}'), "no base_perplexity"),
+        (
+            lambda folder: (folder / "cells.csv").write_text("operation,first\nprune,0\n"),
+            "has no column last",
+        ),
+        (
+            lambda folder: (folder / "scan.json").write_text('{"model_hash": "ours"}'),
+            "no base_perplexity",
+        ),
     ],
 )
 def test_damaged_scans(damage: Any, message: str, tmp_path: Path) -> None:

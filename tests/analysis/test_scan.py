@@ -31,7 +31,9 @@ from tests.tiny_models import tiny_model
 WINDOWS, TOKENS = 5, 12
 
 
-def plain_loop(model: Any, ids: torch.Tensor, program: Program, units: Any = None) -> tuple[float, float]:
+def plain_loop(
+    model: Any, ids: torch.Tensor, program: Program, units: Any = None
+) -> tuple[float, float]:
     """Perplexity and divergence from the full logits of an edited model."""
     with torch.no_grad():
         original = model(input_ids=ids, use_cache=False).logits[:, :-1]
@@ -65,8 +67,11 @@ def test_a_scan_equals_a_plain_loop(family: str, windows: Windows, tmp_path: Pat
     model = tiny_model(family, LAYERS)
     result = run(tmp_path, windows, model, list(HEATMAPS), seed=3)
     steps = family_of(model.config).steps_per_layer
-    cells = scan_cells(list(HEATMAPS), LAYERS, 3, steps, family_of(model.config).layer_shapes(model.config))
-    shares = 2 + 4 if family_of(model.config).units(model.config)["kv_heads"] == 2 else 3 + 4  # others come to all
+    cells = scan_cells(
+        list(HEATMAPS), LAYERS, 3, steps, family_of(model.config).layer_shapes(model.config)
+    )
+    # Others come to all.
+    shares = 2 + 4 if family_of(model.config).units(model.config)["kv_heads"] == 2 else 3 + 4
     assert len(result.cells) == len(cells) == 11 * 10 + LAYERS * (5 + shares)
     units = most_important(model, [cell.program for cell in cells], windows)
     for row, cell in zip(result.cells.itertuples(index=False), cells, strict=True):
@@ -78,7 +83,9 @@ def test_a_scan_equals_a_plain_loop(family: str, windows: Windows, tmp_path: Pat
         assert row.divergence == pytest.approx(divergence, rel=1e-5, abs=2e-6), cell
     dense = Program.dense(LAYERS, steps)
     assert result.base_perplexity == pytest.approx(plain_loop(model, windows.ids, dense)[0], rel=1e-5)
-    assert isinstance(surgeon.models.edit.decoder_layers(model), torch.nn.ModuleList), "the model is left as it was"
+    assert isinstance(surgeon.models.edit.decoder_layers(model), torch.nn.ModuleList), (
+        "the model is left as it was"
+    )
 
 
 def test_what_is_written(windows: Windows, tmp_path: Path) -> None:
@@ -90,15 +97,25 @@ def test_what_is_written(windows: Windows, tmp_path: Path) -> None:
         "operation,first,last,perplexity,perplexity_low,perplexity_high,divergence,divergence_low,divergence_high,"
         "greedy_acceptance,tokens,sublayers_run"
     )
-    assert header == ",".join(column for column in COLUMNS if column != "sampled_acceptance"), "which was not asked for"
+    assert header == ",".join(column for column in COLUMNS if column != "sampled_acceptance"), (
+        "which was not asked for"
+    )
     assert (table["tokens"] == WINDOWS * (TOKENS - 1)).all()
     record = json.loads((folder / "scan.json").read_text())
     assert record["model"] == "tiny"
     assert record["base_perplexity"] == result.base_perplexity
     ran, loop = record["sublayers_run"], record["sublayers_of_a_loop"]
     assert ran["base"] + table["sublayers_run"].sum() == ran["total"] < loop["total"]
-    assert loop["prune"] == sum(2 * (LAYERS - (row.last - row.first + 1)) for row in table.itertuples()) / len(SCANNED)
-    expected = {"operations": list(SCANNED), "layers": "0:4", "every": 1, "max_length": 4, "permutations": 1}
+    assert loop["prune"] == sum(
+        2 * (LAYERS - (row.last - row.first + 1)) for row in table.itertuples()
+    ) / len(SCANNED)
+    expected = {
+        "operations": list(SCANNED),
+        "layers": "0:4",
+        "every": 1,
+        "max_length": 4,
+        "permutations": 1,
+    }
     assert expected.items() <= record.items()
     assert record["screen"] is None
     assert "earlier" not in record
@@ -131,7 +148,9 @@ def test_one_window_has_no_interval(windows: Windows, tmp_path: Path) -> None:
 
 
 def test_a_cell_of_shuffle_is_the_mean_over_its_permutations(windows: Windows, tmp_path: Path) -> None:
-    table = run(tmp_path, windows, operations=["shuffle"], permutations=3, seed=5).cells.set_index(["first", "last"])
+    table = run(tmp_path, windows, operations=["shuffle"], permutations=3, seed=5).cells.set_index(
+        ["first", "last"]
+    )
     orders = pd.read_csv(tmp_path / "permutations.csv").set_index(["first", "last", "seed"])
     assert len(orders) == 3 * 10
     seeds = permutation_seeds(5, 3)
@@ -147,7 +166,9 @@ def test_a_cell_of_shuffle_is_the_mean_over_its_permutations(windows: Windows, t
     row = table.loc[(0, 3)]
     assert len(set(orders.loc[(0, 3), "order"])) > 1
     assert row["perplexity"] == pytest.approx(math.exp(statistics.fmean(per_window)), rel=1e-5)
-    assert [row["perplexity_low"], row["perplexity_high"]] == pytest.approx(t_interval(per_window), rel=1e-5)
+    assert [row["perplexity_low"], row["perplexity_high"]] == pytest.approx(
+        t_interval(per_window), rel=1e-5
+    )
     assert row["divergence"] == pytest.approx(orders.loc[(0, 3), "divergence"].mean(), rel=1e-6)
 
 
@@ -157,21 +178,35 @@ def test_the_count_of_sublayers_is_what_ran(windows: Windows, tmp_path: Path) ->
     for layer in model.model.layers:
         for module in (layer.self_attn, layer.mlp):
             module.register_forward_hook(lambda *_: calls.append(1))
-    operations = ["prune", "shuffle", "parallel", "2-parallel", "lp", "ladder", "prune-attention", "prune-mlp"]
+    operations = [
+        "prune",
+        "shuffle",
+        "parallel",
+        "2-parallel",
+        "lp",
+        "ladder",
+        "prune-attention",
+        "prune-mlp",
+    ]
     result = run(tmp_path, windows, model, operations)
     assert len(calls) == result.record["sublayers_run"]["total"]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_windows_in_parts_give_the_same_numbers(batch: int, windows: Windows, tmp_path: Path) -> None:
-    whole, parts = run(tmp_path / "whole", windows).cells, run(tmp_path / "parts", windows, batch=batch).cells
+    whole, parts = (
+        run(tmp_path / "whole", windows).cells,
+        run(tmp_path / "parts", windows, batch=batch).cells,
+    )
     pd.testing.assert_frame_equal(whole, parts, rtol=1e-6, atol=1e-6)
 
 
 def test_a_model_that_is_no_good_itself_is_refused(windows: Windows, tmp_path: Path) -> None:
     model = tiny_model("llama", LAYERS)
     model.model.layers[2].mlp.down_proj.weight.data[3, 4] = math.nan
-    with pytest.raises(ValueError, match="NaN or infinity appears first in F2; check that layer's weights"):
+    with pytest.raises(
+        ValueError, match="NaN or infinity appears first in F2; check that layer's weights"
+    ):
         run(tmp_path, windows, model)
     model.model.embed_tokens.weight.data.fill_(math.inf)
     with pytest.raises(ValueError, match="embedding's weights"):
@@ -194,7 +229,10 @@ def test_a_cell_that_overflows_is_infinite(windows: Windows, tmp_path: Path) -> 
     assert math.isfinite(result.base_perplexity)
     assert table.loc[(1, 1), "perplexity"] == math.inf == table.loc[(1, 1), "divergence"]
     assert math.isfinite(table.loc[(3, 3), "perplexity"])
-    assert pd.read_csv(tmp_path / "cells.csv").set_index(["first", "last"]).loc[(1, 1), "perplexity"] == math.inf
+    assert (
+        pd.read_csv(tmp_path / "cells.csv").set_index(["first", "last"]).loc[(1, 1), "perplexity"]
+        == math.inf
+    )
     run(tmp_path, windows, model, ["prune"])  # and is not measured again for being no number
 
 
@@ -208,7 +246,9 @@ def test_weights_of_no_layer_are_refused(windows: Windows, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_native_tracks_are_scanned_from_their_own_program(family: str, windows: Windows, tmp_path: Path) -> None:
+def test_native_tracks_are_scanned_from_their_own_program(
+    family: str, windows: Windows, tmp_path: Path
+) -> None:
     """Each stretch of layers within a track of a block, against full logits of edited models."""
     model = tiny_model(family, LAYERS)
     own, _ = track_program(2, count=2, depth=2, steps_per_layer=family_of(model.config).steps_per_layer)
@@ -233,13 +273,24 @@ def test_native_tracks_are_scanned_from_their_own_program(family: str, windows: 
     table = result.cells.set_index(["operation", "first", "last"])
     assert len(table.loc["prune"]) == len(table.loc["shuffle"]) == 6
     with torch.no_grad():
-        reference = surgeon.edit(base, own)(input_ids=windows.ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+        reference = (
+            surgeon.edit(base, own)(input_ids=windows.ids, use_cache=False)
+            .logits[:, :-1]
+            .log_softmax(-1)
+        )
     for (first, last), program in changed.items():
         with torch.no_grad():
             logits = surgeon.edit(base, program)(input_ids=windows.ids, use_cache=False).logits[:, :-1]
         nll = functional.cross_entropy(logits.flatten(0, 1), windows.ids[:, 1:].flatten())
         kl = functional.kl_div(
-            logits.flatten(0, 1).log_softmax(-1), reference.flatten(0, 1), reduction="batchmean", log_target=True
+            logits.flatten(0, 1).log_softmax(-1),
+            reference.flatten(0, 1),
+            reduction="batchmean",
+            log_target=True,
         )
-        assert table.loc[("prune", first, last), "perplexity"] == pytest.approx(math.exp(float(nll)), rel=1e-5)
-        assert table.loc[("prune", first, last), "divergence"] == pytest.approx(float(kl), rel=1e-5, abs=2e-6)
+        assert table.loc[("prune", first, last), "perplexity"] == pytest.approx(
+            math.exp(float(nll)), rel=1e-5
+        )
+        assert table.loc[("prune", first, last), "divergence"] == pytest.approx(
+            float(kl), rel=1e-5, abs=2e-6
+        )

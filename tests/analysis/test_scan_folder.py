@@ -96,11 +96,14 @@ def test_where_the_time_is_over_there_is_what_was_measured(
         assert len(both) == len(found.cells)
         assert done["perplexity"].tolist() == done["perplexity_whole"].tolist()
         base = plain_nll(tiny_model("llama", LAYERS), windows.ids, Program.dense(LAYERS))
-        programs = {(one.operation, one.first, one.last): one.program for one in scan_cells(["prune"], LAYERS, 0)}
+        programs = {
+            (one.operation, one.first, one.last): one.program for one in scan_cells(["prune"], LAYERS, 0)
+        }
         for row in found.cells[found.cells["operation"] == "prune"].itertuples():
             seen = int(row.tokens) // (TOKENS - 1)
             program = programs[row.operation, row.first, row.last]
-            if seen < WINDOWS and program.nodes:  # told beside the model's own program on the same windows
+            # Told beside the model's own program on the same windows.
+            if seen < WINDOWS and program.nodes:
                 nll = plain_nll(tiny_model("llama", LAYERS), windows.ids[:seen], program)
                 told = math.exp(fmean(base) + fmean(nll) - fmean(base[:seen]))
                 assert row.perplexity == pytest.approx(told, rel=1e-5)
@@ -110,7 +113,9 @@ def test_where_the_time_is_over_there_is_what_was_measured(
         assert (tmp_path / "late" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_what_is_counted_is_what_runs(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_counted_is_what_runs(
+    windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a new scan, and of one that some cells have been measured for already."""
     bars: list[list[float]] = []
 
@@ -155,7 +160,9 @@ def test_more_permutations_are_added_to_a_folder(windows: Windows, tmp_path: Pat
     lines = [json.loads(line) for line in (folder / JOURNAL).read_text().splitlines()]
     measured = [line["program"] for line in lines if "program" in line]
     different = {
-        " ".join(f"A{k} F{k}" for k in [*range(first), *map(int, order.split()), *range(last + 1, LAYERS)])
+        " ".join(
+            f"A{k} F{k}" for k in [*range(first), *map(int, order.split()), *range(last + 1, LAYERS)]
+        )
         for first, last, order in orders[["first", "last", "order"]].itertuples(index=False)
     }
     assert sorted(measured) == sorted(different), "each order once, those of the first run not again"
@@ -172,7 +179,14 @@ def test_cells_are_added_to_a_folder(windows: Windows, tmp_path: Path) -> None:
     run(tmp_path, windows, operations=["prune", "lp"], layers=range(2, 4))
     grid = run(tmp_path, windows, operations=["lp"], every=2)
     found = list(grid.cells[["operation", "first", "last"]].itertuples(index=False, name=None))
-    expected = [("prune", 0, 0), ("prune", 0, 1), ("prune", 1, 1), ("prune", 2, 2), ("prune", 2, 3), ("prune", 3, 3)]
+    expected = [
+        ("prune", 0, 0),
+        ("prune", 0, 1),
+        ("prune", 1, 1),
+        ("prune", 2, 2),
+        ("prune", 2, 3),
+        ("prune", 3, 3),
+    ]
     expected += [("lp", 0, 1), ("lp", 0, 3), ("lp", 2, 2), ("lp", 2, 3), ("lp", 3, 3)]
     assert found == expected
     assert [earlier["layers"] for earlier in grid.record["earlier"]] == ["0:2", "2:4"]
@@ -205,11 +219,15 @@ def test_a_folder_of_another_scan_is_refused(
     assert (tmp_path / "cells.csv").read_bytes() == before
 
 
-def test_a_journal_of_before_acceptance_was_measured_is_gone_on_with(windows: Windows, tmp_path: Path) -> None:
+def test_a_journal_of_before_acceptance_was_measured_is_gone_on_with(
+    windows: Windows, tmp_path: Path
+) -> None:
     whole = run(tmp_path, windows, operations=["prune"]).cells
     journal = tmp_path / JOURNAL
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    older = [{name: value for name, value in line.items() if name != "greedy_acceptance"} for line in lines]
+    older = [
+        {name: value for name, value in line.items() if name != "greedy_acceptance"} for line in lines
+    ]
     assert older != lines
     journal.write_text("".join(json.dumps(line) + "\n" for line in older))
     again = run(tmp_path, windows, operations=["prune"]).cells
@@ -223,7 +241,8 @@ def test_sampled_acceptance_is_measured_where_it_is_asked_for(windows: Windows, 
     without = run(tmp_path, windows, operations=["prune"]).cells
     assert "sampled_acceptance" not in without
     cells = run(tmp_path, windows, operations=["prune"], sampled=True).cells
-    pd.testing.assert_frame_equal(cells[without.columns].iloc[:, :-1], without.iloc[:, :-1])  # but for what ran
+    # But for what ran.
+    pd.testing.assert_frame_equal(cells[without.columns].iloc[:, :-1], without.iloc[:, :-1])
     original, changed = tiny_model("llama", LAYERS), tiny_model("llama", LAYERS)
     edit(changed, prune(program_of(changed), range(1, 2)))
     (cell,) = cells[(cells["first"] == 1) & (cells["last"] == 1)].to_dict("records")
@@ -247,7 +266,11 @@ def test_a_damaged_journal_is_said_to_be(windows: Windows, tmp_path: Path) -> No
 def table_of(folder: Path) -> pd.DataFrame:
     """A scan's cells, but for how many sublayers ran, which depends on what was measured before."""
     places = ["operation", "first", "last"]
-    return pd.read_csv(folder / "cells.csv").drop(columns="sublayers_run").sort_values(places, ignore_index=True)
+    return (
+        pd.read_csv(folder / "cells.csv")
+        .drop(columns="sublayers_run")
+        .sort_values(places, ignore_index=True)
+    )
 
 
 @pytest.mark.parametrize("name", [JOURNAL, "cells.csv", "permutations.csv", "scan.json"])
@@ -316,7 +339,9 @@ raise SystemExit(main(sys.argv[1:]))
 """
 
 
-def test_killed_and_started_again(tmp_path: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_and_started_again(
+    tmp_path: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = save_checkpoint(tmp_path / "model", num_layers=3)
     arguments = [
         "scan",
@@ -336,7 +361,11 @@ def test_killed_and_started_again(tmp_path: Path, tiny_text: Path, capsys: pytes
     folder = tmp_path / "killed"
     child = warm.Popen([*command, "-o", str(folder)], env=environment, stderr=subprocess.DEVNULL)
     journal = folder / JOURNAL
-    wait_until(lambda: child.poll() is not None or (journal.exists() and journal.read_bytes().count(b"\n") >= 20))
+    wait_until(
+        lambda: (
+            child.poll() is not None or (journal.exists() and journal.read_bytes().count(b"\n") >= 20)
+        )
+    )
     assert child.poll() is None
     child.send_signal(signal.SIGKILL)
     child.wait()

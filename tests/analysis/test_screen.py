@@ -16,7 +16,16 @@ from scipy import stats
 
 from surgeon.analysis.cells import scan_cells, select
 from surgeon.analysis.engine import workers
-from surgeon.analysis.scan import HOPELESS, JOURNAL, LARGEST_ERROR, SHARE_OF_DAMAGE, is_settled, rounds, scan, spread
+from surgeon.analysis.scan import (
+    HOPELESS,
+    JOURNAL,
+    LARGEST_ERROR,
+    SHARE_OF_DAMAGE,
+    is_settled,
+    rounds,
+    scan,
+    spread,
+)
 from surgeon.findings.scan import Scan
 from surgeon.language.program import Program
 from surgeon.quality.data import Windows
@@ -84,7 +93,10 @@ def model() -> Any:
     model = tiny_model("llama", LAYERS)
     with torch.no_grad():
         for layer, scale in enumerate((4.0, 1.0, 1.0, 1.0)):
-            for weight in (model.model.layers[layer].self_attn.o_proj, model.model.layers[layer].mlp.down_proj):
+            for weight in (
+                model.model.layers[layer].self_attn.o_proj,
+                model.model.layers[layer].mlp.down_proj,
+            ):
                 weight.weight.mul_(scale)
         model.lm_head.weight.mul_(3.0)
     return model
@@ -155,13 +167,19 @@ def test_less_is_run_and_counted(windows: Windows, model: Any, tmp_path: Path) -
         hook.remove()
     total = screened.cells["sublayers_run"].sum() + screened.record["sublayers_run"]["base"]
     assert total == pytest.approx(sum(ran) / WINDOWS)
-    assert screened.record["sublayers_run"]["total"] == round(total) < 0.8 * full.record["sublayers_run"]["total"]
+    assert (
+        screened.record["sublayers_run"]["total"]
+        == round(total)
+        < 0.8 * full.record["sublayers_run"]["total"]
+    )
     assert screened.record["sublayers_of_a_loop"] == full.record["sublayers_of_a_loop"]
     assert screened.record["screen"]["hopeless_beyond"] == 10
     assert full.record["screen"] is None
 
 
-def test_screened_numbers_keep_the_order_of_full_ones(windows: Windows, model: Any, tmp_path: Path) -> None:
+def test_screened_numbers_keep_the_order_of_full_ones(
+    windows: Windows, model: Any, tmp_path: Path
+) -> None:
     full = run(tmp_path / "full", windows, model, False)
     screened = run(tmp_path / "screened", windows, model)
     good = full.cells["perplexity"] < 10 * full.base_perplexity
@@ -170,7 +188,9 @@ def test_screened_numbers_keep_the_order_of_full_ones(windows: Windows, model: A
     assert rank > 0.98
     whole = screened.cells["tokens"] == WINDOWS * (TOKENS - 1)
     numbers = [name for name in full.cells.columns if name != "sublayers_run"]
-    pd.testing.assert_frame_equal(full.cells[whole][numbers], screened.cells[whole][numbers], rtol=1e-6, atol=1e-6)
+    pd.testing.assert_frame_equal(
+        full.cells[whole][numbers], screened.cells[whole][numbers], rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("stops", one_in(3, [[0], [30], [70], [20, 60, 1, 40]]))
@@ -194,7 +214,9 @@ def test_interrupted_and_resumed(
 def programs_and_windows(lines: list[str]) -> set[tuple[str, int]]:
     """What was measured on which window, from lines of a journal."""
     parsed = [json.loads(line) for line in lines]
-    return {(line["program"], window) for line in parsed if "program" in line for window in line["windows"]}
+    return {
+        (line["program"], window) for line in parsed if "program" in line for window in line["windows"]
+    }
 
 
 def test_a_full_scan_goes_on_from_a_screened_one(windows: Windows, model: Any, tmp_path: Path) -> None:

@@ -52,7 +52,9 @@ def windows() -> Windows:
 def run(folder: Path, windows: Windows, model: Any = None, **options: Any) -> Sensitivity:
     options = {"lanczos": QUICK, "jacobian_windows": 2} | options
     about = {name: options.pop(name) for name in ("model_hash", "memory") if name in options}
-    return sensitivity(subject_of(model or tiny_model("llama", LAYERS), windows, **about), folder, **options)
+    return sensitivity(
+        subject_of(model or tiny_model("llama", LAYERS), windows, **about), folder, **options
+    )
 
 
 def largest(matrix: Tensor) -> float:
@@ -76,7 +78,15 @@ def test_terms_are_means_over_windows(windows: Windows, tmp_path: Path) -> None:
             stream = walk.layer(0, walk.start).after
             each.append(pair_terms(walk, 1, walk.layer(1, stream), QUICK)[0])
     row = table.loc[1]
-    for name in ("stream_norm", "update_norm", "mlp_jacobian", "attention_shift", "bound", "first_order", "error"):
+    for name in (
+        "stream_norm",
+        "update_norm",
+        "mlp_jacobian",
+        "attention_shift",
+        "bound",
+        "first_order",
+        "error",
+    ):
         assert row[name] == pytest.approx((each[0][name] + each[1][name]) / 2)
     for name in ("bound", "first_order", "error"):
         relative = [one[name] / one["stream_norm"] for one in each]
@@ -105,11 +115,20 @@ def test_the_amplification_is_equation_13(windows: Windows, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("family", "programs"),
     [
-        ("llama", ["[A0 A1] [F0 F1] A2 F2 A3 F3", "A0 F0 [A1 A2] [F1 F2] A3 F3", "A0 F0 A1 F1 [A2 A3] [F2 F3]"]),
+        (
+            "llama",
+            [
+                "[A0 A1] [F0 F1] A2 F2 A3 F3",
+                "A0 F0 [A1 A2] [F1 F2] A3 F3",
+                "A0 F0 A1 F1 [A2 A3] [F2 F3]",
+            ],
+        ),
         ("gpt_neox", ["[A0 F0 A1 F1] [A2 F2] [A3 F3]", "[A0 F0] [A1 F1 A2 F2] [A3 F3]"]),
     ],
 )
-def test_damage_is_that_of_the_edited_model(family: str, programs: list[str], windows: Windows, tmp_path: Path) -> None:
+def test_damage_is_that_of_the_edited_model(
+    family: str, programs: list[str], windows: Windows, tmp_path: Path
+) -> None:
     found = run(tmp_path, windows, tiny_model(family, LAYERS), jacobian_windows=1, lanczos=QUICK)
     model = tiny_model(family, LAYERS)
     targets = windows.ids[:, 1:].flatten()
@@ -171,7 +190,9 @@ def test_stopped_and_started_again(
         assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_what_is_finished_runs_nothing_again(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_finished_runs_nothing_again(
+    windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(tmp_path, windows, lanczos=QUICK)
     before = (tmp_path / "sensitivity.csv").read_bytes()
     monkeypatch.setattr(sensitivity_module, "Walk", lambda *_: pytest.fail("a window was run"))
@@ -185,7 +206,10 @@ def test_what_is_finished_runs_nothing_again(windows: Windows, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_hash": "other"}, "another model .hash of its configuration and weights.: weights, now other"),
+        (
+            {"model_hash": "other"},
+            "another model .hash of its configuration and weights.: weights, now other",
+        ),
         ({"lanczos": Lanczos(iterations=7)}, "another number of iterations: 300, now 7"),
         ({"jacobian_windows": 3}, r"choice of windows for Jacobians: \[0, 4\], now \[0, 2, 4\]"),
     ],

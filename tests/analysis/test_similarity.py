@@ -53,7 +53,9 @@ class Plain:
 
     def run(self, layer: int, stream: Tensor) -> tuple[Tensor, Tensor]:
         attention = self.reference.attention(layer, stream)
-        return attention, self.reference.feed_forward(layer, stream if self.together else stream + attention)
+        return attention, self.reference.feed_forward(
+            layer, stream if self.together else stream + attention
+        )
 
     def without_previous(self, layer: int) -> tuple[Tensor, Tensor]:
         stream = self.streams[layer] - self.attention[layer - 1] - self.mlp[layer - 1]
@@ -93,8 +95,12 @@ def test_influence_and_sizes(family: str, windows: Windows, tmp_path: Path) -> N
         middle = before if plain.together else before + attention
         cosine = torch.nn.functional.cosine_similarity(before, after, dim=-1).mean()
         assert row.block_influence == pytest.approx(1 - float(cosine), abs=1e-6)
-        assert row.attention_size == pytest.approx(float((attention.norm(dim=1) / before.norm(dim=1)).mean()), rel=1e-5)
-        assert row.mlp_size == pytest.approx(float((mlp.norm(dim=1) / middle.norm(dim=1)).mean()), rel=1e-5)
+        assert row.attention_size == pytest.approx(
+            float((attention.norm(dim=1) / before.norm(dim=1)).mean()), rel=1e-5
+        )
+        assert row.mlp_size == pytest.approx(
+            float((mlp.norm(dim=1) / middle.norm(dim=1)).mean()), rel=1e-5
+        )
 
 
 def test_distances_of_every_stretch(windows: Windows, tmp_path: Path) -> None:
@@ -108,10 +114,14 @@ def test_distances_of_every_stretch(windows: Windows, tmp_path: Path) -> None:
         assert row.angular_distance == pytest.approx(float(angles.mean()), abs=1e-6)
         assert row.angular_distance_last_token == pytest.approx(float(angles[:, -1].mean()), abs=1e-6)
     by_layer = found.distances[found.distances["first"] == found.distances["last"]]
-    assert by_layer["cosine_distance"].tolist() == pytest.approx(found.layers["block_influence"].tolist())
+    assert by_layer["cosine_distance"].tolist() == pytest.approx(
+        found.layers["block_influence"].tolist()
+    )
 
 
-def test_layers_that_ignore_the_previous_one_are_the_same_without_it(windows: Windows, tmp_path: Path) -> None:
+def test_layers_that_ignore_the_previous_one_are_the_same_without_it(
+    windows: Windows, tmp_path: Path
+) -> None:
     model = tiny_model("llama", LAYERS)
     for projection in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].mlp.down_proj):
         projection.weight.data.zero_()
@@ -119,12 +129,17 @@ def test_layers_that_ignore_the_previous_one_are_the_same_without_it(windows: Wi
     assert found.layers.loc[2, list(CKA_COLUMNS)].tolist() == pytest.approx([1.0] * 4)
     assert found.layers.loc[1, "block_influence"] == pytest.approx(0, abs=1e-12)
     distances = found.distances.set_index(["first", "last"])["angular_distance"]
-    assert distances[1, 1] == pytest.approx(0, abs=1e-7)  # an angle of 0, not the 3e-4 of float32 cosines
+    # An angle of 0, not the 3e-4 of float32 cosines.
+    assert distances[1, 1] == pytest.approx(0, abs=1e-7)
 
 
 def test_files(windows: Windows, tmp_path: Path) -> None:
     found, _ = run("llama", windows, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"similarity.csv", "distances.csv", "similarity.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "similarity.csv",
+        "distances.csv",
+        "similarity.json",
+    }
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "similarity.csv"), found.layers, rtol=1e-8)
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "distances.csv"), found.distances, rtol=1e-8)
     record = json.loads((tmp_path / "similarity.json").read_text())
@@ -134,7 +149,9 @@ def test_files(windows: Windows, tmp_path: Path) -> None:
 def test_what_is_not_finite_is_named(windows: Windows, tmp_path: Path) -> None:
     model = tiny_model("llama", LAYERS)
     model.model.layers[1].mlp.down_proj.weight.data[3, 4] = math.nan
-    with pytest.raises(ValueError, match="NaN or infinity appears first in F1; check that layer's weights"):
+    with pytest.raises(
+        ValueError, match="NaN or infinity appears first in F1; check that layer's weights"
+    ):
         similarity(subject_of(model, windows), tmp_path)
     model.model.layers[1].self_attn.v_proj.weight.data[3, 4] = math.inf
     with pytest.raises(ValueError, match="first in A1"):
@@ -145,13 +162,17 @@ def test_what_is_not_finite_is_named(windows: Windows, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.csv"))
 
 
-def test_weights_that_are_read_when_needed(windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_read_when_needed(
+    windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_checkpoint(tmp_path / "model", num_layers=LAYERS, vocab_size=300)
     whole = similarity(subject_of(load(folder), windows), tmp_path / "whole")
     model = load_streamed(folder)
     read: Counter[str] = Counter()
     original = FileTensor.read
-    monkeypatch.setattr(FileTensor, "read", lambda tensor: read.update([tensor.name]) or original(tensor))
+    monkeypatch.setattr(
+        FileTensor, "read", lambda tensor: read.update([tensor.name]) or original(tensor)
+    )
     found = similarity(subject_of(model, windows), tmp_path / "streamed")
     pd.testing.assert_frame_equal(found.layers, whole.layers, rtol=1e-6)
     pd.testing.assert_frame_equal(found.distances, whole.distances, rtol=1e-6)
@@ -161,7 +182,9 @@ def test_weights_that_are_read_when_needed(windows: Windows, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_native_tracks_are_compared_each_with_itself(family: str, windows: Windows, tmp_path: Path) -> None:
+def test_native_tracks_are_compared_each_with_itself(
+    family: str, windows: Windows, tmp_path: Path
+) -> None:
     """Two blocks of two tracks, of two layers and of one; what comes before a meeting is the track's own last layer."""
     model = tiny_model(family, 6)
     with torch.no_grad():
@@ -176,7 +199,9 @@ def test_native_tracks_are_compared_each_with_itself(family: str, windows: Windo
                 for place, layer in enumerate(layers):
                     steps[layer] = stream, *plain.run(layer, stream)
                     last = layers[place - 1] if place else (blocks[0][track][-1] if number else None)
-                    expected[layer] = None if last is None else plain.run(layer, stream - sum(steps[last][1:]))
+                    expected[layer] = (
+                        None if last is None else plain.run(layer, stream - sum(steps[last][1:]))
+                    )
                     stream = stream + steps[layer][1] + steps[layer][2]
                 updates.append(stream - starts[-1])
             starts.append(starts[-1] + sum(updates))
@@ -188,20 +213,26 @@ def test_native_tracks_are_compared_each_with_itself(family: str, windows: Windo
     table = found.layers.set_index("layer")
     for layer, without in expected.items():
         stream, attention, mlp = steps[layer]
-        cosine = torch.nn.functional.cosine_similarity(rows(stream), rows(stream + attention + mlp), dim=-1).mean()
+        cosine = torch.nn.functional.cosine_similarity(
+            rows(stream), rows(stream + attention + mlp), dim=-1
+        ).mean()
         assert table.loc[layer, "block_influence"] == pytest.approx(1 - float(cosine), abs=1e-6)
         got = table.loc[layer, list(CKA_COLUMNS)]
         if without is None:
             assert got.isna().all()
             continue
         pairs = zip((attention, mlp), without, strict=True)
-        cka = [by_kernels(hsic, *map(rows, pair)) for pair in pairs for hsic in (biased_hsic, unbiased_hsic)]
+        cka = [
+            by_kernels(hsic, *map(rows, pair)) for pair in pairs for hsic in (biased_hsic, unbiased_hsic)
+        ]
         # Two layers before a block with few tokens are all noise: kernels of doubles and sums in single precision.
         assert got.tolist() == pytest.approx(cka, abs=1e-4)
     stretches = list(zip(found.distances["first"], found.distances["last"], strict=True))
     assert stretches == [(0, 0), (0, 1), (1, 1), (2, 2), (2, 3), (3, 3), (4, 4), (5, 5)]
     end = steps[3][0] + steps[3][1] + steps[3][2]
-    angles = torch.nn.functional.cosine_similarity(starts[0].double(), end.double(), dim=-1).acos() / math.pi
+    angles = (
+        torch.nn.functional.cosine_similarity(starts[0].double(), end.double(), dim=-1).acos() / math.pi
+    )
     assert found.distances["angular_distance"][4] == pytest.approx(float(angles.mean()), abs=1e-6)
 
 
@@ -217,7 +248,9 @@ def test_whole_layers_beside_others(windows: Windows, tmp_path: Path) -> None:
         read = middle + first[1] + late
         read = read + plain.reference.feed_forward(1, read)
         mlp = plain.run(2, read)
-    found = similarity(subject_of(surgeon.edit(model, "A0 F0 >A1 F1 A2 F2 [A3 A4] [F3 F4]"), windows), tmp_path)
+    found = similarity(
+        subject_of(surgeon.edit(model, "A0 F0 >A1 F1 A2 F2 [A3 A4] [F3 F4]"), windows), tmp_path
+    )
     assert found.layers["layer"].tolist() == [0, 2]
     assert found.layers[list(CKA_COLUMNS)].isna().all(axis=None)
     sizes = [

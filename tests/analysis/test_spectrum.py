@@ -65,7 +65,11 @@ def test_damage_is_that_of_a_copy_changed_by_hand(family: str, tmp_path: Path) -
                 nll = functional.nll_loss(changed, targets)
                 divergence = functional.kl_div(changed, original, reduction="batchmean", log_target=True)
                 assert row["perplexity"] == pytest.approx(math.exp(nll), rel=1e-5), (layer, role, rank)
-                assert row["divergence"] == pytest.approx(float(divergence), rel=1e-4, abs=2e-6), (layer, role, rank)
+                assert row["divergence"] == pytest.approx(float(divergence), rel=1e-4, abs=2e-6), (
+                    layer,
+                    role,
+                    rank,
+                )
                 assert row["kept"] == pytest.approx(sum(matrix.shape) * rank / matrix.size)
                 checked += 1
     assert checked == len(table) == LAYERS * len(found) * 2
@@ -87,14 +91,19 @@ def test_singular_values_are_those_of_numpy(family: str, tmp_path: Path) -> None
             matrix, row = matrix_of(place), spectra.loc[(layer, role)]
             factor = np.linalg.cholesky(samples.T @ samples)
             assert row["factor"] == "cholesky"
-            for method, weighed, ending in (("plain", matrix, ""), ("whitened", matrix @ factor, "_whitened")):
+            for method, weighed, ending in (
+                ("plain", matrix, ""),
+                ("whitened", matrix @ factor, "_whitened"),
+            ):
                 expected = np.linalg.svd(weighed, compute_uv=False)
                 np.testing.assert_allclose(values[layer, role, method], expected, rtol=1e-5)
                 energy = np.cumsum(expected**2) / (expected**2).sum()
                 for percent in (90, 95, 99):
                     rank = int((energy < percent / 100).sum()) + 1
                     assert row[f"rank{percent}{ending}"] == rank
-                    assert row[f"kept{percent}{ending}"] == pytest.approx(sum(matrix.shape) * rank / matrix.size)
+                    assert row[f"kept{percent}{ending}"] == pytest.approx(
+                        sum(matrix.shape) * rank / matrix.size
+                    )
             # The loss of the outputs on the calibration text is what the values that were left out say.
             for rank in (1, min(matrix.shape) // 2):
                 lost = samples @ (matrix - written_out(matrix, samples, rank)).T
@@ -128,7 +137,9 @@ def test_plain_truncation(tmp_path: Path) -> None:
     left, values, right = np.linalg.svd(matrix_of(place), full_matrices=False)
     original = logits_of(model, MEASURED.ids)
     overwrite(place, left[:, :8] * values[:8] @ right[:8])
-    divergence = functional.kl_div(logits_of(model, MEASURED.ids), original, reduction="batchmean", log_target=True)
+    divergence = functional.kl_div(
+        logits_of(model, MEASURED.ids), original, reduction="batchmean", log_target=True
+    )
     assert damage.loc[(1, "up"), "divergence"] == pytest.approx(float(divergence), rel=1e-4)
 
 
@@ -153,7 +164,9 @@ def test_intervals_and_the_record(tmp_path: Path) -> None:
     assert (record["layers"], record["weights"], record["ranks"]) == ("1:3", ["q", "up"], ["1/2", "4"])
     low, high = record["base_interval"]
     assert low < record["base_perplexity"] < high
-    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "damage.csv"), result.damage, check_dtype=False, rtol=1e-8)
+    pd.testing.assert_frame_equal(
+        pd.read_csv(tmp_path / "damage.csv"), result.damage, check_dtype=False, rtol=1e-8
+    )
     assert result.damage["rank"].tolist() == [16, 4] * 4
 
 
@@ -165,7 +178,9 @@ def test_layers_before_the_changed_one_run_once(tmp_path: Path) -> None:
             module.register_forward_hook(lambda *_: calls.append(1))
     run(tmp_path, model)
     nodes = 2 * LAYERS
-    truncations = sum(2 * (4 * (nodes - 2 * layer) + 3 * (nodes - 2 * layer - 1)) for layer in range(LAYERS))
+    truncations = sum(
+        2 * (4 * (nodes - 2 * layer) + 3 * (nodes - 2 * layer - 1)) for layer in range(LAYERS)
+    )
     passes = 3 * nodes  # what is predicted, the walk on the same text, and that on the calibration text
     assert len(calls) == truncations + passes
 
@@ -181,7 +196,9 @@ def test_windows_in_parts_give_the_same_numbers(tmp_path: Path, monkeypatch: pyt
 
 
 def state(model: Any) -> dict[str, tuple[int, Tensor]]:
-    return {name: (id(parameter), parameter.detach().clone()) for name, parameter in model.named_parameters()}
+    return {
+        name: (id(parameter), parameter.detach().clone()) for name, parameter in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -243,22 +260,33 @@ def test_native_tracks_have_the_spectrum_of_their_own_program(family: str, tmp_p
             undo()
             divergence = functional.kl_div(changed, original, reduction="batchmean", log_target=True)
             row = table.loc[(layer, role)]
-            assert row["perplexity"] == pytest.approx(math.exp(functional.nll_loss(changed, targets)), rel=1e-5)
-            assert row["divergence"] == pytest.approx(float(divergence), rel=1e-4, abs=2e-6), (layer, role)
+            assert row["perplexity"] == pytest.approx(
+                math.exp(functional.nll_loss(changed, targets)), rel=1e-5
+            )
+            assert row["divergence"] == pytest.approx(float(divergence), rel=1e-4, abs=2e-6), (
+                layer,
+                role,
+            )
 
 
 def test_late_steps_stay_late_behind_the_changed_layer(tmp_path: Path) -> None:
     """A matrix of full rank changes nothing, wherever in the program it lies."""
     model = surgeon.edit(tiny_model("llama", LAYERS), "A0 F0 >A1 >F1 A2 F2")
-    assert run(tmp_path, model, ranks="1.0", weights=["q", "down"]).damage["divergence"].abs().max() < 1e-6
+    assert (
+        run(tmp_path, model, ranks="1.0", weights=["q", "down"]).damage["divergence"].abs().max() < 1e-6
+    )
     journal = tmp_path / "journal.jsonl"
     journal.write_text(journal.read_text().replace(',"late_steps":"late"', ""))
-    with pytest.raises(ValueError, match="of an earlier version, which does not say its order of late steps"):
+    with pytest.raises(
+        ValueError, match="of an earlier version, which does not say its order of late steps"
+    ):
         run(tmp_path, model)
 
 
 def test_layers_that_a_program_leaves_out_have_no_spectrum(tmp_path: Path) -> None:
     model = surgeon.edit(tiny_model("llama", LAYERS), "A0 F0 F1 {A2 | F2}")
-    with pytest.raises(ValueError, match="does not run A1 as it is stored, so that q of layer 1 has no inputs"):
+    with pytest.raises(
+        ValueError, match="does not run A1 as it is stored, so that q of layer 1 has no inputs"
+    ):
         run(tmp_path, model)
     assert {row.weight for row in run(tmp_path, model, weights=["up"]).matrices.itertuples()} == {"up"}

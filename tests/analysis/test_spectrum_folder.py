@@ -21,7 +21,10 @@ from tests.tiny_models import HIDDEN, tiny_model
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {name: (folder / name).read_text() for name in ("spectrum.csv", "singular_values.csv", "damage.csv")}
+    return {
+        name: (folder / name).read_text()
+        for name in ("spectrum.csv", "singular_values.csv", "damage.csv")
+    }
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.9, 1.0])
@@ -56,7 +59,10 @@ def test_what_is_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_hash": "other"}, "another model (hash of its configuration and weights): weights, now other"),
+        (
+            {"model_hash": "other"},
+            "another model (hash of its configuration and weights): weights, now other",
+        ),
         ({"measured": text(5, 12, 8)}, "another text (hash of its tokens): digest 5 x"),
         ({"calibration": text(8, 12, 6)}, "another calibration text (hash of its tokens): digest 9 x"),
         ({"measured": text(5, 11, 5)}, "another text"),
@@ -66,7 +72,9 @@ def test_a_folder_of_something_else(changed: dict[str, Any], message: str, tmp_p
     model = tiny_model("llama", LAYERS)
     run(tmp_path, model, ranks="")
     before = contents_of(tmp_path)
-    with pytest.raises(ValueError, match=f"holds a spectrum of {re.escape(message)}.*; use another output folder"):
+    with pytest.raises(
+        ValueError, match=f"holds a spectrum of {re.escape(message)}.*; use another output folder"
+    ):
         run(tmp_path, model, ranks="", **changed)
     assert contents_of(tmp_path) == before
 
@@ -151,7 +159,9 @@ def an_offloaded_module(model: Any) -> None:
         (an_offloaded_module, "k of layer 2 is not in memory"),
     ],
 )
-def test_models_that_cannot_be_measured(change: Callable[[Any], None], message: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_measured(
+    change: Callable[[Any], None], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         run(tmp_path, llama_with(change))
 

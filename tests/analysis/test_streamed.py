@@ -34,7 +34,9 @@ def programs(dense: Program, layers: int, merged: bool = True) -> list[Program]:
     return list(dict.fromkeys(edit(dense, layers=s) for edit in edits for s in stretches))
 
 
-def numbers(model: Any, dense: Program, edited: list[Program], **options: Any) -> dict[Program, tuple[Any, Any]]:
+def numbers(
+    model: Any, dense: Program, edited: list[Program], **options: Any
+) -> dict[Program, tuple[Any, Any]]:
     found: dict[Program, list[tuple[Any, Any]]] = {}
     for part in measure(model, IDS, share([dense, *edited]), MeasureOptions(2, **options)):
         found.setdefault(part.program, []).append((part.quality["nll"], part.quality["divergence"]))
@@ -95,12 +97,16 @@ def test_sweeps_run_what_needs_a_layer_together() -> None:
         ]
         return sum(later < earlier for earlier, later in pairwise(turns))
 
-    only_prune = share([dense, *(prune(dense, layers=range(a, b)) for a in range(6) for b in range(a + 1, 7))])
+    only_prune = share(
+        [dense, *(prune(dense, layers=range(a, b)) for a in range(6) for b in range(a + 1, 7))]
+    )
     assert sweeps(by_layer(only_prune, dense).tasks) == 0
     assert sweeps(only_prune.tasks) > 10
 
 
-def test_a_layer_is_read_once_where_memory_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_is_read_once_where_memory_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny_model("llama", 4).save_pretrained(tmp_path)
     model = load_streamed(tmp_path)
     layers = streamed_layers(model)
@@ -121,7 +127,9 @@ def test_what_memory_leaves_room_for(tmp_path: Path) -> None:
     model = load_streamed(tmp_path)
     plan = share([Program.dense(4)])
     assert windows_at_once(model, plan, IDS) == 3
-    with pytest.raises(ValueError, match=r"a memory limit of 1MB is too small: .*; set memory to \d+MB or more"):
+    with pytest.raises(
+        ValueError, match=r"a memory limit of 1MB is too small: .*; set memory to \d+MB or more"
+    ):
         windows_at_once(model, plan, IDS, memory=1 << 20)
     enough = windows_at_once(model, plan, IDS, memory=resident_bytes() + (100 << 20))
     assert enough == 3

@@ -33,7 +33,9 @@ def test_a_subject_takes_the_limit(tiny_checkpoint: Path, tiny_text: Path) -> No
     assert streamed_layers(opened.model) is not None
 
 
-def test_a_gpu_with_room_is_taken_before_anything_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_with_room_is_taken_before_anything_is_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     asked: list[tuple[str, object]] = []
     monkeypatch.setattr(subject, "load", lambda _, device_map: asked.append(("whole", device_map)))
@@ -41,7 +43,9 @@ def test_a_gpu_with_room_is_taken_before_anything_is_streamed(tmp_path: Path, mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for free in ((1 << 30, 1 << 30), (0, 1 << 30), (0, 0)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number, free=free: (free[number], 1 << 30))
+        monkeypatch.setattr(
+            torch.cuda, "mem_get_info", lambda number, free=free: (free[number], 1 << 30)
+        )
         if any(free):
             load_for_analysis(open_model(tmp_path))
             continue

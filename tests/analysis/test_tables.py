@@ -22,7 +22,9 @@ def test_on_all_windows() -> None:
     found = estimate(NLL, DIVERGENCE, BASE, EVERYTHING)
     assert found.perplexity == pytest.approx(math.exp(statistics.fmean(NLL)))
     low, high = stats.ttest_1samp(NLL, 0).confidence_interval(0.95)
-    assert (found.perplexity_low, found.perplexity_high) == pytest.approx((math.exp(low), math.exp(high)))
+    assert (found.perplexity_low, found.perplexity_high) == pytest.approx(
+        (math.exp(low), math.exp(high))
+    )
     assert found.divergence == pytest.approx(statistics.fmean(DIVERGENCE))
     low, high = stats.ttest_1samp(DIVERGENCE, 0).confidence_interval(0.95)
     assert (found.divergence_low, found.divergence_high) == pytest.approx((low, high))
@@ -39,7 +41,9 @@ def test_on_some_windows_the_base_makes_them_comparable() -> None:
     assert found.perplexity == pytest.approx(math.exp(statistics.fmean(BASE)) * ratio)
     everywhere = math.exp(statistics.fmean(NLL))
     assert found.perplexity == pytest.approx(everywhere, rel=0.05)
-    assert math.exp(statistics.fmean(NLL[easy])) < 0.6 * everywhere, "which the mean over these windows is not"
+    assert math.exp(statistics.fmean(NLL[easy])) < 0.6 * everywhere, (
+        "which the mean over these windows is not"
+    )
     assert found.perplexity_low < found.perplexity < found.perplexity_high
     assert found.divergence == pytest.approx(statistics.fmean(DIVERGENCE[easy]))
 

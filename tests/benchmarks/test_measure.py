@@ -101,7 +101,9 @@ def test_a_pass_sends_what_the_program_says_and_waits_for_it(
         assert one.decode_pass is not None
         for split, tokens in ((one.prefill_pass, batch * result.load.prompt), (one.decode_pass, batch)):
             # Behind the last attention only each text's last token goes on.
-            assert split.layers == Counts(syncs, 0, ((syncs - behind) * tokens + behind * batch) * HIDDEN * 4)
+            assert split.layers == Counts(
+                syncs, 0, ((syncs - behind) * tokens + behind * batch) * HIDDEN * 4
+            )
             assert (split.vocabulary.all_reduces, split.vocabulary.all_gathers) == (1, 1)
             assert split.compute > 0
         assert one.first_token >= one.prefill
@@ -112,7 +114,9 @@ def test_a_pass_sends_what_the_program_says_and_waits_for_it(
         # A ladder lands two reductions in the time of one; nothing else can wait less than the link takes, unless it
         # is interrupted meanwhile.
         least = 3 if name == "ladder" else syncs
-        splits = [split for one in found[name, batch].rounds for split in (one.prefill_pass, one.decode_pass)]
+        splits = [
+            split for one in found[name, batch].rounds for split in (one.prefill_pass, one.decode_pass)
+        ]
         return all(split is not None and split.waiting > (least + 2) * DELAY * 0.5 for split in splits)
 
     measured_until(waits)
@@ -121,7 +125,10 @@ def test_a_pass_sends_what_the_program_says_and_waits_for_it(
 @pytest.mark.alone
 def test_programs_that_synchronise_less_or_later_are_faster(measured_until: MeasuredUntil) -> None:
     def are_faster(results: Results) -> bool:
-        times = {name: min(one.per_token for one in results[name, 1].rounds) for name in (*PROGRAMS, "upper-bound")}
+        times = {
+            name: min(one.per_token for one in results[name, 1].rounds)
+            for name in (*PROGRAMS, "upper-bound")
+        }
         assert times["dense"] > 10 * DELAY
         return times["upper-bound"] < times["tracks"] < times["lp"] < times["dense"] > times["ladder"]
 
@@ -160,7 +167,10 @@ def test_one_new_token_has_no_decoding_passes(bench: RankBench) -> None:
 def passes(*seconds: tuple[float, float], decode: bool) -> list[PassTiming]:
     """Passes of some duration each, of which some time is waited."""
     counts = Counts()
-    return [PassTiming(decode, 1, 10.0, 10.0 + all_of_it, waits, counts, counts) for all_of_it, waits in seconds]
+    return [
+        PassTiming(decode, 1, 10.0, 10.0 + all_of_it, waits, counts, counts)
+        for all_of_it, waits in seconds
+    ]
 
 
 def test_the_split_is_of_the_rank_that_waits_most() -> None:
@@ -223,7 +233,9 @@ def test_the_first_and_last_two_layers_stay_by_default(tmp_path: Path, needs: Ne
     assert lp.program == "[A0 F0] [A1 F1] [A2 F2 A3 F3] [A4 F4] [A5 F5]"
 
 
-def test_calibrated_factors_are_not_what_is_measured(checkpoint: Path, tmp_path: Path, needs: Needs) -> None:
+def test_calibrated_factors_are_not_what_is_measured(
+    checkpoint: Path, tmp_path: Path, needs: Needs
+) -> None:
     recipe = tmp_path / "low.yaml"
     low = 'lowrank: {layers: "0:1", keep: 0.5, method: whitened, calibration: {data: demo}}'
     recipe.write_text(f"surgeon: 1\nmodel: {checkpoint}\noperations:\n  - {low}\n")
@@ -235,7 +247,9 @@ def test_calibrated_factors_are_not_what_is_measured(checkpoint: Path, tmp_path:
 def test_recipes_programs_and_checkpoints(checkpoint: Path, tmp_path: Path, needs: Needs) -> None:
     recipe = tmp_path / "one-pair.yaml"
     recipe.write_text(f'surgeon: 1\nmodel: {checkpoint}\noperations:\n  - pair: {{layers: "0:2"}}\n')
-    found = open_plans(str(recipe), ["[A0 F0]", "{A0|F0}", ">A1 F1", str(checkpoint), str(recipe)], needs)
+    found = open_plans(
+        str(recipe), ["[A0 F0]", "{A0|F0}", ">A1 F1", str(checkpoint), str(recipe)], needs
+    )
     assert [(name, plan.program) for name, plan in found.items()] == [
         ("one-pair", "[A0 A1] [F0 F1] A2 F2 A3 F3"),
         ("[A0 F0]", "[A0 F0]"),
@@ -252,8 +266,16 @@ def test_recipes_programs_and_checkpoints(checkpoint: Path, tmp_path: Path, need
 @pytest.mark.parametrize(
     ("named", "options", "message"),
     [
-        ("lp", {}, "the model has 4 layers, and variants leave the first and last 2 alone; .*layers 0:4"),
-        ("tracks:x", {"layers": range(1, 3)}, "tracks:x of layers 1:3: write how many layers a track has"),
+        (
+            "lp",
+            {},
+            "the model has 4 layers, and variants leave the first and last 2 alone; .*layers 0:4",
+        ),
+        (
+            "tracks:x",
+            {"layers": range(1, 3)},
+            "tracks:x of layers 1:3: write how many layers a track has",
+        ),
         ("ladder", {"layers": range(3, 9)}, "ladder of layers 3:9: layers 3:9 are out of range"),
         ("A0 F9", {}, "F9 is out of range"),
         ("A0 F", {}, "expected|cannot read"),
@@ -269,7 +291,9 @@ def test_what_cannot_be_compared(
 
 
 def test_slices_need_ranks(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="desync has a slice of the layers for each rank; use 2 ranks or more"):
+    with pytest.raises(
+        ValueError, match="desync has a slice of the layers for each rank; use 2 ranks or more"
+    ):
         open_plans(str(checkpoint), ["desync"], Needs(1, 16, "cpu"), layers=range(1, 3))
 
 
@@ -278,7 +302,9 @@ def test_slices_need_ranks(checkpoint: Path) -> None:
 
 def in_flight(file: Path) -> list[str]:
     """Late steps that a rank computed between the start of the sum before them and the wait for it."""
-    events = [one for one in json.loads(file.read_text())["traceEvents"] if one.get("cat") == "user_annotation"]
+    events = [
+        one for one in json.loads(file.read_text())["traceEvents"] if one.get("cat") == "user_annotation"
+    ]
     named = sorted(events, key=lambda one: float(one["ts"]))
     names = [str(one["name"]) for one in named]
     found = []

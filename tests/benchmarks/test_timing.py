@@ -26,14 +26,21 @@ from tests.tiny_models import tiny_model
 
 
 def test_a_file_for_each_rank(tmp_path: Path) -> None:
-    assert [path.name for path in trace_files(tmp_path / "t.json", 2)] == ["t.rank0.json", "t.rank1.json"]
+    assert [path.name for path in trace_files(tmp_path / "t.json", 2)] == [
+        "t.rank0.json",
+        "t.rank1.json",
+    ]
 
 
 def test_a_profile_has_programs_and_their_steps(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "tiny")
     options = SimpleNamespace(ranks=1)
     rank: Any = SimpleNamespace(
-        rank=0, device=torch.device("cpu"), engines={}, settings=SimpleNamespace(options=options), sender=Sender([])
+        rank=0,
+        device=torch.device("cpu"),
+        engines={},
+        settings=SimpleNamespace(options=options),
+        sender=Sender([]),
     )
     rank.notify = lambda _: None
     load = Workload(1, 4, 3)
@@ -44,7 +51,10 @@ def test_a_profile_has_programs_and_their_steps(tmp_path: Path) -> None:
     write_profile(rank, loads, str(tmp_path / "trace.json"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny", "trace.rank0.json"]
     events = json.loads((tmp_path / "trace.rank0.json").read_text())["traceEvents"]
-    spans = {name: [one for one in events if one.get("name") == name] for name in ("dense", "ladder", ">A1", "A0")}
+    spans = {
+        name: [one for one in events if one.get("name") == name]
+        for name in ("dense", "ladder", ">A1", "A0")
+    }
     assert [len(spans[name]) for name in ("dense", "ladder", ">A1", "A0")] == [1, 1, 3, 6]
     (ladder,) = spans["ladder"]
     for late in spans[">A1"]:
@@ -53,7 +63,9 @@ def test_a_profile_has_programs_and_their_steps(tmp_path: Path) -> None:
     assert not any(engine.recorder.profiled for engine in rank.engines.values())
 
 
-def event(name: str, start: float, end: float, device: Any = DeviceType.CUDA, annotation: bool = False) -> Any:
+def event(
+    name: str, start: float, end: float, device: Any = DeviceType.CUDA, annotation: bool = False
+) -> Any:
     span = SimpleNamespace(start=start, end=end)
     return SimpleNamespace(name=name, device_type=device, time_range=span, is_user_annotation=annotation)
 

@@ -20,7 +20,9 @@ IDS = torch.arange(3, 25).view(2, 11)
 
 def load(folder: Path, **options: Any) -> Any:
     """As users do without surgeon."""
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32, **options).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float32, **options
+    ).eval()
 
 
 def computed(model: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -30,12 +32,18 @@ def computed(model: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     tokens = model.generate(IDS[:1], max_new_tokens=4, do_sample=False, pad_token_id=0)
     model(IDS, labels=IDS, use_cache=False).loss.backward()
     found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    return logits, tokens, {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in found.items()}
+    return (
+        logits,
+        tokens,
+        {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in found.items()},
+    )
 
 
 def held(model: Any) -> int:
     """How many numbers of it this process holds."""
-    return sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in model.parameters())
+    return sum(
+        (one.to_local() if isinstance(one, DTensor) else one).numel() for one in model.parameters()
+    )
 
 
 def main(folder: str, *names: str) -> None:

@@ -26,7 +26,12 @@ WITH_PADDING = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
 
 
 def save_source(
-    folder: Path, family: str = "llama", num_layers: int = 6, shards: str = "1GB", dtype: Any = None, **overrides: Any
+    folder: Path,
+    family: str = "llama",
+    num_layers: int = 6,
+    shards: str = "1GB",
+    dtype: Any = None,
+    **overrides: Any,
 ) -> Any:
     """Write a tiny random model; returns it, in float32, with the weights as they were written."""
     model = tiny_model(family, num_layers, **overrides)
@@ -116,7 +121,8 @@ def _only_slice(reference: Reference, sublayer: Sublayer) -> Reference:
     copied = reference.averaged([sublayer.layers[0]], into=sublayer.layers[0])
     name = copied.at(sublayer.layers[0], {"A": copied.output, "F": copied.down}[sublayer.kind])
     weight = copied.w[f"{name}.weight"].clone()
-    columns = weight.T if copied.config.model_type == "gpt2" else weight  # which stores (in_features, out_features)
+    # Which stores (in_features, out_features).
+    columns = weight.T if copied.config.model_type == "gpt2" else weight
     there = copied.kept.get((sublayer.kind, sublayer.layers[0]), torch.arange(columns.shape[1]))
     own = there.chunk(count)[index]
     columns[:, [column for column in range(columns.shape[1]) if column not in own]] = 0

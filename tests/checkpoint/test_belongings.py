@@ -53,7 +53,9 @@ def test_what_an_export_carries_on(form: str, furnished: Path, tmp_path: Path) -
     assert "layers_own.py, modeling_own.py (code that reads no" in words
     assert verify(target, target / "surgeon.json") > len(BECOMES) // 2
     assert "modeling_own" not in (target / "config.json").read_text()
-    tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False, config=open_model(furnished).config)
+    tokenizer = AutoTokenizer.from_pretrained(
+        target, trust_remote_code=False, config=open_model(furnished).config
+    )
     assert set(tokenizer.chat_template) == {"default", "rag", "tool_use"}
     run_export(furnished, target, PROGRAMS[form], overwrite=True)  # it is a checkpoint and no more
 
@@ -66,11 +68,15 @@ def test_what_an_export_carries_on(form: str, furnished: Path, tmp_path: Path) -
         *(("adapter", form) for form in ("plain", "program")),  # which keep modules as they are
     ],
 )
-def test_what_a_model_in_memory_carries_on(write: str, form: str, furnished: Path, tmp_path: Path) -> None:
+def test_what_a_model_in_memory_carries_on(
+    write: str, form: str, furnished: Path, tmp_path: Path
+) -> None:
     """Also where the place is given by name only, as `heal` has it."""
     model, target = edit(surgeon.load(furnished), PROGRAMS[form]), tmp_path / "target"
     if write == "adapter":
-        adapted: Any = get_peft_model(model, LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False))
+        adapted: Any = get_peft_model(
+            model, LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False)
+        )
         export_with_adapter(adapted.eval(), target)
         target /= "base"
     elif write == "codas":
@@ -78,10 +84,14 @@ def test_what_a_model_in_memory_carries_on(write: str, form: str, furnished: Pat
     else:
         surgeon.export(model, target)
     check(furnished, target, form)
-    assert json.loads((target / "surgeon.json").read_text())["source"]["card"]["metadata"] == {"license": "mit"}
+    assert json.loads((target / "surgeon.json").read_text())["source"]["card"]["metadata"] == {
+        "license": "mit"
+    }
 
 
-def test_a_fused_checkpoint_that_is_taken_apart_carries_on_what_it_has(furnished: Path, tmp_path: Path) -> None:
+def test_a_fused_checkpoint_that_is_taken_apart_carries_on_what_it_has(
+    furnished: Path, tmp_path: Path
+) -> None:
     run_export(furnished, tmp_path / "fused", PROGRAMS["fused"])
     surgeon.export(unfused(tmp_path / "fused"), tmp_path / "again")
     kept = {path.relative_to(tmp_path / "fused") for path in (tmp_path / "fused").rglob("*")}
@@ -94,28 +104,39 @@ def test_a_given_tokenizer_stands_in_for_the_folders_own(furnished: Path, tmp_pa
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = {"default": "new", "poems": "new, too"}
     surgeon.export(surgeon.load(furnished), tmp_path / "target", tokenizer=tokenizer)
-    found = {path.relative_to(tmp_path / "target").as_posix() for path in (tmp_path / "target").rglob("*")}
+    found = {
+        path.relative_to(tmp_path / "target").as_posix() for path in (tmp_path / "target").rglob("*")
+    }
     assert {"LICENSE", "preprocessor_config.json", "additional_chat_templates/poems.jinja"} <= found
     assert not {"additional_chat_templates/rag.jinja", "tokenizer.model", "merges.txt"} & found
     assert AutoTokenizer.from_pretrained(tmp_path / "target").chat_template == tokenizer.chat_template
 
 
-def test_generation_settings_that_were_changed_are_those_of_the_model(furnished: Path, tmp_path: Path) -> None:
+def test_generation_settings_that_were_changed_are_those_of_the_model(
+    furnished: Path, tmp_path: Path
+) -> None:
     model = surgeon.load(furnished)
     model.generation_config.max_new_tokens = 9
     surgeon.export(model, tmp_path / "target")
-    assert json.loads((tmp_path / "target" / "generation_config.json").read_text())["max_new_tokens"] == 9
+    assert (
+        json.loads((tmp_path / "target" / "generation_config.json").read_text())["max_new_tokens"] == 9
+    )
 
 
 def test_the_card_says_what_stayed_behind(furnished: Path, tmp_path: Path) -> None:
     run_export(furnished, tmp_path / "target", PROGRAMS["plain"])
     card = " ".join((tmp_path / "target" / "README.md").read_text().split())
-    assert "the base model's weights: `assets/`, `notes.txt` (not known to belong to a model); `codas/`" in card
+    assert (
+        "the base model's weights: `assets/`, `notes.txt` (not known to belong to a model); `codas/`"
+        in card
+    )
     for name in ("LICENSE", "LICENSES/Apache-2.0.txt", "NOTICE", "USE_POLICY.md", "license.txt"):
         assert f"`{name}`" in card.partition("## Licence")[2]
 
 
-def test_a_folder_of_the_hubs_cache(furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_the_hubs_cache(
+    furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whose files, in folders inside too, are links to blobs; also of a model that transformers loaded by its name."""
     snapshot, blobs = tmp_path / HUB / "snapshots" / ("0" * 40), tmp_path / HUB / "blobs"
     blobs.mkdir(parents=True)
@@ -134,11 +155,15 @@ def test_a_folder_of_the_hubs_cache(furnished: Path, tmp_path: Path, monkeypatch
     surgeon.export(edit(model, PROGRAMS["fused"]), tmp_path / "by-name")
     check(furnished, tmp_path / "by-name", "fused")
     model.name_or_path = "someone/gone"
-    with pytest.warns(UserWarning, match=r"someone/gone, .* is not found here, so neither a tokenizer nor a licence"):
+    with pytest.warns(
+        UserWarning, match=r"someone/gone, .* is not found here, so neither a tokenizer nor a licence"
+    ):
         surgeon.export(model, tmp_path / "gone")
 
 
-def test_what_goes_along_may_be_a_link_to_somewhere_and_not_to_nothing(source: Path, tmp_path: Path) -> None:
+def test_what_goes_along_may_be_a_link_to_somewhere_and_not_to_nothing(
+    source: Path, tmp_path: Path
+) -> None:
     (tmp_path / "far.jinja").write_text("far")
     link = source / "additional_chat_templates" / "far.jinja"
     link.symlink_to(tmp_path / "far.jinja")
@@ -173,7 +198,10 @@ def test_who_reads_names_by_case_gets_all_of_them() -> None:
 
     names = [name for name, becomes in BECOMES.items() if not isinstance(becomes, str)]
     wanted = [name for name in names if not name.endswith((".py", ".json"))]
-    assert list(filter_repo_objects(names, allow_patterns=[*patterns_for_the_hub(), "*.py", "*.json"])) == names
+    assert (
+        list(filter_repo_objects(names, allow_patterns=[*patterns_for_the_hub(), "*.py", "*.json"]))
+        == names
+    )
     assert list(filter_repo_objects(wanted, allow_patterns=patterns_for_the_hub())) == wanted
 
 
@@ -197,7 +225,10 @@ def test_all_of_it_is_compared(source: Path, tmp_path: Path) -> None:
 
 def test_many_names_are_not_all_said() -> None:
     left = {f"{number}.png": "not known to belong to a model" for number in range(9)}
-    assert left_behind(left) == "0.png, 1.png, 2.png, 3.png, 4.png, 5.png and 3 more (not known to belong to a model)"
+    assert (
+        left_behind(left)
+        == "0.png, 1.png, 2.png, 3.png, 4.png, 5.png and 3 more (not known to belong to a model)"
+    )
     assert left_behind({"optimizer.pt": "of training"}) == ""
 
 

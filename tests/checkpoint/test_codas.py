@@ -18,15 +18,17 @@ from surgeon.models.edit import edit, program_of
 from surgeon.training.racks.build import assemble, rack_of
 from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.partition import Racks
-from tests.training.racks.reference import forward
 from tests.codas import coda_logits
 from tests.tiny_models import save_checkpoint, tiny_model
+from tests.training.racks.reference import forward
 
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(3))
 PAIRS = "A0 F0 A1 F1 [A2 A3] [F2 F3]"
 
 
-def written(folder: Path, whole: Any, depth: int = 1, dtype: torch.dtype | None = None) -> list[RackModel]:
+def written(
+    folder: Path, whole: Any, depth: int = 1, dtype: torch.dtype | None = None
+) -> list[RackModel]:
     """A checkpoint with codas of changed numbers; returns the racks."""
     racks = Racks.parse("0:2,2:4", program_of(whole), depth)
     cut = [rack_of(whole, racks, index) for index in range(2)]
@@ -55,7 +57,9 @@ def read(folder: Path) -> StoredCodas:
         ("llama", "A0 F0 A1 F1 A2 F2 A3@q4 F3", 1),
     ],
 )
-def test_written_codas_predict_what_the_rack_does(family: str, program: str, depth: int, tmp_path: Path) -> None:
+def test_written_codas_predict_what_the_rack_does(
+    family: str, program: str, depth: int, tmp_path: Path
+) -> None:
     cut = written(tmp_path / "made", edit(tiny_model(family, 4), program), depth)
     stream, expected = forward(cut[0], IDS)
     found = read(tmp_path / "made")
@@ -70,7 +74,9 @@ def test_written_codas_predict_what_the_rack_does(family: str, program: str, dep
         beginning = Program(runs.nodes[: found.nodes[0]])
         heard: list[torch.Tensor] = []
         edited = edit(path, beginning)
-        edited.get_submodule("transformer.ln_f").register_forward_pre_hook(lambda _, given: heard.append(given[0]))
+        edited.get_submodule("transformer.ln_f").register_forward_pre_hook(
+            lambda _, given: heard.append(given[0])
+        )
         edited(input_ids=IDS)
         assert torch.allclose(heard[0], stream, atol=1e-5)
 
@@ -83,7 +89,9 @@ def test_names_are_those_of_a_model_of_the_codas_layers(tmp_path: Path) -> None:
         name: one.shape for name, one in small.items() if "embed_tokens" not in name
     }
     assert {one.dtype for one in coda.tensors.values()} == {torch.bfloat16}
-    assert {one.dtype for one in read(tmp_path / "made").coda(0, torch.float32).tensors.values()} == {torch.float32}
+    assert {one.dtype for one in read(tmp_path / "made").coda(0, torch.float32).tensors.values()} == {
+        torch.float32
+    }
     assert coda.config.num_hidden_layers == 2
     assert str(coda.program) == "A0 F0 A1 F1"
 

@@ -26,7 +26,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def changed(source: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, Tensor]], object]], Comparison]:
+def changed(
+    source: Path, tmp_path: Path
+) -> Callable[[Callable[[dict[str, Tensor]], object]], Comparison]:
     """Compares the source with a copy whose tensors a function changed."""
 
     def run(change: Callable[[dict[str, Tensor]], object]) -> Comparison:
@@ -53,7 +55,9 @@ def test_a_copy_is_equal(source: Path, changed: Callable[..., Comparison]) -> No
 
 
 @pytest.mark.parametrize("part", [1 << 24, 640])
-def test_values(source: Path, monkeypatch: pytest.MonkeyPatch, changed: Callable[..., Comparison], part: int) -> None:
+def test_values(
+    source: Path, monkeypatch: pytest.MonkeyPatch, changed: Callable[..., Comparison], part: int
+) -> None:
     """In one go and row by row, against whole tensors."""
     monkeypatch.setattr("surgeon.checkpoint.describe.PART", part)
     name = "model.layers.3.mlp.down_proj.weight"
@@ -135,7 +139,9 @@ def test_files(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "store"), [("gpt_neox", with_own_head), ("llama", with_head_only)])
-def test_a_head_under_another_name_is_the_same(family: str, store: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_a_head_under_another_name_is_the_same(
+    family: str, store: Callable[[Path], Path], tmp_path: Path
+) -> None:
     store(save_checkpoint(tmp_path / "source", family, 3))
     run_export(tmp_path / "source", tmp_path / "target", "{A1 F1 | A2 F2}")
     found = compare(describe(tmp_path / "source"), describe(tmp_path / "target"))
@@ -153,7 +159,10 @@ def test_a_head_under_another_name_is_the_same(family: str, store: Callable[[Pat
         ("F1@up3 {A0@k2 A1 | A2/2:0@k2}", ["layers 0, 2: k 2", "layer 1: up 3"]),
         ("A0~A1@v4 F0~F1 A2~A3@v4 F2@up4", ["layers 0+1 to 2+3: v 4", "layer 2: up 4"]),
         ("A0@q5 A0 F0@up2 F0@up3", ["layer 0: q 5 or whole; up 2 or 3"]),
-        ("A0#3@q3 F0#40 A1#3@q3 F1#40 A2 F2#3", ["layers 0 to 1: KV groups 3; q 3; neurons 40", "layer 2: neurons 3"]),
+        (
+            "A0#3@q3 F0#40 A1#3@q3 F1#40 A2 F2#3",
+            ["layers 0 to 1: KV groups 3; q 3; neurons 40", "layer 2: neurons 3"],
+        ),
         ("A0#3 A0", ["layer 0: KV groups 3 or whole"]),
         (
             " ".join(f"A{k}@q{8 + k % 2}" for k in range(12)),

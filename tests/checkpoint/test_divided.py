@@ -19,7 +19,10 @@ SLICES = "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} A1 F1"
 
 @pytest.mark.parametrize(
     "family",
-    [case("qwen3", default=True), *(case(name, default=False) for name in ("llama", "gpt_neox", "mixtral"))],
+    [
+        case("qwen3", default=True),
+        *(case(name, default=False) for name in ("llama", "gpt_neox", "mixtral")),
+    ],
 )
 def test_two_processes_compute_what_one_does(family: str, tmp_path: Path) -> None:
     """Layers side by side in one (fused), repeated, late; an edit of a divided model; factors. Slices are refused."""
@@ -30,4 +33,6 @@ def test_two_processes_compute_what_one_does(family: str, tmp_path: Path) -> Non
     for name, program in programs.items():
         model = edit(tiny_model(family, 3, dropout=0.0, num_key_value_heads=4), program)
         export(model, tmp_path / name, form="fused" if name == "fused" else "program")
-    together("tests.checkpoint.divided", str(tmp_path), *sorted(path.name for path in tmp_path.iterdir()))
+    together(
+        "tests.checkpoint.divided", str(tmp_path), *sorted(path.name for path in tmp_path.iterdir())
+    )

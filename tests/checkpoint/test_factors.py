@@ -17,7 +17,15 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import Factors, Groups, ModelWeights, TruncatedSVD, WeightMatrix
 from surgeon.opened import open_model
-from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
+from tests.checkpoint.helpers import (
+    IDS,
+    load_shipped,
+    logits_of,
+    plain_logits,
+    relative_error,
+    run_export,
+    save_source,
+)
 from tests.tiny_models import save_checkpoint
 
 PROGRAM = "A0@q5,o6 F0@gate9 A1 F1 >A2~A3@k3 F2/2:1@down4"
@@ -48,7 +56,9 @@ def test_factors_are_made_once_for_the_whole_export(tmp_path: Path) -> None:
         "F2.down4.safetensors",
     ]
     assert proof.exact < 1e-5 < proof.written < proof.tolerance  # factors are rounded to 16 bits
-    assert relative_error(logits_of(load_shipped(tmp_path / "target")), plain_logits(model, PROGRAM)) < 2e-2
+    assert (
+        relative_error(logits_of(load_shipped(tmp_path / "target")), plain_logits(model, PROGRAM)) < 2e-2
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"source", "target"}  # no kept factors are left
 
 
@@ -73,16 +83,24 @@ def test_kept_factors_are_read_again(tmp_path: Path) -> None:
     model, source = surgeon.load(folder), Counting()
     first = logits_of(surgeon.edit(model, PROGRAM, factors=FactorCache(source, tmp_path)))
     made = list(source.made)
-    assert torch.equal(logits_of(surgeon.edit(model, PROGRAM, factors=FactorCache(source, tmp_path))), first)
+    assert torch.equal(
+        logits_of(surgeon.edit(model, PROGRAM, factors=FactorCache(source, tmp_path))), first
+    )
     assert source.made == made
     (tmp_path / "A0.q5.safetensors").write_bytes(b"torn")
     with pytest.raises(ValueError, match=r"A0\.q5\.safetensors"):
         surgeon.edit(model, PROGRAM, factors=FactorCache(source, tmp_path))
     save_file({"first": torch.zeros(5, 32), "last": torch.zeros(32, 5)}, tmp_path / "A0.q5.safetensors")
-    with pytest.raises(ValueError, match=r"A0\.q5\.safetensors does not hold the two factors of a matrix"):
+    with pytest.raises(
+        ValueError, match=r"A0\.q5\.safetensors does not hold the two factors of a matrix"
+    ):
         surgeon.edit(model, PROGRAM, factors=FactorCache(source, tmp_path))
-    save_file({"first": torch.zeros(5, 31), "second": torch.zeros(32, 5)}, tmp_path / "A0.q5.safetensors")
-    with pytest.raises(ValueError, match=r"factors of q of A0@q5,o6 have the shapes \(5, 31\) and \(32, 5\)"):
+    save_file(
+        {"first": torch.zeros(5, 31), "second": torch.zeros(32, 5)}, tmp_path / "A0.q5.safetensors"
+    )
+    with pytest.raises(
+        ValueError, match=r"factors of q of A0@q5,o6 have the shapes \(5, 31\) and \(32, 5\)"
+    ):
         surgeon.edit(model, PROGRAM, factors=FactorCache(source, tmp_path))
 
 
@@ -118,7 +136,9 @@ def test_ranks_that_no_matrix_has(tmp_path: Path) -> None:
     for ranked in ("A1@k17", "A0~A1@k17", "A1/2:0@k17"):
         with pytest.raises(ValueError, match=r"rank 17 of k is above that of a matrix of 16 x 32"):
             surgeon.edit(surgeon.load(folder), f"{ranked} F1")
-    with pytest.raises(ValueError, match=r"A1@q5 has factors in place of matrices, which no stock layer has"):
+    with pytest.raises(
+        ValueError, match=r"A1@q5 has factors in place of matrices, which no stock layer has"
+    ):
         plan_export(open_model(folder), Program.parse("A1@q5 F1"), "fused")
 
 
@@ -133,7 +153,9 @@ def test_numbers_that_are_none_have_no_factors(tmp_path: Path) -> None:
 def test_variants_of_a_layer_share_what_they_can() -> None:
     program = Program.parse("A0@q4 F0 A0 F0@up3 A1/2:0@q4 A1/2:1@q4 A1/4:0@q4")
     groups = Groups(program.sublayers(), by_count=False)
-    found = [(group.layers, str(group.sublayer("A")), str(group.sublayer("F"))) for group in groups.groups]
+    found = [
+        (group.layers, str(group.sublayer("A")), str(group.sublayer("F"))) for group in groups.groups
+    ]
     assert found == [((0,), "A0@q4", "F0"), ((0,), "A0", "F0@up3"), ((1,), "A1@q4", "F1")]
     assert [groups.place(one) for one in program.sublayers()] == [0, 0, 1, 1, 2, 2, 2]
     apart = Groups(program.sublayers(), by_count=True)
@@ -166,7 +188,10 @@ def test_factors_are_trained_and_come_back(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(trained.parameters(), lr=1.0)
     trained(input_ids=IDS, labels=IDS).loss.backward()
     layer = trained.model.layers.get_submodule("0")
-    assert all(layer.self_attn.q_proj.get_submodule(one).weight.grad.abs().sum() > 0 for one in ("first", "second"))
+    assert all(
+        layer.self_attn.q_proj.get_submodule(one).weight.grad.abs().sum() > 0
+        for one in ("first", "second")
+    )
     optimizer.step()
     trained.eval().save_pretrained(tmp_path / "trained")
     after = logits_of(trained)

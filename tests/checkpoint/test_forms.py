@@ -88,7 +88,8 @@ def test_the_program_form_stores_used_layers_only_and_renumbers_them() -> None:
 def test_fused_layers_hold_the_sublayers_of_both_steps() -> None:
     (layer,) = layout("[A1 A3] [F3 F1 F2]").layers
     assert layer == StoredLayer(
-        (Sublayer("A", (1,)), Sublayer("A", (3,))), (Sublayer("F", (3,)), Sublayer("F", (1,)), Sublayer("F", (2,)))
+        (Sublayer("A", (1,)), Sublayer("A", (3,))),
+        (Sublayer("F", (3,)), Sublayer("F", (1,)), Sublayer("F", (2,))),
     )
 
 
@@ -122,12 +123,16 @@ def test_every_family_without_norms_behind_its_sublayers_can_be_fused(family: st
 
 
 def test_layers_without_a_sequence_of_their_own_steps_are_no_fused_layers() -> None:
-    parallel, sequential = (tiny_model("gpt_neox", use_parallel_residual=flag).config for flag in (True, False))
+    parallel, sequential = (
+        tiny_model("gpt_neox", use_parallel_residual=flag).config for flag in (True, False)
+    )
     one, two = "[A0 F0] [A1 F1 A2 F2]", "A0 F0 [A1 A2] [F1 F2]"
     assert [layout(program, sequential).form.name for program in (one, two)] == ["program", "fused"]
     assert layout(one, parallel).form.name == "fused"
     # Layers whose halves read the same stream have one half each, so that they do not.
-    found = {name: layout(two, config).layers for name, config in (("half", parallel), ("whole", sequential))}
+    found = {
+        name: layout(two, config).layers for name, config in (("half", parallel), ("whole", sequential))
+    }
     assert {name: [layer.lacks for layer in layers] for name, layers in found.items()} == {
         "half": [["mlp"], ["attention"], ["mlp"], ["attention"]],
         "whole": [[], []],
@@ -165,7 +170,12 @@ def test_layers_with_and_without_rotary_positions_are_not_stored_as_one() -> Non
 
 def test_lists_with_an_entry_per_layer_are_found_whatever_their_name() -> None:
     config = tiny_model("qwen3", num_layers=3, eos_token_id=[1, 2, 3]).config
-    stored = {"eos_token_id": [1, 2, 3], "architectures": ["a", "b", "c"], "windows": [4, 5, 6], "other": [1, 2]}
+    stored = {
+        "eos_token_id": [1, 2, 3],
+        "architectures": ["a", "b", "c"],
+        "windows": [4, 5, 6],
+        "other": [1, 2],
+    }
     assert per_layer_lists(family_of(config), config, stored) == {
         "layer_types": ["full_attention"] * 3,
         "windows": [4, 5, 6],
@@ -178,7 +188,8 @@ def test_lists_with_an_entry_per_layer_are_found_whatever_their_name() -> None:
         ({"model_type": "llama"}, "plain"),
         ({"model_type": "surgeon_fused"}, "fused"),
         ({"model_type": "surgeon_llama", "surgeon_program": "A0 F0"}, "program"),
-        ({"model_type": "surgeon_surgeon_fused", "surgeon_program": "A0 F0"}, "fused"),  # edited, and saved
+        # Edited, and saved.
+        ({"model_type": "surgeon_surgeon_fused", "surgeon_program": "A0 F0"}, "fused"),
     ],
 )
 def test_a_folder_s_form_is_known_by_its_marks(marks: dict[str, Any], form: str) -> None:
@@ -189,7 +200,9 @@ def test_a_form_is_asked_and_never_told_by_its_name() -> None:
     for path in (path for path in (PACKAGE / "checkpoint").rglob("*.py") if "forms" not in path.parts):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Compare):
-                found = {one.value for one in (node.left, *node.comparators) if isinstance(one, ast.Constant)}
+                found = {
+                    one.value for one in (node.left, *node.comparators) if isinstance(one, ast.Constant)
+                }
                 assert not found & set(FORMS), f"{path}:{node.lineno}"
 
 

@@ -37,7 +37,9 @@ IN_ONE_STEP = "[A0 F0] [A1 A2 F1 F2] [A3 F5 A4 F3 A5 F4]"
 WINDOWS: dict[str, dict[str, Any]] = {
     "qwen2": {"layer_types": ["full_attention", *["sliding_attention"] * 2, *["full_attention"] * 3]},
     "cohere2": {"layer_types": ["full_attention", *["sliding_attention"] * 2, *["full_attention"] * 3]},
-    "ministral": {"layer_types": ["full_attention", *["sliding_attention"] * 2, *["full_attention"] * 3]},
+    "ministral": {
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, *["full_attention"] * 3]
+    },
     "gpt_neo": {"attention_types": [[["global"], 1], [["local"], 2], [["global"], 3]]},
     "smollm3": {"no_rope_layers": [1, 0, 0, 1, 1, 1]},  # and so no rotary positions there either
 }
@@ -64,7 +66,9 @@ def test_a_pair_and_a_triplet_compute_what_the_layers_do(tmp_path: Path, family:
 
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     cached = written.generate(IDS, attention_mask=torch.ones_like(IDS), **options)
-    assert torch.equal(cached, written.generate(IDS, attention_mask=torch.ones_like(IDS), use_cache=False, **options))
+    assert torch.equal(
+        cached, written.generate(IDS, attention_mask=torch.ones_like(IDS), use_cache=False, **options)
+    )
     padded = torch.cat([torch.zeros(2, 4, dtype=torch.long), IDS], dim=1)
     mask = (torch.arange(13) >= 4).long().expand(2, 13)
     assert torch.equal(written.generate(padded, attention_mask=mask, **options)[:, 4:], cached)
@@ -72,7 +76,9 @@ def test_a_pair_and_a_triplet_compute_what_the_layers_do(tmp_path: Path, family:
         assert relative_error(logits_of(written, padded, attention_mask=mask)[:, 4:], expected) < 1e-5
 
     written.save_pretrained(tmp_path / "again")
-    assert torch.equal(logits_of(surgeon.load(tmp_path / "again")), logits_of(surgeon.load(tmp_path / "target")))
+    assert torch.equal(
+        logits_of(surgeon.load(tmp_path / "again")), logits_of(surgeon.load(tmp_path / "target"))
+    )
     written.train()(input_ids=IDS, labels=IDS).loss.backward()
     assert all(parameter.grad is not None for parameter in written.parameters())
 
@@ -84,13 +90,25 @@ def test_a_pair_and_a_triplet_compute_what_the_layers_do(tmp_path: Path, family:
         ("llama", BIASES | {"head_dim": 16}, "[A0 A1] [F0 F1 F2 F3]"),
         ("llama", {"rope_parameters": LLAMA3}, "[A0 A1] [F0 F1]"),
         ("llama", {"rope_parameters": YARN, "tie_word_embeddings": True}, "[A0 A1] [F0 F1]"),
-        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}, "[A0 A1] [F1/3:0 F0]"),
+        (
+            "phi3",
+            {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
+            "[A0 A1] [F1/3:0 F0]",
+        ),
         # Groups of heads take turns 1 : 2, and 2 : 2 : 2; slices and merged layers among them.
         ("qwen3", {}, "[A0/2:1 A1] [F0 F1/4:3] A3 F3"),
         ("qwen3", {"attention_bias": True}, "[A0~A1 A2 A3] [F2 F0~F3]"),
-        ("opt", {"enable_bias": False, "tie_word_embeddings": False}, "[A0/2:0 A0/2:1] [F0/2:1 F1 F0/2:0]"),
+        (
+            "opt",
+            {"enable_bias": False, "tie_word_embeddings": False},
+            "[A0/2:0 A0/2:1] [F0/2:1 F1 F0/2:0]",
+        ),
         ("gpt2", {"n_inner": None, "scale_attn_weights": False}, "[A0 A1/4:2] [F2 F3]"),
-        ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}, "[A0 A1] [F2 F3] A1/2:1 F0/2:0"),
+        (
+            "gpt_neox",
+            {"use_parallel_residual": False, "attention_bias": False},
+            "[A0 A1] [F2 F3] A1/2:1 F0/2:0",
+        ),
         ("phi", {"tie_word_embeddings": True}, "[A0 A1 F0/2:1 F1]"),
         ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}, "[A0 F0] [A1 A2 F1 F2]"),
         ("gptj", {"hidden_size": 176, "rotary_dim": 30}, "[A0 F0 A1 F1]"),  # 30 / 44 * 44 is below 30
@@ -99,7 +117,9 @@ def test_a_pair_and_a_triplet_compute_what_the_layers_do(tmp_path: Path, family:
         ("gpt_neox", {}, "[A0/2:1 F1 A2 F0/3:2] [A3 F3/2:1]"),
     ],
 )
-def test_configurations_that_differ(tmp_path: Path, family: str, overrides: dict[str, Any], program: str) -> None:
+def test_configurations_that_differ(
+    tmp_path: Path, family: str, overrides: dict[str, Any], program: str
+) -> None:
     save_source(tmp_path / "source", family, 4, **overrides)
     run_export(tmp_path / "source", tmp_path / "target", program, form="fused")
     expected = logits_of(surgeon.edit(surgeon.load(tmp_path / "source"), program))
@@ -111,12 +131,17 @@ def test_gains_of_head_norms_lie_as_the_heads_do(tmp_path: Path) -> None:
     run_export(tmp_path / "source", tmp_path / "target", "[A0/2:1 A2] [F0 F2]")
     weights = weights_of(tmp_path / "target")
     gains = [layer.self_attn.q_norm.weight for layer in model.model.layers]
-    assert torch.equal(weights["model.layers.0.self_attn.q_norm.weight"], torch.stack([gains[0], gains[2], gains[2]]))
+    assert torch.equal(
+        weights["model.layers.0.self_attn.q_norm.weight"], torch.stack([gains[0], gains[2], gains[2]])
+    )
     (whole,) = (w for name, w in weights.items() if name.endswith("v_proj.weight"))
-    first, second = (layer.self_attn.v_proj.weight * layer.input_layernorm.weight for layer in model.model.layers[::2])
+    first, second = (
+        layer.self_attn.v_proj.weight * layer.input_layernorm.weight for layer in model.model.layers[::2]
+    )
     torch.testing.assert_close(whole, torch.cat([first[16:], second]))
     norm = load_shipped(tmp_path / "target").model.layers[0].self_attn.k_norm
-    with pytest.raises(RuntimeError, match="unflatten"):  # a rank with two of the three KV groups of a turn
+    # A rank with two of the three KV groups of a turn.
+    with pytest.raises(RuntimeError, match="unflatten"):
         norm(torch.ones(1, 1, 2, 16), 1)
 
 
@@ -126,7 +151,9 @@ def test_embeddings_are_scaled_in_16_bits_as_gemma_does_it(tmp_path: Path) -> No
     run_export(tmp_path / "source", tmp_path / "target", "A0 F0 A1 F1", form="fused", dtype="bfloat16")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.bfloat16)
     written = load_shipped(tmp_path / "target").bfloat16()
-    found, expected = (one.eval()(IDS, output_hidden_states=True).hidden_states[0] for one in (written, model))
+    found, expected = (
+        one.eval()(IDS, output_hidden_states=True).hidden_states[0] for one in (written, model)
+    )
     assert torch.equal(found, expected)
 
 

@@ -19,19 +19,35 @@ from surgeon.opened import open_model
 from tests.checkpoint.helpers import save_source
 
 PROGRAM = Program.parse("A0 F0 >A1 >F1")
-SETTINGS = settings(derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(
+    derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 INDEX = "model.safetensors.index.json"
 
 NUMBERS = st.one_of(
-    st.integers(-3, 200), st.sampled_from([2**31, 2**63, 10**12, 10**30]), st.floats(), st.sampled_from([1e308, -0.5])
+    st.integers(-3, 200),
+    st.sampled_from([2**31, 2**63, 10**12, 10**30]),
+    st.floats(),
+    st.sampled_from([1e308, -0.5]),
 )
-WORDS = st.one_of(st.sampled_from(["", "six", "float16", "..", "/etc/passwd", "x.safetensors"]), st.text(max_size=8))
+WORDS = st.one_of(
+    st.sampled_from(["", "six", "float16", "..", "/etc/passwd", "x.safetensors"]), st.text(max_size=8)
+)
 SIMPLE = st.one_of(st.none(), st.booleans(), NUMBERS, WORDS)
 VALUES = st.recursive(
-    SIMPLE, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=3), max_leaves=6
+    SIMPLE,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=6,
 )
 SUSPECT = (  # entries that config.json of this model does not have
-    *("num_labels", "layer_types", "rope_scaling", "quantization_config", "torch_dtype", "per_layer_config"),
+    *(
+        "num_labels",
+        "layer_types",
+        "rope_scaling",
+        "quantization_config",
+        "torch_dtype",
+        "per_layer_config",
+    ),
     *("surgeon_program", "attribute_map", "auto_map", "id2label", "_attn_implementation", "return_dict"),
 )
 
@@ -122,7 +138,9 @@ def test_any_header(source: Path, tmp_path: Path, data: st.DataObject) -> None:
     if change == "byte":
         content[data.draw(st.integers(0, length + 7))] ^= data.draw(st.integers(1, 255))
     elif change == "length":
-        content[:8] = struct.pack("<Q", data.draw(st.integers(0, length + 50) | st.integers(0, 2**64 - 1)))
+        content[:8] = struct.pack(
+            "<Q", data.draw(st.integers(0, length + 50) | st.integers(0, 2**64 - 1))
+        )
     elif change == "cut":
         del content[data.draw(st.integers(0, len(content) - 1)) :]
     elif change == "more":
@@ -131,7 +149,8 @@ def test_any_header(source: Path, tmp_path: Path, data: st.DataObject) -> None:
         content = with_other_entry(content, length, data)
     path.write_bytes(content)
     said = outcome(folder)
-    assert said or change in ("byte", "entry")  # blanks of the header, a key of its metadata, the same value again
+    # Blanks of the header, a key of its metadata, the same value again.
+    assert said or change in ("byte", "entry")
 
 
 def with_other_entry(content: bytearray, length: int, data: st.DataObject) -> bytearray:

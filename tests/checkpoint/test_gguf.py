@@ -30,7 +30,12 @@ PLAIN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False, "layer_types": None, "sliding_window": None},
     "qwen3": {},
-    "qwen2_moe": {"use_sliding_window": False, "layer_types": None, "sliding_window": None, "mlp_only_layers": []},
+    "qwen2_moe": {
+        "use_sliding_window": False,
+        "layer_types": None,
+        "sliding_window": None,
+        "mlp_only_layers": [],
+    },
     "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True},
     "gemma2": GEMMA,
     "gemma3_text": {
@@ -71,7 +76,9 @@ def test_logits_are_those_of_the_model_that_was_written(family: str, tmp_path: P
     torch.testing.assert_close(logits(loaded, ids), logits(model, ids), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "Q4_K", "Q6_K", "IQ4_XS"])
+@pytest.mark.parametrize(
+    "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "Q4_K", "Q6_K", "IQ4_XS"]
+)
 def test_weights_are_dequantised_bit_for_bit(kind: str, tmp_path: Path) -> None:
     model = tiny(hidden_size=256, num_attention_heads=4, intermediate_size=256)
     path = write_gguf(tmp_path / "tiny.gguf", model, tiny_tokenizer(), Kind[kind])
@@ -105,7 +112,9 @@ def test_transformers_reads_the_same(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", model, tiny_tokenizer(), Kind.Q8_0)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
     ids = torch.arange(2, 40).unsqueeze(0)
-    torch.testing.assert_close(logits(surgeon.load(path), ids), logits(theirs, ids), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits(surgeon.load(path), ids), logits(theirs, ids), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_file_is_converted_once(tmp_path: Path) -> None:
@@ -128,9 +137,13 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
     assert first.name == "tiny-00001-of-00003.gguf"
     second = first.with_name("tiny-00002-of-00003.gguf")
     ids = torch.arange(2, 40).unsqueeze(0)
-    torch.testing.assert_close(logits(surgeon.load(second), ids), logits(model, ids), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits(surgeon.load(second), ids), logits(model, ids), rtol=1e-4, atol=1e-4
+    )
     second.unlink()
-    with pytest.raises(FileNotFoundError, match="tiny-00002-of-00003.gguf is missing: .* is one of 3 parts"):
+    with pytest.raises(
+        FileNotFoundError, match="tiny-00002-of-00003.gguf is missing: .* is one of 3 parts"
+    ):
         surgeon.open(first)
 
 
@@ -140,7 +153,9 @@ def test_llama_3_divides_its_frequencies(tmp_path: Path) -> None:
     model = tiny(rope_parameters=rope, hidden_size=64)
     factors = llama3_factors(16, 10000.0, 8.0, 16)
     scaled = {"rope__scaling__original_context_length": 16}
-    path = write_gguf(tmp_path / "tiny.gguf", model, tiny_tokenizer(), more={"rope_freqs.weight": factors}, **scaled)
+    path = write_gguf(
+        tmp_path / "tiny.gguf", model, tiny_tokenizer(), more={"rope_freqs.weight": factors}, **scaled
+    )
     ids = torch.arange(2, 42).unsqueeze(0)
     torch.testing.assert_close(logits(surgeon.load(path), ids), logits(model, ids), rtol=1e-4, atol=1e-4)
     factors[1] *= 3
@@ -155,7 +170,11 @@ def test_scaled_positions(kind: str, tmp_path: Path) -> None:
     if kind == "yarn":
         rope["original_max_position_embeddings"] = 16
     model = tiny(rope_parameters=rope)
-    scaled = {"rope__scaling__type": kind, "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 16}
+    scaled = {
+        "rope__scaling__type": kind,
+        "rope__scaling__factor": 4.0,
+        "rope__scaling__original_context_length": 16,
+    }
     path = write_gguf(tmp_path / "tiny.gguf", model, tiny_tokenizer(), **scaled)
     ids = torch.arange(2, 42).unsqueeze(0)
     torch.testing.assert_close(logits(surgeon.load(path), ids), logits(model, ids), rtol=1e-4, atol=1e-4)
@@ -170,7 +189,9 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
             surgeon.open(path)
     for end in (4, 20, 100, len(whole) // 8, len(whole) // 2, len(whole) - 40):
         path.write_bytes(whole[:end])
-        with pytest.raises(ValueError, match="bad.gguf is no GGUF file that can be read, or was cut short"):
+        with pytest.raises(
+            ValueError, match="bad.gguf is no GGUF file that can be read, or was cut short"
+        ):
             surgeon.open(path)
 
 
@@ -179,7 +200,9 @@ def test_other_kinds_of_gguf_files_are_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for version, said in ((b"\1\0\0\0", "of version 1"), (b"\0\0\0\3", "big-endian")):
         path.write_bytes(whole[:4] + version + whole[8:])
-        with pytest.raises(ValueError, match=f"tiny.gguf is {said}, and of GGUF files little-endian ones"):
+        with pytest.raises(
+            ValueError, match=f"tiny.gguf is {said}, and of GGUF files little-endian ones"
+        ):
             surgeon.open(path)
 
 
@@ -236,14 +259,18 @@ def test_a_cache_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("os.getuid", lambda: 1 << 30)  # of nobody
-    with pytest.raises(FileNotFoundError, match="there is no home to keep gguf in; name a folder in HOME or XDG"):
+    with pytest.raises(
+        FileNotFoundError, match="there is no home to keep gguf in; name a folder in HOME or XDG"
+    ):
         surgeon.open(path)
 
 
 def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny(), more={"blk.0.ffn_gate_exps.weight": np.ones((2, 4, 4), np.float32)})
-    with pytest.raises(ValueError, match="has tensors that are no parameter of llama: blk.0.ffn_gate_exps.weight"):
+    with pytest.raises(
+        ValueError, match="has tensors that are no parameter of llama: blk.0.ffn_gate_exps.weight"
+    ):
         surgeon.open(path)
     write_gguf(path, tiny(), rope__scaling__type="longrope")
     with pytest.raises(ValueError, match="has RoPE scaling longrope, which is not read"):
@@ -253,10 +280,14 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match="of the architecture bert, whose GGUF files transformers does not map"):
+    with pytest.raises(
+        ValueError, match="of the architecture bert, whose GGUF files transformers does not map"
+    ):
         surgeon.open(path)
     write_gguf(path, tiny(), attention__invented=3)
-    with pytest.warns(UserWarning, match="has attention.invented in its metadata, which nothing here reads"):
+    with pytest.warns(
+        UserWarning, match="has attention.invented in its metadata, which nothing here reads"
+    ):
         surgeon.open(path)
 
 
@@ -271,7 +302,8 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path = write_gguf(tmp_path / "tiny.gguf", tiny(), tiny_tokenizer())
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(
-        ImportError, match=r"tiny.gguf needs gguf, which is not installed; run: pip install 'surgeon\[gguf\]'"
+        ImportError,
+        match=r"tiny.gguf needs gguf, which is not installed; run: pip install 'surgeon\[gguf\]'",
     ):
         surgeon.open(path)
 
@@ -304,7 +336,11 @@ def test_one_file_of_a_repository_on_the_hub(tmp_path: Path, monkeypatch: pytest
     opened = surgeon.open("org/tiny-GGUF/sub/tiny.gguf")
     assert (opened.num_layers, opened.public_name) == (2, "org/tiny-GGUF/sub/tiny.gguf")
     predicted = surgeon.predict(
-        "org/tiny-GGUF/sub/tiny.gguf", hardware="h100-sxm", prompt=16, new=4, output=tmp_path / "predicted"
+        "org/tiny-GGUF/sub/tiny.gguf",
+        hardware="h100-sxm",
+        prompt=16,
+        new=4,
+        output=tmp_path / "predicted",
     )
     assert predicted.table().shape[0] == 1
     assert predicted.record["gguf"]["file"] == opened.provenance()["gguf"]["file"] == "tiny.gguf"

@@ -29,12 +29,15 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 IDS = torch.randint(2, 97, (2, 12), generator=torch.Generator().manual_seed(0))
 BY_LAYER = {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}
 Tensors = dict[str, Tensor]
-Written = tuple[Path, Any, str]  # a folder, a model with the same matrices, and the program that the folder has
+# A folder, a model with the same matrices, and the program that the folder has.
+Written = tuple[Path, Any, str]
 
 
 def rewrite(folder: Path, tensors: Tensors, **entries: Any) -> None:
     """Replace a folder's tensors, and some entries of its config.json."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
+    )
     config = json.loads((folder / "config.json").read_text()) | entries
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -52,11 +55,22 @@ def svd_llm(folder: Path) -> Written:
     model = tiny_model("llama", dropout=0.0)
     tensors = dict(model.state_dict())
     for layer in (0, 2):
-        for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down"):
+        for name in (
+            "self_attn.q",
+            "self_attn.k",
+            "self_attn.v",
+            "self_attn.o",
+            "mlp.gate",
+            "mlp.up",
+            "mlp.down",
+        ):
             whole = f"model.layers.{layer}.{name}_proj.weight"
             first, second = factors(model.get_parameter(whole), 6)
             del tensors[whole]
-            tensors[whole.replace("_proj", "_v_proj")], tensors[whole.replace("_proj", "_u_proj")] = first, second
+            tensors[whole.replace("_proj", "_v_proj")], tensors[whole.replace("_proj", "_u_proj")] = (
+                first,
+                second,
+            )
     model.save_pretrained(folder)
     rewrite(folder, tensors)
     layers = ("A{0}@q6,k6,v6,o6 F{0}@gate6,up6,down6", "A{0} F{0}")
@@ -90,9 +104,18 @@ def palu(folder: Path) -> Written:
             del tensors[f"{name}.weight"]
             tensors[f"{name}.VT.weight"] = torch.cat([first for first, _ in pairs])
             for head, (_, second) in enumerate(pairs):
-                tensors |= {f"{name}.U.{head}.weight": second, f"{name}.U.{head}.bias": bias.chunk(2)[head]}
+                tensors |= {
+                    f"{name}.U.{head}.weight": second,
+                    f"{name}.U.{head}.bias": bias.chunk(2)[head],
+                }
     model.save_pretrained(folder)
-    rewrite(folder, tensors, model_type="palullama", architectures=["PaluLlamaForCausalLM"], head_wise_ranks={})
+    rewrite(
+        folder,
+        tensors,
+        model_type="palullama",
+        architectures=["PaluLlamaForCausalLM"],
+        head_wise_ranks={},
+    )
     return folder, model, " ".join(f"A{layer}@k7,v7 F{layer}" for layer in range(4))
 
 
@@ -142,7 +165,9 @@ def kimi(folder: Path) -> Written:
     """DeepSeek-V3 under another name, by code that is not there."""
     model = tiny_model("deepseek_v3", dropout=0.0)
     model.save_pretrained(folder)
-    configure(folder, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
+    configure(
+        folder, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    )
     return folder, model, "A0 F0 A1 F1 A2 F2 A3 F3"
 
 
@@ -172,7 +197,9 @@ all_styles = pytest.mark.parametrize("style", STYLES)
         ("A0 >F0 A3@q5 F1 {A2/2:0 | A2/2:1}", "program"),
     ],
 )
-def test_attentions_that_depend_on_the_number_of_their_layer(program: str, form: str, tmp_path: Path) -> None:
+def test_attentions_that_depend_on_the_number_of_their_layer(
+    program: str, form: str, tmp_path: Path
+) -> None:
     folder, model, _ = by_layer(tmp_path / "source")
     with torch.no_grad():
         expected = plain_logits(model, program, IDS)
@@ -230,7 +257,9 @@ def test_ranks_run_it(written: tuple[Path, str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("style", [case(one, default=one == "svd_llm") for one in STYLES])
-def test_what_was_changed_in_memory_is_exported(written: tuple[Path, str, Tensor], tmp_path: Path) -> None:
+def test_what_was_changed_in_memory_is_exported(
+    written: tuple[Path, str, Tensor], tmp_path: Path
+) -> None:
     folder, program, expected = written
     model: Any = edit(load(folder), program)
     with torch.no_grad():
@@ -238,7 +267,9 @@ def test_what_was_changed_in_memory_is_exported(written: tuple[Path, str, Tensor
         assert torch.allclose(model(IDS).logits, 2 * expected, atol=1e-4)
     surgeon.export(model, tmp_path / "out")
     with torch.no_grad():
-        torch.testing.assert_close(load(tmp_path / "out")(IDS).logits, 2 * expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            load(tmp_path / "out")(IDS).logits, 2 * expected, atol=1e-4, rtol=1e-4
+        )
 
 
 @torch.no_grad()
@@ -250,13 +281,20 @@ def test_layers_that_are_whole_are_scanned(tmp_path: Path, tiny_text: Path) -> N
     ids = load_windows(tokenizer, str(tiny_text), 16, 64).ids
     (cell,) = found.cells.to_dict("records")  # of layer 0, the only one that is whole
     own, pruned = (
-        plainly(plain, one, ids)[:, :-1].double().log_softmax(-1) for one in (program, program[len("A0 F0 ") :])
+        plainly(plain, one, ids)[:, :-1].double().log_softmax(-1)
+        for one in (program, program[len("A0 F0 ") :])
     )
     divergence = (own.exp() * (own - pruned)).sum(-1).mean().item()
-    assert (cell["first"], cell["last"], cell["divergence"]) == (0, 0, pytest.approx(divergence, rel=1e-4))
+    assert (cell["first"], cell["last"], cell["divergence"]) == (
+        0,
+        0,
+        pytest.approx(divergence, rel=1e-4),
+    )
 
 
-@pytest.mark.parametrize("style", [case(one, default=one == "palu") for one in ("svd_llm", "asvd", "palu", "deci")])
+@pytest.mark.parametrize(
+    "style", [case(one, default=one == "palu") for one in ("svd_llm", "asvd", "palu", "deci")]
+)
 def test_others_models_are_not_searched(style: str, tmp_path: Path) -> None:
     folder, _, program = STYLES[style](tmp_path / style)
     with pytest.raises(ValueError, match=f"search the one that it was made of .* '{program[:20]}"):
@@ -277,8 +315,14 @@ def test_by_its_configuration_alone(tmp_path: Path) -> None:
     ("blocks", "said"),
     [
         ([], "an object for each layer"),
-        ([{"attention": {"replace_with_linear": True}, "ffn": {}}], "layer 0 has replace_with_linear: True"),
-        ([{"attention": {"num_key_value_heads": 2}}, {"attention": {"num_key_value_heads": 3}}], "layer 0 has 4 heads"),
+        (
+            [{"attention": {"replace_with_linear": True}, "ffn": {}}],
+            "layer 0 has replace_with_linear: True",
+        ),
+        (
+            [{"attention": {"num_key_value_heads": 2}}, {"attention": {"num_key_value_heads": 3}}],
+            "layer 0 has 4 heads",
+        ),
     ],
 )
 def test_layers_that_no_program_has_are_refused(blocks: list[Any], said: str, tmp_path: Path) -> None:
@@ -302,5 +346,7 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
     folder, _, _ = asvd(tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "llama_whitening_only_0.8.pt")
     for what in (folder, folder / "llama_whitening_only_0.8.pt"):
-        with pytest.raises(FileNotFoundError, match=r"is a pickle, .* its state_dict\(\) with safetensors"):
+        with pytest.raises(
+            FileNotFoundError, match=r"is a pickle, .* its state_dict\(\) with safetensors"
+        ):
             surgeon.open(what)

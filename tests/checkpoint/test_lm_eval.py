@@ -37,7 +37,9 @@ def test_scores_and_texts(form: str, program: str, tiny_checkpoint: Path, tmp_pa
 
 def _scores_and_texts(model: Any, tokenizer: Any) -> tuple[list[float], list[bool], list[str]]:
     evaluated = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, device="cpu")
-    scores = evaluated.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in PAIRS], disable_tqdm=True)
+    scores = evaluated.loglikelihood(
+        [Instance("loglikelihood", {}, pair, 0) for pair in PAIRS], disable_tqdm=True
+    )
     options = {"until": ["\n"], "max_gen_toks": 5, "do_sample": False}
     asked = [Instance("generate_until", {}, (text, options), 0) for text, _ in PAIRS]
     texts = evaluated.generate_until(asked, disable_tqdm=True)

@@ -58,7 +58,9 @@ def test_the_program_of_a_program_checkpoint_is_run(source: Path, tmp_path: Path
     assert torch.equal(logits_of(model), logits_of(surgeon.edit(surgeon.load(source), "A0 F0 >A2 >F2")))
 
 
-def test_checkpoints_whose_config_does_not_describe_the_family_load_as_before(source: Path, tmp_path: Path) -> None:
+def test_checkpoints_whose_config_does_not_describe_the_family_load_as_before(
+    source: Path, tmp_path: Path
+) -> None:
     """Those of earlier versions: the modeling file inside them has a table of its own."""
     run_export(source, tmp_path / "target", "A0 F0 >A1 >F1")
     expected = logits_of(surgeon.load(tmp_path / "target"))
@@ -93,20 +95,45 @@ def test_a_fused_checkpoint_can_be_edited_further(source: Path, tmp_path: Path) 
         ({"head_dim": -1}, "head_dim must be at least 1, not -1"),
         ({"hidden_act": "telepathy"}, "describes no model that can be built"),
         ({"layer_types": 3}, "config.json is not a valid configuration"),
-        ({"vocab_size": 50}, r"tensor lm_head.weight has the shape \(97, 32\), but config.json asks for \(50, 32\)"),
-        ({"num_hidden_layers": 6}, "lacks a tensor of its model: model.layers.4.input_layernorm.weight and 17 more"),
-        ({"attention_bias": True}, "lacks a tensor of its model: model.layers.0.self_attn.k_proj.bias and 15 more"),
-        ({"per_layer_config": {"1": {"num_attention_heads": 8}}}, "only the fused form has .*, not llama"),
+        (
+            {"vocab_size": 50},
+            r"tensor lm_head.weight has the shape \(97, 32\), but config.json asks for \(50, 32\)",
+        ),
+        (
+            {"num_hidden_layers": 6},
+            "lacks a tensor of its model: model.layers.4.input_layernorm.weight and 17 more",
+        ),
+        (
+            {"attention_bias": True},
+            "lacks a tensor of its model: model.layers.0.self_attn.k_proj.bias and 15 more",
+        ),
+        (
+            {"per_layer_config": {"1": {"num_attention_heads": 8}}},
+            "only the fused form has .*, not llama",
+        ),
         (
             {"model_type": "surgeon_fused", "per_layer_config": {}},
             "needs allow_global_per_layer_attribute_access: true",
         ),
-        ({"model_type": "surgeon_fused", "layer_types": ["full_attention"]}, "describes no model that can be built"),
+        (
+            {"model_type": "surgeon_fused", "layer_types": ["full_attention"]},
+            "describes no model that can be built",
+        ),
         ({"model_type": "surgeon_fused", "norm": "batch"}, "describes no model that can be built"),
-        (GLOBAL | {"model_type": "surgeon_fused", "per_layer_config": {"1": {"num_key_value_heads": -2}}}, "not -2"),
+        (
+            GLOBAL
+            | {"model_type": "surgeon_fused", "per_layer_config": {"1": {"num_key_value_heads": -2}}},
+            "not -2",
+        ),
         ({"surgeon_program": "A9 F9"}, "A9 is out of range"),
-        ({"surgeon_program": "what?"}, "config.json has a surgeon_program that is none: cannot read 'what"),
-        ({"surgeon_program": 5}, "config.json has surgeon_program: 5, which is no program; write it as a text"),
+        (
+            {"surgeon_program": "what?"},
+            "config.json has a surgeon_program that is none: cannot read 'what",
+        ),
+        (
+            {"surgeon_program": 5},
+            "config.json has surgeon_program: 5, which is no program; write it as a text",
+        ),
         ({"surgeon_program": None}, "config.json has surgeon_program: None, which is no program"),
         ({"surgeon_program": ["A0"]}, r"config.json has surgeon_program: \['A0'\], which is no program"),
         ({"surgeon_program": " "}, "config.json has surgeon_program: ' ', which is no program"),
@@ -154,8 +181,12 @@ def test_the_dtype_to_compute_in_is_that_of_the_embedding(tmp_path: Path) -> Non
 def test_an_embedding_of_integers_is_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     tiny_model("llama", 2).save_pretrained(tmp_path)
     tensors = tensors_of(tmp_path)
-    store(tmp_path, tensors | {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"].to(dtype)})
-    with pytest.raises(ValueError, match=r"model.embed_tokens.weight holds int\d+, which stands for other numbers"):
+    store(
+        tmp_path, tensors | {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"].to(dtype)}
+    )
+    with pytest.raises(
+        ValueError, match=r"model.embed_tokens.weight holds int\d+, which stands for other numbers"
+    ):
         surgeon.load(tmp_path)
 
 
@@ -193,7 +224,9 @@ class Taken(Exception):
     """What transformers would have been asked for."""
 
 
-def test_one_gpu_where_the_model_and_what_an_edit_derives_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gpu_where_the_model_and_what_an_edit_derives_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model("llama", 2)
     model.save_pretrained(tmp_path)
     stored, own = open_stored(tmp_path), sum(parameter.nbytes for parameter in model.parameters())
@@ -213,7 +246,9 @@ def test_one_gpu_where_the_model_and_what_an_edit_derives_fit(tmp_path: Path, mo
     assert stored.device_map(factorised) == "auto"
 
 
-def test_what_transformers_warns_of_is_kept_back_from_surgeon_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_transformers_warns_of_is_kept_back_from_surgeon_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     logger = logging.getLogger("transformers.integrations.heterogeneity.configuration_utils")
     with caplog.at_level(logging.WARNING, logger.name):
         eval("warn('ours')", {"__name__": "surgeon.somewhere", "warn": logger.warning})

@@ -38,7 +38,10 @@ def test_content_is_one_text_and_keys_that_say_nothing_are_gone() -> None:
         ({"role": "assistant"}, "m.content must be a text or a list of parts, not None"),
         ({"role": "user", "tool_calls": [{}]}, "m.content must be a text or a list of parts, not None"),
         ({"role": "user", "content": [{"type": "image"}]}, r"m.content.0 must be {\"type\": \"text\""),
-        ({"role": "assistant", "tool_calls": "look"}, "m.tool_calls must be a list of objects, not 'look'"),
+        (
+            {"role": "assistant", "tool_calls": "look"},
+            "m.tool_calls must be a list of objects, not 'look'",
+        ),
     ],
 )
 def test_messages_that_are_none_are_refused(message: Message, error: str) -> None:
@@ -86,7 +89,9 @@ def test_calls_that_are_not_written_and_messages_that_are_not_taken() -> None:
 
 SYSTEM = {"role": "system", "content": "be brief"}
 # As Gemma's: what the system says is refused.
-WITHOUT_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+WITHOUT_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+)
 
 
 def test_a_chat_begins_once_and_ends_where_the_answer_begins() -> None:
@@ -105,7 +110,10 @@ def test_a_chat_begins_once_and_ends_where_the_answer_begins() -> None:
             WITHOUT_SYSTEM + "{{ messages[0].content }}",
             "^tiny's chat template does not take a system message, which has to be left out: System role not",
         ),
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "writes nothing of a system mess"),
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+            "writes nothing of a system mess",
+        ),
         ("{{ raise_exception('no') }}", "does not take these messages: no$"),
     ],
 )

@@ -23,7 +23,15 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import KINDS, Sublayer
 from surgeon.models.families import FAMILIES, family_of
 from surgeon.models.weights import ModelWeights, ModuleStore
-from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
+from tests.checkpoint.helpers import (
+    IDS,
+    load_shipped,
+    logits_of,
+    plain_logits,
+    relative_error,
+    run_export,
+    save_source,
+)
 from tests.selection import one_in
 from tests.tiny_models import DENSE_FAMILIES, TEXT, save_checkpoint, tiny_model
 
@@ -34,7 +42,12 @@ PROGRAMS = (
     "A0 F0 >A1 >F1 >[A2 A0] >[F2 F0] A1 F1",  # a ladder, over LP, with layers that run twice
     "A0 {A1 F1 | {A2 | F0} F2} [A0 F1]",
 )
-OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": 4,
+    "do_sample": False,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 MERGED = {True: "A0 F0 >A1~A2 F1~F2", False: "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} A1~A2 F1~F2"}
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}}
 
@@ -124,7 +137,12 @@ def test_checkpoints_load_as_they_were_exported(family: str, tmp_path: Path) -> 
     written.config.save_pretrained(tmp_path / "again")
     config = type(written.config).from_pretrained(tmp_path / "again")
     assert config.num_hidden_layers == written.config.num_hidden_layers - ("/" in program) == 2
-    assert relative_error(logits_of(type(written).from_pretrained(tmp_path / "target", config=config)), expected) < 1e-5
+    assert (
+        relative_error(
+            logits_of(type(written).from_pretrained(tmp_path / "target", config=config)), expected
+        )
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("family", DENSE_FAMILIES)
@@ -137,16 +155,22 @@ def test_it_slices_as_surgeon_does(family: str) -> None:
 
     def kept(kind: str, path: str, index: int) -> Tensor:
         """The indices of a slice's features in its module."""
-        roles = [projection.role for projection in stock.spec(kind).projections if projection.path == path]
+        roles = [
+            projection.role for projection in stock.spec(kind).projections if projection.path == path
+        ]
         found: Any = [weights.matrix(Sublayer(kind, (0,), (index, 2)), role) for role in roles]
         return torch.cat([matrix.features for matrix in found]).sort().values
 
-    for kind, path in {(one, projection.path) for one in KINDS for projection in stock.spec(one).projections}:
+    for kind, path in {
+        (one, projection.path) for one in KINDS for projection in stock.spec(one).projections
+    }:
         slices = [kept(kind, path, index) for index in (0, 1)]
         whole = torch.cat(slices).sort().values
         assert torch.equal(whole, torch.arange(len(whole)))
         for index in (0, 1):
-            assert torch.equal(shipped.part(whole, (index, 2), tuple(packed.get(path, (1,)))), slices[index]), path
+            assert torch.equal(
+                shipped.part(whole, (index, 2), tuple(packed.get(path, (1,)))), slices[index]
+            ), path
 
 
 def test_a_layer_is_whole_again_after_a_slice_that_failed() -> None:
@@ -171,13 +195,17 @@ def test_lora_on_slices(family: str) -> None:
     model = tiny_model(family, 3)
     row = family_row(FAMILIES[family], model.config)
     names = {path.rpartition(".")[2] for path in row["reads"] + row["writes"]}
-    options = LoraConfig(target_modules=sorted(names), r=2, init_lora_weights=False, lora_bias=family != "phi3")
+    options = LoraConfig(
+        target_modules=sorted(names), r=2, init_lora_weights=False, lora_bias=family != "phi3"
+    )
     torch.manual_seed(0)
     lora = get_peft_model(model_running(model, TRACKS), options)
     adapted = logits_of(lora)
     assert relative_error(adapted, plain_logits(model, TRACKS)) > 1e-2
     lora(input_ids=IDS, labels=IDS).loss.backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in lora.parameters() if p.requires_grad)
+    assert all(
+        p.grad is not None and p.grad.abs().max() > 0 for p in lora.parameters() if p.requires_grad
+    )
     merged = lora.merge_and_unload()
     model.load_state_dict(merged.state_dict())
     assert relative_error(adapted, plain_logits(model, TRACKS)) < 1e-5
@@ -187,7 +215,11 @@ def test_lora_on_slices(family: str) -> None:
 def gradients(model: Any, **inputs: Any) -> dict[str, Tensor]:
     model.zero_grad()
     model(input_ids=IDS, labels=IDS, **inputs).loss.backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neo", "gpt_neox"])
@@ -210,16 +242,18 @@ def test_what_only_layers_could_give_is_refused() -> None:
     with pytest.raises(ValueError, match="output_hidden_states is not supported"):
         running.generate(IDS, return_dict_in_generate=True, output_hidden_states=True, **OPTIONS)
     running.set_attn_implementation("eager")
-    assert [tuple(found.shape) for found in running(input_ids=IDS, output_attentions=True).attentions] == [
-        (2, 4, 9, 9)
-    ] * 3
+    assert [
+        tuple(found.shape) for found in running(input_ids=IDS, output_attentions=True).attentions
+    ] == [(2, 4, 9, 9)] * 3
 
 
 def test_weights_on_the_disk(tmp_path: Path) -> None:
     model = tiny_model("llama", 3, attention_bias=True, mlp_bias=True)
     model_running(model, TRACKS).save_pretrained(tmp_path / "model")
     places: dict[str, Any] = {"max_memory": {"cpu": "70KB"}, "offload_folder": tmp_path / "offload"}
-    offloaded: Any = PROGRAM.model_class("llama").from_pretrained(tmp_path / "model", device_map="auto", **places)
+    offloaded: Any = PROGRAM.model_class("llama").from_pretrained(
+        tmp_path / "model", device_map="auto", **places
+    )
     assert layers_of(offloaded)[1].mlp.up_proj.weight.is_meta  # type: ignore[union-attr]
     assert relative_error(logits_of(offloaded), plain_logits(model, TRACKS)) < 1e-5
 
@@ -238,11 +272,15 @@ def test_the_tokenizer_opens_in_the_class_it_had(declared: str | None, tmp_path:
     # That class adds tokens which this tokenizer has not.
     source = save_checkpoint(tmp_path / "source", "gpt2", 2, vocab_size=310)
     path = source / "tokenizer_config.json"
-    path.write_text(json.dumps({"model_max_length": 64} | ({"tokenizer_class": declared} if declared else {})))
+    path.write_text(
+        json.dumps({"model_max_length": 64} | ({"tokenizer_class": declared} if declared else {}))
+    )
     run_export(source, tmp_path / "target", ">A0 F0")
     original = AutoTokenizer.from_pretrained(source)
     copied = AutoTokenizer.from_pretrained(tmp_path / "target", trust_remote_code=False)
     assert type(copied) is type(original) is type(open_tokenizer(tmp_path / "target"))
     assert copied.special_tokens_map == original.special_tokens_map
     assert copied(TEXT).input_ids == original(TEXT).input_ids
-    assert ((tmp_path / "target" / path.name).read_bytes() == path.read_bytes()) is (declared is not None)
+    assert ((tmp_path / "target" / path.name).read_bytes() == path.read_bytes()) is (
+        declared is not None
+    )

@@ -26,17 +26,25 @@ def quantised(folder: Path, scheme: str, family: str = "llama", layers: int = 2)
     return quantise_folder(folder / "quantised", scheme, folder / "dense"), folder / "dense"
 
 
-@pytest.mark.parametrize("scheme", [case(scheme, default=scheme in ("awq", "nf4 nested")) for scheme in SCHEMES])
+@pytest.mark.parametrize(
+    "scheme", [case(scheme, default=scheme in ("awq", "nf4 nested")) for scheme in SCHEMES]
+)
 def test_loaded_it_computes_what_its_numbers_do(scheme: str, tmp_path: Path) -> None:
     folder, dense = quantised(tmp_path, scheme)
-    with pytest.warns(UserWarning, match="are dequantised as they are read, and computed with in float32"):
+    with pytest.warns(
+        UserWarning, match="are dequantised as they are read, and computed with in float32"
+    ):
         model = load(folder)
     expected = load(dense)
     torch.testing.assert_close(logits_of(model), logits_of(expected), rtol=1e-5, atol=1e-5)
     assert not hasattr(model.config, "quantization_config")
     assert model.name_or_path == str(folder)
     stored, other = open_model(folder), open_model(dense)
-    assert (stored.parameters, stored.program, stored.dtype) == (other.parameters, other.program, torch.float32)
+    assert (stored.parameters, stored.program, stored.dtype) == (
+        other.parameters,
+        other.program,
+        torch.float32,
+    )
     assert stored.size < other.size
     assert stored.hash != other.hash
 
@@ -53,7 +61,9 @@ def test_its_names_are_those_of_its_architecture(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.up_proj.scales" not in found
     assert found.raw.names() == [*load_file(folder / "model.safetensors")]
     assert torch.equal(torch.cat([*found[name].rows(7)]), found.tensor(name))
-    assert found[name].num_bytes == sum(found.raw[part].num_bytes for part in found.quantised[name].parts.values())
+    assert found[name].num_bytes == sum(
+        found.raw[part].num_bytes for part in found.quantised[name].parts.values()
+    )
     assert found.weights_hash() == Checkpoint(folder).weights_hash()
 
 
@@ -96,20 +106,31 @@ def test_zeros_as_biases_of_layers_that_have_none_are_left_out(tmp_path: Path) -
     assert sorted(Checkpoint(out.folder).raw.names()) == sorted(tensors)
     zeros[spare[0]][3] = 0.5
     save_file(tensors | zeros, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=f"tensor {spare[0]} is a bias of a layer that has none by config.json"):
+    with pytest.raises(
+        ValueError, match=f"tensor {spare[0]} is a bias of a layer that has none by config.json"
+    ):
         open_model(folder)
 
 
 def test_what_is_wrong_is_said_as_it_is_opened(tmp_path: Path) -> None:
     folder, _ = quantised(tmp_path, "fp8")
-    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    tensors, config = (
+        load_file(folder / "model.safetensors"),
+        json.loads((folder / "config.json").read_text()),
+    )
     scales = "model.layers.1.mlp.up_proj.weight_scale_inv"
-    save_file({k: v for k, v in tensors.items() if k != scales}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=f"has no tensor {scales}, which FP8 in blocks of 16 x 16 needs beside"):
+    save_file(
+        {k: v for k, v in tensors.items() if k != scales}, folder / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(
+        ValueError, match=f"has no tensor {scales}, which FP8 in blocks of 16 x 16 needs beside"
+    ):
         open_model(folder)
     cut = {k: v[:1].clone() if k == scales else v for k, v in tensors.items()}
     save_file(cut, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=rf"tensor {scales} has the shape \(1, 2\), and FP8 .* needs \(3, 2\) for"):
+    with pytest.raises(
+        ValueError, match=rf"tensor {scales} has the shape \(1, 2\), and FP8 .* needs \(3, 2\) for"
+    ):
         open_model(folder)
     for method, said in (
         ("quark", "quantised by 'quark' are not supported"),
@@ -140,13 +161,21 @@ def test_storage_types_without_a_configuration_are_refused(scheme: str, tmp_path
     entries = json.loads((folder / "config.json").read_text())
     del entries["quantization_config"]
     (folder / "config.json").write_text(json.dumps(entries))
-    with pytest.raises(ValueError, match=r"tensor model\.layers\..* and belongs to no quantization_config"):
+    with pytest.raises(
+        ValueError, match=r"tensor model\.layers\..* and belongs to no quantization_config"
+    ):
         open_model(folder)
 
 
 def test_values_are_checked_as_it_is_opened(tmp_path: Path) -> None:
     folder, _ = quantised(tmp_path, "int8")
     tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight_format"
-    save_file(tensors | {name: torch.tensor(2, dtype=torch.uint8)}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=f"tensor {name} holds 2, and should hold 0 for a layout in rows"):
+    save_file(
+        tensors | {name: torch.tensor(2, dtype=torch.uint8)},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(
+        ValueError, match=f"tensor {name} holds 2, and should hold 0 for a layout in rows"
+    ):
         open_model(folder)

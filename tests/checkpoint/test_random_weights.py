@@ -49,7 +49,9 @@ def test_parts_are_those_of_the_whole(config: Path) -> None:
     part = weights.matrix(Sublayer("F", (1,), (1, 2)), "up").whole()
     assert torch.equal(part, whole[len(whole) // 2 :])
     assert not torch.equal(whole, weights.matrix(Sublayer("F", (2,)), "up").whole())
-    assert torch.equal(whole, RandomCheckpoint(config).tensor(weights.matrix(Sublayer("F", (1,)), "up").name))
+    assert torch.equal(
+        whole, RandomCheckpoint(config).tensor(weights.matrix(Sublayer("F", (1,)), "up").name)
+    )
 
 
 def test_factors_need_no_matrix(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +82,10 @@ def test_programs_of_one_model_share_what_they_do_not_change(config: Path) -> No
     shared = dense.model.program.sublayers.keys() & pair.model.program.sublayers.keys()
     assert {str(sublayer) for sublayer, *_ in shared} == {"A0/2:1", "F0/2:1", "A3/2:1", "F3/2:1"}
     assert all(pair.model.program.sublayers[key] is dense.model.program.sublayers[key] for key in shared)
-    assert {str(sublayer) for sublayer, *_ in pair.model.program.sublayers.keys() - shared} == {"A2", "F2"}
+    assert {str(sublayer) for sublayer, *_ in pair.model.program.sublayers.keys() - shared} == {
+        "A2",
+        "F2",
+    }
     attention = pair.model.program.sublayers[Sublayer("A", (2,)), (), None]
     assert isinstance(attention, Attention)
     alone = engine("A0 F0 [A1 A2] [F1 F2] A3 F3")

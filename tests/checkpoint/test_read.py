@@ -45,7 +45,9 @@ def test_a_sound_header(tmp_path: Path) -> None:
     }
     stored = found["a"]
     content = (tmp_path / "x").read_bytes()[stored.begin : stored.end]
-    assert torch.equal(torch.frombuffer(bytearray(content), dtype=torch.float32).view(2, 3), tensors["a"])
+    assert torch.equal(
+        torch.frombuffer(bytearray(content), dtype=torch.float32).view(2, 3), tensors["a"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,11 @@ def test_a_sound_header(tmp_path: Path) -> None:
         ([1], 0, "invalid type: sequence"),
         ({"a": 5}, 0, "invalid type: integer `5`, expected struct TensorInfo"),
         (json.dumps({"a": entry()}).encode()[:-1] + b', "a": 0}', 24, "truncated or not"),
-        (json.dumps({"a": entry()}).encode()[:-1] + b", " + json.dumps({"a": entry()}).encode()[1:], 24, "'a' twice"),
+        (
+            json.dumps({"a": entry()}).encode()[:-1] + b", " + json.dumps({"a": entry()}).encode()[1:],
+            24,
+            "'a' twice",
+        ),
         ({"__metadata__": {"step": 5}}, 0, "invalid type: integer `5`, expected a string"),
         (b'{"__metadata__": {"a": "\\ud800"}}', 0, "hex escape"),
         ({"a": entry()}, 20, "file not fully covered"),
@@ -72,13 +78,17 @@ def test_a_sound_header(tmp_path: Path) -> None:
         ({"a": entry(), "b": entry(offsets=[28, 52])}, 52, "invalid offset for tensor `b`"),
     ],
 )
-def test_headers_that_do_not_describe_their_file(tmp_path: Path, header: Any, data: int, said: str) -> None:
+def test_headers_that_do_not_describe_their_file(
+    tmp_path: Path, header: Any, data: int, said: str
+) -> None:
     path = write_file(tmp_path / "x.safetensors", header, data)
     with pytest.raises(ValueError, match=said):
         read_header(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"\0\0\0", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 10) + b"{}"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\0\0\0", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 10) + b"{}"]
+)
 def test_files_that_are_cut_off(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(ValueError, match="truncated or not a safetensors file"):
@@ -122,7 +132,8 @@ def index(sharded: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize(
-    "file", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "../..", 5, None, ["a"], "x\0y.safetensors"]
+    "file",
+    ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "../..", 5, None, ["a"], "x\0y.safetensors"],
 )
 def test_an_index_names_files_of_its_folder_only(index: Callable[..., Path], file: Any) -> None:
     with pytest.raises(ValueError, match="outside the folder"):
@@ -135,7 +146,10 @@ def test_an_index_names_files_of_its_folder_only(index: Callable[..., Path], fil
         (lambda _: None, "no weight_map"),
         (lambda _: [], "no weight_map"),
         (lambda _: {}, "no weight_map"),
-        (lambda names: names | {"model.norm.weight": "config.json"}, r"only \*.safetensors files are read"),
+        (
+            lambda names: names | {"model.norm.weight": "config.json"},
+            r"only \*.safetensors files are read",
+        ),
         (lambda names: names | {"model.norm.weight": ""}, r"only \*.safetensors files are read"),
         (lambda names: names | {"more": names["model.norm.weight"]}, "tensor 'more' is not in model-"),
         (lambda names: names | {"model.norm.weight": "none.safetensors"}, "none.safetensors is missing"),
@@ -147,7 +161,9 @@ def test_an_index_that_does_not_fit(index: Callable[..., Path], edit: Any, said:
 
 
 def test_a_tensor_that_the_index_forgets_is_there(index: Callable[..., Path], tmp_path: Path) -> None:
-    folder = index(lambda names: {name: file for name, file in names.items() if name != "model.norm.weight"})
+    folder = index(
+        lambda names: {name: file for name, file in names.items() if name != "model.norm.weight"}
+    )
     assert "model.norm.weight" in Checkpoint(folder)  # transformers loads it, too
     run_export(folder, tmp_path / "target", PRUNED)
 
@@ -171,7 +187,9 @@ def test_weights_that_the_configuration_names(named: str, tmp_path: Path) -> Non
     model = save_source(tmp_path / "source", num_layers=3)
     with_index(tmp_path / "source")
     configure(tmp_path / "source", transformers_weights=named)
-    with pytest.raises(FileNotFoundError, match=rf"{named} is missing: config.json names it as transformers_weights"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"{named} is missing: config.json names it as transformers_weights"
+    ):
         Checkpoint(tmp_path / "source")
     (tmp_path / "source" / ("model.safetensors" if named.endswith("safetensors") else INDEX)).rename(
         tmp_path / "source" / named
@@ -186,15 +204,21 @@ def test_weights_that_the_configuration_names(named: str, tmp_path: Path) -> Non
 def test_an_adapter_in_the_folder_is_refused(tmp_path: Path) -> None:
     save_source(tmp_path, num_layers=1)
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"holds an adapter .adapter_config.json., .*; merge it into its model"):
+    with pytest.raises(
+        ValueError, match=r"holds an adapter .adapter_config.json., .*; merge it into its model"
+    ):
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("named", ["../model.safetensors", "a/b.safetensors", "pytorch_model.bin", "", 5, ["x"]])
+@pytest.mark.parametrize(
+    "named", ["../model.safetensors", "a/b.safetensors", "pytorch_model.bin", "", 5, ["x"]]
+)
 def test_weights_that_the_configuration_must_not_name(named: Any, tmp_path: Path) -> None:
     save_source(tmp_path, num_layers=1)
     configure(tmp_path, transformers_weights=named)
-    with pytest.raises(ValueError, match=r"should name a \*.safetensors or .* of its folder as transformers_weights"):
+    with pytest.raises(
+        ValueError, match=r"should name a \*.safetensors or .* of its folder as transformers_weights"
+    ):
         Checkpoint(tmp_path)
 
 
@@ -244,13 +268,16 @@ def test_shapes_are_compared_with_the_config_before_any_work(sharded: Path) -> N
 def test_every_tensor_keeps_its_own_dtype(tmp_path: Path) -> None:
     save_source(tmp_path / "source", num_layers=3)
     dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-    mixed = {name: t.to(dtypes[i % 4]) for i, (name, t) in enumerate(weights_of(tmp_path / "source").items())}
+    mixed = {
+        name: t.to(dtypes[i % 4]) for i, (name, t) in enumerate(weights_of(tmp_path / "source").items())
+    }
     save_file(mixed, tmp_path / "source" / "model.safetensors")
     proof = run_export(tmp_path / "source", tmp_path / "target", "A0 F0 A1 F1")
     assert proof.written < 1e-6
     written = weights_of(tmp_path / "target")
     assert all(
-        torch.equal(tensor, mixed[name]) and tensor.dtype == mixed[name].dtype for name, tensor in written.items()
+        torch.equal(tensor, mixed[name]) and tensor.dtype == mixed[name].dtype
+        for name, tensor in written.items()
     )
     proof = run_export(tmp_path / "source", tmp_path / "fused", "A0 F0 [A1 A2] [F1 F2]")
     assert proof.exact < 1e-5
@@ -288,6 +315,8 @@ def test_a_models_hash_is_of_what_config_json_means_and_of_the_weights(tmp_path:
     path.write_text(json.dumps(config))
     assert Checkpoint(tmp_path).model_hash() == known
     weights = Checkpoint(tmp_path).weights_hash()
-    save_file(weights_of(tmp_path) | {"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors")
+    save_file(
+        weights_of(tmp_path) | {"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors"
+    )
     assert Checkpoint(tmp_path).weights_hash() != weights
     assert Checkpoint(tmp_path).model_hash() != known

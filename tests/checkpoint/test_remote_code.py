@@ -74,7 +74,9 @@ def test_modeling_files_load_and_generate_where_there_is_no_surgeon(tmp_path: Pa
     environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     folders = [str(tmp_path / name) for name in programs]
     command = [sys.executable, "-c", WITHOUT_SURGEON, str(tmp_path / "exchanged.pt"), *folders]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "exchanged.pt")
     for name, program in programs.items():
@@ -84,7 +86,9 @@ def test_modeling_files_load_and_generate_where_there_is_no_surgeon(tmp_path: Pa
         for result in (logits, from_body, again):
             assert relative_error(result, expected) < 1e-5, name
         assert torch.equal(cached, uncached), name
-        assert torch.equal(cached, edited.generate(IDS, max_new_tokens=6, do_sample=False, eos_token_id=None)), name
+        assert torch.equal(
+            cached, edited.generate(IDS, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        ), name
 
 
 @pytest.mark.parametrize("form", list(SHIPPED))
@@ -131,7 +135,9 @@ def test_what_describes_no_architecture_is_refused() -> None:
     config = tiny_model("llama", 1).config
     for row in (None, "llama", {"attention": []}):
         config.surgeon_family = row
-        with pytest.raises(ValueError, match="surgeon_family must describe the architecture by attention"):
+        with pytest.raises(
+            ValueError, match="surgeon_family must describe the architecture by attention"
+        ):
             shipped.family_in(config)
 
 
@@ -140,7 +146,10 @@ def test_modeling_files_have_the_classes_that_configurations_name(form: str) -> 
     for model_type in DENSE_FAMILIES:
         for name in SHIPPED[form].auto_map(model_type).values():
             assert isinstance(
-                getattr(sys.modules[SHIPPED[form].model_class(model_type).__module__], name.partition(".")[2]), type
+                getattr(
+                    sys.modules[SHIPPED[form].model_class(model_type).__module__], name.partition(".")[2]
+                ),
+                type,
             )
 
 
@@ -166,7 +175,10 @@ def test_its_parser_reads_what_surgeon_writes(text: str) -> None:
         if isinstance(node, shipped.Fork):
             return "{" + " | ".join(map(show, node.branches)) + "}"
         assert isinstance(node, shipped.Step)
-        names = [f"{s.kind}{s.layer}" + (f"/{s.piece[1]}:{s.piece[0]}" if s.piece else "") for s in node.sublayers]
+        names = [
+            f"{s.kind}{s.layer}" + (f"/{s.piece[1]}:{s.piece[0]}" if s.piece else "")
+            for s in node.sublayers
+        ]
         return (">" if node.late else "") + (names[0] if len(names) == 1 else f"[{' '.join(names)}]")
 
     assert show(shipped.parse(text)) == text == str(Program.parse(text))

@@ -42,7 +42,9 @@ def streamed_logits(folder: Path) -> Tensor:
     def rows(names: tuple[str, ...], count: int | None) -> Iterable[tuple[Tensor]]:
         return zip(chain.from_iterable(original.checkpoint[name].rows(count) for name in names))
 
-    with WeightsOnDemand(model, {parameter: partial(rows, names) for parameter, names in match.names.items()}):
+    with WeightsOnDemand(
+        model, {parameter: partial(rows, names) for parameter, names in match.names.items()}
+    ):
         return logits_of(model)
 
 
@@ -70,13 +72,17 @@ def test_names_are_found_as_transformers_finds_them(tmp_path: Path, stored: str)
         weights = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
         weights["h.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)  # a mask that old files hold
     else:
-        weights["lm_head.weight"] = head.clone() if stored == "with the head" else head.flip(0).contiguous()
+        weights["lm_head.weight"] = (
+            head.clone() if stored == "with the head" else head.flip(0).contiguous()
+        )
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert relative_error(streamed_logits(tmp_path), logits_of(loaded)) < 1e-6
 
 
-def test_an_embedding_is_not_read_beyond_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedding_is_not_read_beyond_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_source(tmp_path, num_layers=2)
     read: list[tuple[str, int]] = []
     part, original = FileTensor.part, open_model(tmp_path)
@@ -109,7 +115,9 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_bytes()
     others = " ".join(f"A{layer} F{layer}" for layer in range(5, 16))
-    run_export(tmp_path / "source", tmp_path / "target", f"A0 F0 [A1 A2] [F1 F2] [A3 A4] [F3 F4] {others}")
+    run_export(
+        tmp_path / "source", tmp_path / "target", f"A0 F0 [A1 A2] [F1 F2] [A3 A4] [F3 F4] {others}"
+    )
     # The largest tensor, of a fused layer, takes 8 MB in float32, and what is written, run and read back side by side
     # has some of them each, 70 to 105 MB together, of 8 layers as well. All weights in float32: 222 MB.
     assert most_resident() - before < 140 * 2**20
@@ -122,7 +130,10 @@ def test_surgeon_json_says_what_every_file_holds(tmp_path: Path) -> None:
     run_export(tmp_path / "source", target, "A0 F0 >A2 >F2")
     report = json.loads((target / "surgeon.json").read_text())
     # People add to the model card; it is no part of what is loaded.
-    assert set(report["files"]) == {path.name for path in target.iterdir()} - {"surgeon.json", "README.md"}
+    assert set(report["files"]) == {path.name for path in target.iterdir()} - {
+        "surgeon.json",
+        "README.md",
+    }
     for name, record in report["files"].items():
         assert FileRecord(**record) == FileRecord.of(target / name)
     assert verify(target, target / "surgeon.json") == len(report["files"])
@@ -163,7 +174,9 @@ def test_reports_that_record_nothing(tmp_path: Path, report: Any, said: str) -> 
         verify(tmp_path, tmp_path / "surgeon.json")
 
 
-def test_what_is_written_and_not_there_afterwards_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_and_not_there_afterwards_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A disk that changes a bit behind the writer's back, in a way that no logit shows."""
     save_source(tmp_path / "source", num_layers=3)
 

@@ -42,8 +42,19 @@ class Counted:
 
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     """As Llama 2's: words begin with a mark that is a space inside a text, other characters come as bytes."""
-    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁The", "▁fox", "▁sees", "▁", "fox", ","]
-    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
+    words = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁The",
+        "▁fox",
+        "▁sees",
+        "▁",
+        "fox",
+        ",",
+    ]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>")
+    )
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
@@ -57,7 +68,10 @@ def pieces_of(tokenizer: Any, prompt: list[int], tokens: list[int]) -> list[str]
 
 def test_long_texts_are_those_of_decoding_at_once_and_take_no_longer() -> None:
     tokenizer = tiny_tokenizer()
-    prompt, tokens = tokenizer(PROMPT).input_ids, tokenizer(" " + TEXT, add_special_tokens=False).input_ids
+    prompt, tokens = (
+        tokenizer(PROMPT).input_ids,
+        tokenizer(" " + TEXT, add_special_tokens=False).input_ids,
+    )
     assert len(tokens) > 4 * MOST_CONTEXT
     counted = Counted(tokenizer)
     pieces = pieces_of(counted, prompt, tokens)
@@ -71,7 +85,17 @@ def test_words_with_their_spaces_and_characters_as_bytes() -> None:
     tokenizer = byte_fallback_tokenizer()
     ids = tokenizer.convert_tokens_to_ids
     fox = ids([f"<0x{byte:02X}>" for byte in "🦊".encode()])
-    tokens = [ids("▁fox"), ids(","), *fox, *fox, ids("▁sees"), ids("▁"), *fox * 60, ids("▁fox"), ids("fox")] * 2
+    tokens = [
+        ids("▁fox"),
+        ids(","),
+        *fox,
+        *fox,
+        ids("▁sees"),
+        ids("▁"),
+        *fox * 60,
+        ids("▁fox"),
+        ids("fox"),
+    ] * 2
     text = "".join(pieces_of(tokenizer, [ids("▁The")], tokens))
     assert text == (" fox,🦊🦊 sees " + "🦊" * 60 + " foxfox") * 2
 
@@ -103,7 +127,9 @@ def test_of_two_stop_texts_the_first_one_counts() -> None:
     assert StopTexts([]).add("abc") == "abc"
 
 
-@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3), st.data())
+@given(
+    st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3), st.data()
+)
 def test_stop_texts_in_whatever_pieces(text: str, found: list[str], data: st.DataObject) -> None:
     """No stop text is ever shown, in whole or in part, and nothing else is lost."""
     stops, shown = StopTexts(found), ""
@@ -154,8 +180,13 @@ def write(folder: Path, **settings: Any) -> Path:
 
 def test_what_applies(tmp_path: Path) -> None:
     assert read_defaults(tmp_path) == Defaults()
-    assert read_defaults(write(tmp_path, eos_token_id=1, temperature=0.6, top_k=50, num_beams=1)) == Defaults()
-    found = read_defaults(write(tmp_path, repetition_penalty=1.2, suppress_tokens=[3, 4], begin_suppress_tokens=[5]))
+    assert (
+        read_defaults(write(tmp_path, eos_token_id=1, temperature=0.6, top_k=50, num_beams=1))
+        == Defaults()
+    )
+    found = read_defaults(
+        write(tmp_path, repetition_penalty=1.2, suppress_tokens=[3, 4], begin_suppress_tokens=[5])
+    )
     assert found == Defaults(1.2, (3, 4), (5,))
     assert found.complaint() is None
 
@@ -169,7 +200,13 @@ def test_checkpoints_from_before_there_was_such_a_file(tmp_path: Path) -> None:
 
 
 def test_what_does_not_apply_is_named_with_its_value(tmp_path: Path) -> None:
-    settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "no_repeat_ngram_size": 3, "max_length": 20}
+    settings = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "no_repeat_ngram_size": 3,
+        "max_length": 20,
+    }
     found = read_defaults(write(tmp_path, **settings))
     words = "generation_config.json sets no_repeat_ngram_size (3), do_sample (true), temperature (0.6), top_p (0.9)"
     assert found.complaint() == f"{words}, which is not applied"
@@ -181,7 +218,10 @@ def test_what_does_not_apply_is_named_with_its_value(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0, not 0; correct it there"),
+        (
+            {"repetition_penalty": 0},
+            "repetition_penalty must be a number above 0, not 0; correct it there",
+        ),
         ({"repetition_penalty": "1.1"}, "repetition_penalty must be a number above 0, not '1.1'"),
         ({"suppress_tokens": 5}, "suppress_tokens must be a list of token ids, not 5"),
         ({"begin_suppress_tokens": ["a"]}, "begin_suppress_tokens must be a list of token ids"),

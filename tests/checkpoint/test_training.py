@@ -42,7 +42,8 @@ SAID: dict[str, Any] = {
     "held_out_hash": "decaf",
     "settings": {"learning_rate": 1e-4},
     "original": QUALITY,
-    "edited": QUALITY | {"perplexity": float("inf"), "divergence": 1.5, "divergence_interval": (1.0, 2.0)},
+    "edited": QUALITY
+    | {"perplexity": float("inf"), "divergence": 1.5, "divergence_interval": (1.0, 2.0)},
     "healed": QUALITY | {"perplexity": 3.5, "divergence": 0.25, "divergence_interval": (0.2, 0.3)},
 }
 
@@ -111,7 +112,9 @@ def test_a_second_training_is_told_behind_the_first(source: Path) -> None:
     said = trained_how(training_on(source, earlier=first | {"steps": 7, "method": "the norms"}).training)
     assert said.startswith("then trained further (healed): 7 steps, 1,638,400 tokens of corpus.txt")
     assert "the norms; then again: 400 steps, 1,638,400 tokens" in said
-    with pytest.raises(ValueError, match="the training needs earlier to be the record of another training"):
+    with pytest.raises(
+        ValueError, match="the training needs earlier to be the record of another training"
+    ):
         training_on(source, earlier={"steps": 7})
 
 
@@ -121,13 +124,20 @@ def test_measurements_of_the_original_under_the_program_are_refused(healed: Path
     with pytest.raises(ValueError, match="healed was trained since; measure it itself"):
         identity.is_edited(Path("x"), original, Program.parse(PROGRAM))
     assert not identity.is_edited(Path("x"), original, Program.dense(6))
-    assert identity.is_edited(Path("x"), Checkpoint(healed).model_hash(), surgeon.program_of(surgeon.load(healed)))
+    assert identity.is_edited(
+        Path("x"), Checkpoint(healed).model_hash(), surgeon.program_of(surgeon.load(healed))
+    )
 
 
 def test_it_is_shown_and_compared(healed: Path, source: Path, tmp_path: Path) -> None:
     said = dict(facts(describe(healed)))
-    assert said["name"].endswith(f"tiny in program form, by surgeon {surgeon.__version__}, trained since")
-    assert said["trained"] == "400 steps on 1,638,400 tokens of corpus.txt, full fine-tuning of the edited layers"
+    assert said["name"].endswith(
+        f"tiny in program form, by surgeon {surgeon.__version__}, trained since"
+    )
+    assert (
+        said["trained"]
+        == "400 steps on 1,638,400 tokens of corpus.txt, full fine-tuning of the edited layers"
+    )
     assert "those of the trained weights" in said["proof"]
     run_export(source, tmp_path / "untrained", PROGRAM)
     untrained = describe(tmp_path / "untrained")
@@ -157,7 +167,11 @@ def test_a_card_is_written_again(healed: Path) -> None:
         ("A0 {F0 | F1}", "A0 [F0 F1]", r"where that has {F0 \| F1}, it has"),
         ("A0/2:0 F0", "A0/2:1 F0", "where that has A0/2:0, it has A0/2:1"),
         ("A0@q5 F0", "A0@q6 F0", "where that has A0@q5, it has A0@q6"),
-        ("[A0/2:0 A0/2:1]", "[A0/2:0 A1/2:1]", "where that has A0/2:1, it has A1/2:1, which stands for another"),
+        (
+            "[A0/2:0 A0/2:1]",
+            "[A0/2:0 A1/2:1]",
+            "where that has A0/2:1, it has A1/2:1, which stands for another",
+        ),
         ("A0 F0 A1", "A0 F0 A0", "where that has A1, it has A0, which stands for another"),
     ],
 )
@@ -170,7 +184,10 @@ def test_the_recipes_program_under_other_numbers() -> None:
     recipe = Program.parse("A2 F2 [A5~A6 A4 F4] {A1/2:0 | A1/2:1} A1/4:1 A2 A2")
     stored = Program.parse("A0 F0 [A1 F1 A7] {A2/2:0 | A2/2:1} A3/4:1 A0 A8")
     attentions = {0: (2,), 1: (5, 6), 7: (4,), 2: (1,), 3: (1,), 8: (2,)}  # one of them is stored twice
-    expected = {("A", place): layers for place, layers in attentions.items()} | {("F", 0): (2,), ("F", 1): (4,)}
+    expected = {("A", place): layers for place, layers in attentions.items()} | {
+        ("F", 0): (2,),
+        ("F", 1): (4,),
+    }
     assert layers_by_recipe(recipe, stored) == expected
 
 

@@ -18,7 +18,15 @@ from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import FAMILIES, family_of
-from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
+from tests.checkpoint.helpers import (
+    IDS,
+    load_shipped,
+    logits_of,
+    plain_logits,
+    relative_error,
+    run_export,
+    save_source,
+)
 from tests.tiny_models import tiny_model
 
 DIVIDED = sorted(
@@ -40,7 +48,9 @@ def program_for(family: str, program: str) -> str:
 
     def own(sublayer: Sublayer) -> Sublayer:
         roles = {projection.role for projection in known.spec(sublayer.kind).projections}
-        return Sublayer(sublayer.kind, sublayer.layers, None, tuple(r for r in sublayer.ranks if r[0] in roles))
+        return Sublayer(
+            sublayer.kind, sublayer.layers, None, tuple(r for r in sublayer.ranks if r[0] in roles)
+        )
 
     wanted = {(one.kind, one.layers): own(one) for one in Program.parse(program).sublayers()}
     return str(Program.dense(2, known.steps_per_layer).renamed(lambda one: wanted[one.kind, one.layers]))
@@ -48,7 +58,10 @@ def program_for(family: str, program: str) -> str:
 
 def style_of(plan: dict[str, str], name: str) -> str:
     """As vLLM finds it: the first rule that a module's name begins with; without any it is whole on every rank."""
-    return next((style for rule, style in plan.items() if re.match(f"model.{rule}", f"model.{name}")), "replicate")
+    return next(
+        (style for rule, style in plan.items() if re.match(f"model.{rule}", f"model.{name}")),
+        "replicate",
+    )
 
 
 def on_ranks(module: Any, name: str, plan: dict[str, str], inputs: list[Tensor]) -> list[Tensor]:
@@ -154,7 +167,15 @@ def test_a_program_in_stock_order_is_left_to_the_stock_decoder(family: str, tmp_
 
 @pytest.mark.parametrize(
     "program",
-    ["F0 A0 F1 A1", "A0 F0 [A1 F1]", "A0 F0 >A1 F1", "A0/2:0 F0 A1 F1", "A0 F0", "{A0 F0 | A1 F1}", "A1 F1 A0 F0"],
+    [
+        "F0 A0 F1 A1",
+        "A0 F0 [A1 F1]",
+        "A0 F0 >A1 F1",
+        "A0/2:0 F0 A1 F1",
+        "A0 F0",
+        "{A0 F0 | A1 F1}",
+        "A1 F1 A0 F0",
+    ],
 )
 def test_other_programs_are_not_in_stock_order(program: str) -> None:
     assert not shipped.in_stock_order(shipped.parse(program), 2, 2)
@@ -183,7 +204,9 @@ def test_who_runs_it_is_said(family: str, program: str, why: str | None) -> None
     config = tiny_model(family, 2).config
     reason = lay_out(Program.parse(program), family_of(config), config).reason
     if why is None:
-        assert reason.startswith("transformers and unmodified vLLM load it with the modeling file inside")
+        assert reason.startswith(
+            "transformers and unmodified vLLM load it with the modeling file inside"
+        )
         assert "plugin" not in reason
     else:
         assert f"vLLM needs surgeon's plugin, because {why}" in reason

@@ -40,7 +40,9 @@ all_wrappers = pytest.mark.parametrize(
     "model_type",
     [case(name, default=name != "qwen3_5") for name in SUPPORTED],  # which computes slowly
 )
-one_wrapper = pytest.mark.parametrize("model_type", [case(name, default=name == "mistral3") for name in SUPPORTED])
+one_wrapper = pytest.mark.parametrize(
+    "model_type", [case(name, default=name == "mistral3") for name in SUPPORTED]
+)
 by_hand = pytest.mark.parametrize(
     ("model_type", "inside"),
     [
@@ -177,7 +179,9 @@ def test_an_adapter_lies_on_the_decoder_inside(saved: Any, tmp_path: Path) -> No
     base = AutoModelForImageTextToText.from_pretrained(tmp_path / "out" / "base")
     both = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
     torch.testing.assert_close(logits(both, input_ids=TEXT), logits(model, input_ids=TEXT))
-    assert not torch.allclose(logits(both, **inputs), logits(base, input_ids=inputs["input_ids"]), atol=0.1)
+    assert not torch.allclose(
+        logits(both, **inputs), logits(base, input_ids=inputs["input_ids"]), atol=0.1
+    )
 
 
 PAIRED, FACTORED = "A0 F0 [A2 A3] [F2 F3]", "A0@q4,o5 F0 A1 F1 A2 F2@down3 A3 F3"
@@ -186,13 +190,19 @@ INSIDE = {"mistral3": PAIRED, "qwen3_vl": FACTORED, "llama4": PAIRED}
 
 @pytest.mark.parametrize(
     ("model_type", "program"),
-    [case(name, one, default=INSIDE.get(name) == one) for name in SUPPORTED for one in (PAIRED, FACTORED)],
+    [
+        case(name, one, default=INSIDE.get(name) == one)
+        for name in SUPPORTED
+        for one in (PAIRED, FACTORED)
+    ],
 )
 def test_a_program_runs_inside(model_type: str, program: str, saved: Any, tmp_path: Path) -> None:
     """In the class that the modeling file makes of the wrapper's, with images, and as a decoder alone."""
     whole, inputs, folder = saved
     if model_type == "qwen3_vl" and program == PAIRED:
-        with pytest.raises(ValueError, match="adds features of images behind its first 2 layers, and the program is"):
+        with pytest.raises(
+            ValueError, match="adds features of images behind its first 2 layers, and the program is"
+        ):
             surgeon.export(folder, tmp_path / "out", program=program)
         return
     exported = surgeon.export(folder, tmp_path / "out", program=program, form="program")
@@ -203,14 +213,18 @@ def test_a_program_runs_inside(model_type: str, program: str, saved: Any, tmp_pa
     options = {"trust_remote_code": True, "dtype": torch.float32}
     written: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", **options).eval()
     assert isinstance(written, type(whole))
-    torch.testing.assert_close(logits(written, **inputs, use_cache=False), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits(written, **inputs, use_cache=False), expected, rtol=1e-4, atol=1e-4
+    )
     greedy = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "suppress_tokens": [IMAGE]}
     tokens = written.generate(**inputs, **greedy)
     assert torch.equal(tokens, written.generate(**inputs, **greedy, use_cache=False))
     written.save_pretrained(tmp_path / "again")
     for place in (tmp_path / "out", tmp_path / "again"):
         again: Any = AutoModelForImageTextToText.from_pretrained(place, **options).eval()
-        torch.testing.assert_close(logits(again, **inputs, use_cache=False), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            logits(again, **inputs, use_cache=False), expected, rtol=1e-4, atol=1e-4
+        )
     reopened = surgeon.open(tmp_path / "out")
     assert reopened.wrapped.wrapper.model_type == model_type
     assert str(reopened.program) == str(Program.parse(program).renamed(numbered_anew(program)))
@@ -237,7 +251,8 @@ def with_program(whole: PreTrainedModel, edited: Any) -> Any:
         for role, _ in sublayer.ranks:
             path = layers.family.spec(sublayer.kind, sublayer.layers[0]).projection(role).path
             inputs = torch.eye(decoder.layers[sublayer.layers[0]].get_submodule(path).in_features)
-            product = layers.owner(sublayer).get_submodule(path)(inputs).detach().T.contiguous()  # none has a bias
+            # None has a bias.
+            product = layers.owner(sublayer).get_submodule(path)(inputs).detach().T.contiguous()
             decoder.layers[sublayer.layers[0]].get_submodule(path).weight.data = product
     return found
 
@@ -259,7 +274,9 @@ def test_a_program_inside_is_edited_again(saved: Any, tmp_path: Path) -> None:
     whole, inputs, folder = saved
     surgeon.export(folder, tmp_path / "out", program="A0 F0 A1 F1 A2 F2 A3 F3", form="program")
     assert surgeon.export(tmp_path / "out", tmp_path / "again", program=PRUNED).form == "program"
-    written = AutoModelForImageTextToText.from_pretrained(tmp_path / "again", trust_remote_code=True).eval()
+    written = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "again", trust_remote_code=True
+    ).eval()
     assert torch.equal(logits(written, **inputs), logits(pruned_by_hand(whole), **inputs))
 
 

@@ -26,7 +26,9 @@ def planned(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Plan
     return PlannedTensor(name, tuple(tensor.shape), dtype or tensor.dtype, False, lambda: iter([tensor]))
 
 
-def write_weights(folder: Path, shards: dict[str, list[PlannedTensor]], advance: Advance = lambda _: None) -> None:
+def write_weights(
+    folder: Path, shards: dict[str, list[PlannedTensor]], advance: Advance = lambda _: None
+) -> None:
     with Writing(folder, shards, advance) as writing:
         writing.finish()
 
@@ -101,11 +103,15 @@ def test_the_limit_is_the_sources_largest_shard(tmp_path: Path) -> None:
     save_source(tmp_path / "sharded", shards="40KB")
     save_source(tmp_path / "single")
     sharded = Checkpoint(tmp_path / "sharded")
-    assert shard_limit(sharded) == max(path.stat().st_size for path in (tmp_path / "sharded").glob("*.safetensors"))
+    assert shard_limit(sharded) == max(
+        path.stat().st_size for path in (tmp_path / "sharded").glob("*.safetensors")
+    )
     assert shard_limit(Checkpoint(tmp_path / "single")) is None
 
 
-def test_a_tensor_of_another_shape_than_planned_is_never_written_as_if_it_were_right(tmp_path: Path) -> None:
+def test_a_tensor_of_another_shape_than_planned_is_never_written_as_if_it_were_right(
+    tmp_path: Path,
+) -> None:
     plan = [PlannedTensor("t", (3,), torch.float32, False, lambda: iter([torch.zeros(4)]))]
     with pytest.raises(AssertionError, match="planned as"):
         write_weights(tmp_path, {"model.safetensors": plan})
@@ -119,7 +125,9 @@ def test_a_folder_can_be_opened_before_its_tensors_are_there(tmp_path: Path) -> 
     writing = Writing(tmp_path / "new", shards)
     checkpoint = Checkpoint(tmp_path / "new")
     sizes = {path.name: path.stat().st_size for path in tmp_path.glob("new/*.safetensors")}
-    assert {name: checkpoint.shape(name) for name in checkpoint.names()} == {n: t.shape for n, t in tensors.items()}
+    assert {name: checkpoint.shape(name) for name in checkpoint.names()} == {
+        n: t.shape for n, t in tensors.items()
+    }
     with writing:
         writing.finish()
     assert {path.name: path.stat().st_size for path in tmp_path.glob("new/*.safetensors")} == sizes
@@ -140,7 +148,10 @@ class Held:
 
     def writing(self, folder: Path, advance: Advance = lambda _: None) -> Writing:
         """A file that is whole at once, and this one."""
-        plan = [planned("first", torch.zeros(2)), PlannedTensor("held", (3, 4), torch.float32, False, self.rows)]
+        plan = [
+            planned("first", torch.zeros(2)),
+            PlannedTensor("held", (3, 4), torch.float32, False, self.rows),
+        ]
         save_source(folder)
         (folder / "model.safetensors").unlink()
         return Writing(folder, split_into_shards(plan, 10), advance)
@@ -207,7 +218,9 @@ def test_a_file_holds_what_was_written_and_no_more(tmp_path: Path, content: byte
     assert not holds(tmp_path / "bad", [b"ab", b"c"])
 
 
-def test_files_are_read_back_once_they_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_read_back_once_they_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def rots(path: Path) -> None:
         path.write_bytes(path.read_bytes()[:-1] + b"x")
 

@@ -33,10 +33,14 @@ def _surroundings_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     """Run a command line with one command, `act`, that raises or does what the test wants."""
 
-    def run(*arguments: str, act: BaseException | Callable[[], None] | None = None) -> tuple[int, str, str]:
+    def run(
+        *arguments: str, act: BaseException | Callable[[], None] | None = None
+    ) -> tuple[int, str, str]:
         app = typer.Typer()
         app.callback()(cli._global_options)
 
@@ -72,10 +76,19 @@ def test_success(run: Callable[..., tuple[int, str, str]]) -> None:
         (PermissionError(errno.EACCES, "Permission denied", "out"), "error: out: Permission denied\n"),
         (ImportError("install surgeon[plots] for this"), "error: install surgeon[plots] for this\n"),
         (ValueError(), "error: ValueError\n"),
-        (ValueError("Rank 1:\nTraceback (most recent call last)\n  x\nValueError: bad"), "error: ValueError: bad\n"),
-        (OSError(errno.ENOSPC, "No space left", "out/a.csv"), "error: no space left for out/a.csv; free some space"),
+        (
+            ValueError("Rank 1:\nTraceback (most recent call last)\n  x\nValueError: bad"),
+            "error: ValueError: bad\n",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left", "out/a.csv"),
+            "error: no space left for out/a.csv; free some space",
+        ),
         (OSError(errno.ENOSPC, "No space left"), "error: no space left for the output; free some space"),
-        (RuntimeError("I/O error: No space left on device (os error 28)"), "error: no space left for the output"),
+        (
+            RuntimeError("I/O error: No space left on device (os error 28)"),
+            "error: no space left for the output",
+        ),
         (MemoryError("too big"), "error: out of memory (too big)"),
         (RuntimeError("[enforce fail] can't allocate memory: you tried"), "error: out of memory ("),
     ],
@@ -89,19 +102,26 @@ def test_what_users_can_mend_is_one_line_and_exit_1(
     assert err.count("\n") == 1
 
 
-def test_a_full_disk_names_the_output_when_the_error_names_no_file(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_a_full_disk_names_the_output_when_the_error_names_no_file(
+    run: Callable[..., tuple[int, str, str]],
+) -> None:
     for arguments in (["-o", "there"], ["--output", "there"], ["--output=there"]):
         _, _, err = run("act", *arguments, act=OSError(errno.ENOSPC, "No space left"))
         assert "no space left for there;" in err
 
 
-def test_a_full_disk_is_named_where_it_is_not_the_only_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named_where_it_is_not_the_only_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = tmp_path / "disk"
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) in (disk, Path("/")))
     error = OSError(errno.ENOSPC, "No space left", str(disk / "new" / "a.csv"))
     assert f"/new/a.csv; free some space on {disk} and run" in explain(error, "out").line
     for place in (tmp_path / "a.csv", "postgresql://host/database"):
-        assert f"{place}; free some space and run" in explain(OSError(errno.ENOSPC, "", str(place)), "out").line
+        assert (
+            f"{place}; free some space and run"
+            in explain(OSError(errno.ENOSPC, "", str(place)), "out").line
+        )
 
 
 def test_a_full_disk_in_words_of_our_own_is_left_so() -> None:
@@ -122,8 +142,12 @@ def test_a_defect_is_exit_70_and_says_how_to_see_more(run: Callable[..., tuple[i
     assert err == "internal error: KeyError: 'steps'; run again with --debug for the traceback\n"
 
 
-@pytest.mark.parametrize("arguments", [["--debug", "act"], ["act", "--debug"], ["act", "-o", "x", "--debug"]])
-def test_debug_shows_the_traceback_and_the_line(run: Callable[..., tuple[int, str, str]], arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["--debug", "act"], ["act", "--debug"], ["act", "-o", "x", "--debug"]]
+)
+def test_debug_shows_the_traceback_and_the_line(
+    run: Callable[..., tuple[int, str, str]], arguments: list[str]
+) -> None:
     code, _, err = run(*arguments, act=ValueError("no"))
     assert code == 1
     assert err.startswith("Traceback")
@@ -168,19 +192,28 @@ def test_an_interruption_says_what_has_become_of_the_work(name: str, command: An
 
 
 def test_an_evaluation_that_writes_nothing_cannot_go_on() -> None:
-    assert explain_interruption("eval").line == "interrupted; no answers were kept, as they are with --output"
+    assert (
+        explain_interruption("eval").line
+        == "interrupted; no answers were kept, as they are with --output"
+    )
 
 
 def test_own_warnings_take_one_line_and_others_none(run: Callable[..., tuple[int, str, str]]) -> None:
     def warn() -> None:
-        warnings.warn_explicit("the separator is read as text", UserWarning, "f", 1, module="surgeon.quality.data")
-        warnings.warn_explicit("use something else", FutureWarning, "f", 1, module="surgeon.quality.data")
+        warnings.warn_explicit(
+            "the separator is read as text", UserWarning, "f", 1, module="surgeon.quality.data"
+        )
+        warnings.warn_explicit(
+            "use something else", FutureWarning, "f", 1, module="surgeon.quality.data"
+        )
         warnings.warn_explicit("not ours", UserWarning, "f", 1, module="torch.nn")
 
     assert run("act", act=warn)[2] == "warning: the separator is read as text\n"
 
 
-def test_settings_of_the_users_stay(run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_users_stay(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
     run("act")
     assert os.environ["TRANSFORMERS_VERBOSITY"] == "info"
@@ -195,7 +228,9 @@ def surgeon(line: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from surgeon.commands.app import main; sys.exit(main())"
     environment = {**os.environ, "SURGEON": f"{sys.executable} -c '{code}'", "COLUMNS": "80"}
     shell = ["bash", "-o", "pipefail", "-c", line.replace("surgeon", "eval $SURGEON")]
-    return subprocess.run(shell, capture_output=True, text=True, env=environment, timeout=PATIENCE, check=False)
+    return subprocess.run(
+        shell, capture_output=True, text=True, env=environment, timeout=PATIENCE, check=False
+    )
 
 
 def test_help_lists_the_commands_in_80_columns() -> None:
@@ -204,8 +239,12 @@ def test_help_lists_the_commands_in_80_columns() -> None:
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     listed = [line.split()[0] for line in takewhile(bool, lines[lines.index("Commands:") + 1 :])]
-    assert listed == [command.name or command.callback.__name__ for command in cli.app.registered_commands]
-    assert {"scan", "similarity", "sensitivity", "search", "export", "eval", "generate", "demo"} <= set(listed)
+    assert listed == [
+        command.name or command.callback.__name__ for command in cli.app.registered_commands
+    ]
+    assert {"scan", "similarity", "sensitivity", "search", "export", "eval", "generate", "demo"} <= set(
+        listed
+    )
     assert "..." not in "".join(lines[lines.index("Commands:") :])
 
 
@@ -223,7 +262,10 @@ def test_any_other_broken_pipe_is_one(run: Callable[..., tuple[int, str, str]]) 
 def test_results_that_do_not_fit_are_an_error() -> None:
     done = surgeon("surgeon --version >/dev/full")
     assert done.returncode == 1
-    assert done.stderr == "error: no space left for the output; free some space and run the same command again\n"
+    assert (
+        done.stderr
+        == "error: no space left for the output; free some space and run the same command again\n"
+    )
 
 
 @pytest.mark.parametrize(

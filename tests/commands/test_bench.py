@@ -23,10 +23,21 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = ["--prompt", "4", "--new", "3", "--rounds", "2"]
 
 
-def test_tables_files_and_trace(tiny_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tables_files_and_trace(
+    tiny_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder, trace = tmp_path / "results", tmp_path / "trace.json"
     compared = ["--compare", "lp", "--compare", "upper-bound", "--layers", "1:3", "--batch", "1,2"]
-    options = ["--link-delay", "1ms", "--link-bandwidth", "1GB", "-o", str(folder), "--trace", str(trace)]
+    options = [
+        "--link-delay",
+        "1ms",
+        "--link-bandwidth",
+        "1GB",
+        "-o",
+        str(folder),
+        "--trace",
+        str(trace),
+    ]
     assert main(["bench", str(tiny_checkpoint), *compared, *options, *SMALL]) == 0
     out = capfd.readouterr().out
     assert out.startswith("2 ranks (cpu, shm, link of 1ms, 1GB/s), prompt 4, 3 new, 2 rounds\n")
@@ -73,7 +84,9 @@ def test_what_compression_changes_is_told(
         assert 1e-6 < one["divergence_low"] < one["divergence"] < one["divergence_high"] < 1
 
 
-def test_one_rank_without_communication(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_without_communication(
+    tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", str(tiny_checkpoint), "--tp", "1", "--program", "A0 F0", *SMALL]) == 0
     out = capfd.readouterr().out
     assert out.startswith("1 rank (cpu, shm), prompt 4")
@@ -94,7 +107,10 @@ def test_ranks_that_are_not_connected(tiny_checkpoint: Path, capfd: pytest.Captu
         (["--link-delay", "1"], "'1' is no delay; write e.g. 1ms, 200us or 0.5s"),
         (["--link-bandwidth", "fast"], "'fast' is no amount of memory"),
         (["--layers", "3"], "layers '3' are no range"),
-        (["--data", "demo"], "demo is for measuring what compressed reductions change; have them compressed, too"),
+        (
+            ["--data", "demo"],
+            "demo is for measuring what compressed reductions change; have them compressed, too",
+        ),
         (["--compress", "int8", "--data", "no-such-file.txt"], "no-such-file.txt"),
         (["--compress", "int7"], "there is no compression 'int7'; did you mean 'int"),
         (["--collectives", "none", "--link-delay", "1ms"], "collectives none send nothing"),
@@ -133,13 +149,22 @@ def measuring_ranks(command: subprocess.Popen[str]) -> list[psutil.Process]:
     ("target", "name", "code", "message"),
     [
         ("rank", "SIGKILL", 1, r"error: rank 1 \(process \d+\) was ended by SIGKILL.*"),
-        ("command", "SIGINT", 130, "interrupted; nothing was written; the same command would begin anew"),
+        (
+            "command",
+            "SIGINT",
+            130,
+            "interrupted; nothing was written; the same command would begin anew",
+        ),
     ],
 )
-def test_ending_in_the_middle(target: str, name: str, code: int, message: str, tiny_checkpoint: Path) -> None:
+def test_ending_in_the_middle(
+    target: str, name: str, code: int, message: str, tiny_checkpoint: Path
+) -> None:
     arguments = ["bench", str(tiny_checkpoint), *SMALL, "--rounds", "100000"]
     script = f"import sys; from surgeon.commands.app import main; sys.exit(main({arguments}))"
-    command = warm.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    command = warm.Popen(
+        [sys.executable, "-c", script], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
+    )
     try:
         ranks = measuring_ranks(command)
         (ranks[1] if target == "rank" else command).send_signal(signal.Signals[name])

@@ -15,7 +15,10 @@ def test_a_file_is_written_that_predictions_read(
     tiny_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "here.yaml"
-    assert main(["calibrate", str(tiny_checkpoint), "-o", str(output), "--ranks", "1", "--rounds", "1"]) == 0
+    assert (
+        main(["calibrate", str(tiny_checkpoint), "-o", str(output), "--ranks", "1", "--rounds", "1"])
+        == 0
+    )
     captured = capfd.readouterr()
     assert captured.out == f"{output}\n"
     assert "calibrate: done" in captured.err
@@ -32,8 +35,14 @@ def test_a_file_is_written_that_predictions_read(
     [
         (["--ranks", "2"], "ranks 2: name each number once, and 1 among them, as in 1,2,4"),
         (["--ranks", "1,two"], "--ranks 'two' is no whole number from 1; write numbers such as 1,8"),
-        (["-o", "{folder}/here.txt"], "{folder}/here.txt must end in .yaml, by which hardware files are known"),
-        (["-o", "{folder}/there.yaml"], "{folder}/there.yaml is there already; remove it, or write another file"),
+        (
+            ["-o", "{folder}/here.txt"],
+            "{folder}/here.txt must end in .yaml, by which hardware files are known",
+        ),
+        (
+            ["-o", "{folder}/there.yaml"],
+            "{folder}/there.yaml is there already; remove it, or write another file",
+        ),
         (["-o", "{folder}/nowhere/here.yaml"], "{folder}/nowhere/here.yaml: No such file or directory"),
         (["--ranks", "1,3"], "3"),  # heads that do not divide
         (["--device", "cuda"], "ranks need a GPU each"),
@@ -63,7 +72,10 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 
 
 def test_an_interrupted_calibration_leaves_nothing(
-    tiny_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def measure(*_: object) -> None:
         raise KeyboardInterrupt

@@ -81,12 +81,32 @@ def test_what_check_says_is_so(family: str, ranks: Ranks, drawn_settings: settin
 @pytest.mark.parametrize(
     ("config", "area", "what", "command"),
     [
-        ({"word_embed_proj_dim": 16}, "ranks", "2 ranks", lambda m: surgeon.generate(m, ["the fox"], ranks=2)),
+        (
+            {"word_embed_proj_dim": 16},
+            "ranks",
+            "2 ranks",
+            lambda m: surgeon.generate(m, ["the fox"], ranks=2),
+        ),
         ({"word_embed_proj_dim": 16}, "ranks", "lp", lambda m: surgeon.bench(m, program=LP, ranks=2)),
-        ({"word_embed_proj_dim": 16}, "ranks", "2 ranks", lambda m: surgeon.predict(m, hardware="cpu-2")),
-        ({"word_embed_proj_dim": 16}, "train", "rack by rack", lambda m: heal(m, "all", RackOptions(["0:1", "1:4"]))),
+        (
+            {"word_embed_proj_dim": 16},
+            "ranks",
+            "2 ranks",
+            lambda m: surgeon.predict(m, hardware="cpu-2"),
+        ),
+        (
+            {"word_embed_proj_dim": 16},
+            "train",
+            "rack by rack",
+            lambda m: heal(m, "all", RackOptions(["0:1", "1:4"])),
+        ),
         ({"layer_norm_elementwise_affine": False}, "train", "heal norms", lambda m: heal(m, "norms")),
-        ({"layer_norm_elementwise_affine": False}, "train", "heal edited-norms", lambda m: heal(m, "edited-norms")),
+        (
+            {"layer_norm_elementwise_affine": False},
+            "train",
+            "heal edited-norms",
+            lambda m: heal(m, "edited-norms"),
+        ),
     ],
 )
 def test_commands_refuse_in_the_words_of_check(
@@ -102,7 +122,14 @@ def test_commands_refuse_in_the_words_of_check(
 
 
 def heal(folder: Path, scope: str, racks: RackOptions | None = None) -> None:
-    surgeon.heal(folder, "no-such.txt", folder.with_name("out"), program=LP, settings=TrainSettings(scope), racks=racks)
+    surgeon.heal(
+        folder,
+        "no-such.txt",
+        folder.with_name("out"),
+        program=LP,
+        settings=TrainSettings(scope),
+        racks=racks,
+    )
 
 
 class Tried:
@@ -128,7 +155,8 @@ class Tried:
             assert len(refused) == len(refusals), said
         else:
             assert verdict.works == PARTLY
-            quoted = verdict.why.partition("not ")[2].partition(": ")[2]  # of the first place that is refused
+            # Of the first place that is refused.
+            quoted = verdict.why.partition("not ")[2].partition(": ")[2]
             assert not refused or quoted in refused[0], said
 
     def places(self, name: str) -> list[Program]:
@@ -160,7 +188,9 @@ class Tried:
         mixture = Mixture(parse_spaces(space, RANKS), self.model, RANKS)
         if outcome(mixture.require_edits) is not None:
             return [mixture.require_edits]
-        return [partial(self.run, mixture.program((one,))) for one in (mixture.edits[0], mixture.edits[-1])]
+        return [
+            partial(self.run, mixture.program((one,))) for one in (mixture.edits[0], mixture.edits[-1])
+        ]
 
     def export(self, what: str) -> Sequence[Callable[[], Any]]:
         if what == "all programs":

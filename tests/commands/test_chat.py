@@ -21,7 +21,11 @@ from tests import warm
 from tests.tiny_models import chat_checkpoint
 from tests.waiting import PATIENCE, wait_until
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+    "OMP_NUM_THREADS": "1",
+    "TERM": "dumb",
+}
 RUN = "import sys; from surgeon.commands.app import main; sys.exit(main())"
 
 
@@ -40,7 +44,9 @@ def test_lines_of_a_pipe_are_messages(
     chat_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = answers(chat_model, "the dog", "and the fox", max_new_tokens=8)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the dog\n\n  and the fox \n/reset\nthe dog\n/exit\nthe fox\n"))
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO("the dog\n\n  and the fox \n/reset\nthe dog\n/exit\nthe fox\n")
+    )
     assert main(["chat", str(chat_model), "--tp", "2", "--max-new-tokens", "8"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{first}\n{second}\n{first}\n"
@@ -62,7 +68,9 @@ def test_a_pipe_ends_where_a_message_finds_no_room(
 
 
 @pytest.mark.parametrize("system", [[], ["--system", "a"]], ids=str)
-def test_chats_that_cannot_be(system: list[str], tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chats_that_cannot_be(
+    system: list[str], tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = "tiny-llama has no chat template"
     if system:
         said = "chat template does not take a system message, which has to be left out: no such role"
@@ -76,7 +84,11 @@ def test_an_interruption_ends_an_answer_and_not_the_program(chat_model: Path) ->
     options = [str(chat_model), "--tp", "2", "--draft", "A0 F0 A1 F1 A3 F3"]
     pipe = subprocess.PIPE
     command = warm.Popen(
-        [sys.executable, "-c", RUN, "chat", *options], env=ENVIRONMENT, stdin=pipe, stdout=pipe, stderr=pipe
+        [sys.executable, "-c", RUN, "chat", *options],
+        env=ENVIRONMENT,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
     )
     with command:
         assert command.stdin is not None
@@ -120,7 +132,8 @@ class Terminal:
             if not select.select([self.end], [], [], patience)[0]:
                 raise TimeoutError(self.screen)
             self.screen += self._decoder.decode(os.read(self.end, 4096))
-            self.screen = re.sub("\r|\x1b\\[\\?2004[hl]", "", self.screen)  # with bracketed paste, off and on
+            # With bracketed paste, off and on.
+            self.screen = re.sub("\r|\x1b\\[\\?2004[hl]", "", self.screen)
         before, _, self.screen = self.screen.partition(shown)
         return before
 

@@ -78,7 +78,9 @@ def test_reasons_are_those_of_the_code_that_refuses(checked: Callable[..., Check
     for area, what in (("search", "tracks"), ("search", "desync"), ("ranks", "tracks:D")):
         assert found.of_area(area)[what].works == "no"
         assert "cannot be sliced: their output goes through a norm" in found.of_area(area)[what].why
-    assert "the norm of a sum is not the sum of norms" in found.of_area("export")["pairs as one layer"].why
+    assert (
+        "the norm of a sum is not the sum of norms" in found.of_area("export")["pairs as one layer"].why
+    )
     assert found.described["windows"] == "of 16 tokens in 3 of 6 layers"
 
 
@@ -99,7 +101,12 @@ def test_texts_of_the_full_length(checked: Callable[..., Check]) -> None:
 
 
 def test_positions_and_how_far_they_reach(checked: Callable[..., Check]) -> None:
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 500.0}
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "rope_theta": 500.0,
+    }
     found = checked("llama", rope_parameters=rope | {"original_max_position_embeddings": 32})
     assert "rope_type longrope, short_factor 4 numbers" in found.described["positions"]
     with pytest.raises(ValueError, match="describes no model that can be built"):
@@ -108,7 +115,11 @@ def test_positions_and_how_far_they_reach(checked: Callable[..., Check]) -> None
 
 def test_quantised_weights(checked: Callable[..., Check]) -> None:
     fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-    assert checked("llama", quantization_config=fp8).described["quantised"].startswith("FP8 in blocks of 16 x 16;")
+    assert (
+        checked("llama", quantization_config=fp8)
+        .described["quantised"]
+        .startswith("FP8 in blocks of 16 x 16;")
+    )
     unknown = checked("llama", quantization_config={"quant_method": "quip"})
     assert "quantised by 'quip' are not supported" in unknown.described["quantised"]
 
@@ -133,8 +144,14 @@ def test_a_checkpoint_whose_layers_are_as_wide_as_several(tiny_checkpoint: Path,
 
 def test_whether_something_can_draft(tiny_checkpoint: Path) -> None:
     program = "A0 F0 {A1/2:0 F1/2:0 A2/2:0 F2/2:0 | A1/2:1 F1/2:1 A2/2:1 F2/2:1} A3 F3"
-    assert surgeon.check(tiny_checkpoint, ranks=(1, 2), draft=program).of_area("ranks")["draft"].works == "yes"
-    assert surgeon.check(tiny_checkpoint, ranks=(1, 2), draft="dense").of_area("ranks")["draft"].works == "yes"
+    assert (
+        surgeon.check(tiny_checkpoint, ranks=(1, 2), draft=program).of_area("ranks")["draft"].works
+        == "yes"
+    )
+    assert (
+        surgeon.check(tiny_checkpoint, ranks=(1, 2), draft="dense").of_area("ranks")["draft"].works
+        == "yes"
+    )
     other = surgeon.check(tiny_checkpoint, ranks=(1,), draft="halves").of_area("ranks")["draft"]
     assert (other.works, "there are no drafts 'halves'; give a program" in other.why) == ("no", True)
     none = surgeon.check(tiny_checkpoint, ranks=(1, 2), draft=tiny_checkpoint).of_area("ranks")["draft"]
@@ -145,7 +162,9 @@ def test_what_is_refused_altogether(checked: Callable[..., Check]) -> None:
     found = checked("opt", do_layer_norm_before=False, word_embed_proj_dim=32, ffn_dim=48)
     assert "norms come after the sublayers" in str(found.refused)
     assert found.table().empty
-    assert "it has no final norm" in str(checked("opt", _remove_final_layer_norm=True, ffn_dim=48).refused)
+    assert "it has no final norm" in str(
+        checked("opt", _remove_final_layer_norm=True, ffn_dim=48).refused
+    )
     unknown = checked("arcee")
     assert "'arcee' is not supported" in str(unknown.refused)
 
@@ -192,7 +211,11 @@ def test_of_a_config_json_of_a_wrapper(tmp_path: Path) -> None:
     found = surgeon.check(tmp_path / "config.json", ranks=(1,))
     assert found.described["inside"] == "Mistral 3, of which the rest stays as it is"
     forms, served = found.of_area("export"), found.of_area("vllm")
-    assert [forms[what].why for what in ("prune", "lp", "lowrank")] == ["plain form", "program form", "program form"]
+    assert [forms[what].why for what in ("prune", "lp", "lowrank")] == [
+        "plain form",
+        "program form",
+        "program form",
+    ]
     assert "makes a language model alone" in forms["pairs as one layer"].why
     assert served["prune"].works == "yes"
     assert served["lp"].why == "vLLM runs no program of a text decoder inside a Mistral 3"

@@ -64,7 +64,19 @@ APP.command()(line_of(paint))
     [
         (["north"], ["north", None, ("brush",), (1, 2), True, "fast", "5 cold", None, 3]),
         (
-            ["--coats", "3", "--tool", "a,b", "--tool", "c", "--no-dry", "--warm", "--sizes", "8,1,8", "south"],
+            [
+                "--coats",
+                "3",
+                "--tool",
+                "a,b",
+                "--tool",
+                "c",
+                "--no-dry",
+                "--warm",
+                "--sizes",
+                "8,1,8",
+                "south",
+            ],
             ["south", 3, ["a", "b", "c"], [8, 1], False, "fast", "5 warm", None, 3],
         ),
     ],

@@ -33,7 +33,9 @@ def commands() -> dict[str, Callable[..., Any]]:
 
 
 def test_a_command_has_one_type_of_result() -> None:
-    results = {name: inspect.unwrap(command).__annotations__["return"] for name, command in commands().items()}
+    results = {
+        name: inspect.unwrap(command).__annotations__["return"] for name, command in commands().items()
+    }
     assert results == {
         "explore": "Exploration",
         "check": "Check",
@@ -70,12 +72,19 @@ def test_an_option_is_declared_in_one_place() -> None:
 
 @pytest.mark.parametrize(
     ("command", "kind"),
-    [("generate", ServiceOptions), ("generate", Sampling), ("serve", ServiceOptions), ("search", Question)],
+    [
+        ("generate", ServiceOptions),
+        ("generate", Sampling),
+        ("serve", ServiceOptions),
+        ("search", Question),
+    ],
 )
 def test_options_have_the_defaults_of_what_they_are_passed_on_to(command: str, kind: Any) -> None:
     """Of those that only the command says something else of, the field's own is not looked at."""
     own = {"generate": ("max_batch", "max_new_tokens"), "serve": (), "search": ("output",)}[command]
-    fields = {name: one.default for name, one in inspect.signature(kind).parameters.items() if name not in own}
+    fields = {
+        name: one.default for name, one in inspect.signature(kind).parameters.items() if name not in own
+    }
     given = {one.name: one.default for one in declared(commands()[command]) if one.name in fields}
     expected = {name: fields[name] for name in given} | ({"ranks": 1} if kind is ServiceOptions else {})
     assert given | ({"repetition_penalty": 1.0} if kind is Sampling else {}) == expected

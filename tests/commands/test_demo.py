@@ -18,14 +18,18 @@ from tests.tiny_models import save_checkpoint
 
 @pytest.mark.long
 @pytest.mark.thorough
-def test_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scan, "scan", partial(scan.scan, every=4))
     output = tmp_path / "demo"
     assert main(["demo", "-o", str(output), "--trials", "3"]) == 0
     captured = capsys.readouterr()
     table = captured.out.partition("The demo model on 2 ranks")[2].partition("Divergence is")[0]
     rows = {line.split("  ")[0]: line.split() for line in table.splitlines()}
-    dense, ladder = (next(rows[name] for name in rows if name.startswith(start)) for start in ("dense", "ladder"))
+    dense, ladder = (
+        next(rows[name] for name in rows if name.startswith(start)) for start in ("dense", "ladder")
+    )
     pairs = next(line.split() for line in table.splitlines() if line.startswith("LP pairs"))
     assert dense[1] == "16"
     assert dense[3:5] == ["0.0000", "32"]
@@ -52,6 +56,11 @@ def test_what_to_try_next_can_be_typed(command: str) -> None:
 
 @pytest.mark.parametrize(("heads", "ranks"), [(4, 2), (9, 3)])
 def test_as_many_ranks_as_can_share_the_model(tmp_path: Path, heads: int, ranks: int) -> None:
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 72, "intermediate_size": 36}
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "hidden_size": 72,
+        "intermediate_size": 36,
+    }
     model = open_model(save_checkpoint(tmp_path / "model", **sizes))
     assert demo._ranks_for(model) == ranks

@@ -64,7 +64,17 @@ def test_the_same_texts_on_any_ranks(with_codas: Path, capfd: pytest.CaptureFixt
 def test_drawn_texts_are_the_same_on_any_ranks_and_beside_any_prompts(
     with_codas: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    drawing = (str(with_codas), "--draft", "coda", "--temperature", "0.8", "--top-p", "0.9", "--seed", "5")
+    drawing = (
+        str(with_codas),
+        "--draft",
+        "coda",
+        "--temperature",
+        "0.8",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "5",
+    )
     together, _ = lines(capfd, *drawing)
     apart, _ = lines(capfd, *drawing, "--tp", "2", "--max-batch", "1")
     assert [line["tokens"] for line in together] == [line["tokens"] for line in apart]
@@ -73,7 +83,9 @@ def test_drawn_texts_are_the_same_on_any_ranks_and_beside_any_prompts(
 PAIRS = "A0 F0 [A1 A2] [F1 F2] A3 F3"
 
 
-def test_a_program_over_the_same_weights(with_codas: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_program_over_the_same_weights(
+    with_codas: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Also that of a recipe, on any ranks; as many tokens as are asked for, or as pay."""
     recipe = tmp_path / "pairs.yaml"
     recipe.write_text(f"surgeon: 1\nmodel: {with_codas}\noperations:\n  - pair: {{layers: '1:3'}}\n")
@@ -87,14 +99,18 @@ def test_a_program_over_the_same_weights(with_codas: Path, tmp_path: Path, capfd
     assert [text.tokens for text in three.texts] == [line["tokens"] for line in plain]
     drafted, accepted = (sum(int(str(line[name])) for line in one) for name in ("drafted", "accepted"))
     assert 0 < accepted <= drafted
-    assert all(line["tokens_per_pass"] == round(12 / (12 - int(str(line["accepted"]))), 2) for line in one)
+    assert all(
+        line["tokens_per_pass"] == round(12 / (12 - int(str(line["accepted"]))), 2) for line in one
+    )
     assert re.search(
         rf"drafts {accepted} of {drafted} tokens accepted .* passes of the draft beside \d+ of the model",
         " ".join(err.split()),
     )
 
 
-def test_a_stop_text_among_drafts_ends_the_text(with_codas: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_text_among_drafts_ends_the_text(
+    with_codas: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     plain, _ = lines(capfd, str(with_codas))
     stop = str(plain[0]["text"])[5:8]
     expected, _ = lines(capfd, str(with_codas), "--stop", stop)
@@ -107,7 +123,9 @@ def test_a_stop_text_among_drafts_ends_the_text(with_codas: Path, capfd: pytest.
 
 
 @pytest.mark.thorough
-def test_a_seed_draws_the_same_whatever_else_is_drawn(with_codas: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_draws_the_same_whatever_else_is_drawn(
+    with_codas: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     drawing = (str(with_codas), "--draft", PAIRS, "--temperature", "0.8", "--seed", "5")
     plain, _ = lines(capfd, str(with_codas), *drawing[3:])
     for ways in (["--draft-tokens", "2"], ["--draft-tokens", "3", "--max-batch", "1"], []):
@@ -120,17 +138,23 @@ def test_drafts_of_other_weights_are_refused(
     with_codas: Path, tiny_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "of-another.yaml"
-    recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - pair: {{layers: '1:3'}}\n")
+    recipe.write_text(
+        f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - pair: {{layers: '1:3'}}\n"
+    )
     assert main(["generate", str(with_codas), "--prompt", "a", "--draft", str(recipe)]) == 1
     assert (
-        f"and a draft is a program over the weights of the model that verifies, {with_codas};" in capfd.readouterr().err
+        f"and a draft is a program over the weights of the model that verifies, {with_codas};"
+        in capfd.readouterr().err
     )
     lowrank = "{layers: '0:4', weights: [up], keep: 0.5, method: whitened}"
     recipe.write_text(f"surgeon: 1\nmodel: {with_codas}\noperations:\n  - lowrank: {lowrank}\n")
     assert main(["generate", str(with_codas), "--prompt", "a", "--draft", str(recipe)]) == 1
     assert "draft without them, or with low ranks that go by no text" in capfd.readouterr().err
     assert main(["generate", str(with_codas), "--prompt", "a", "--draft", str(tiny_checkpoint)]) == 1
-    assert "is a folder, and a draft is a program over the weights of the model that verifies" in capfd.readouterr().err
+    assert (
+        "is a folder, and a draft is a program over the weights of the model that verifies"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,7 +195,9 @@ def test_a_checkpoint_without_codas(tiny_checkpoint: Path, capfd: pytest.Capture
 
 def test_a_service_counts_what_it_drafts(with_codas: Path) -> None:
     """On two ranks, with memory for the coda, too; as /metrics shows it."""
-    counted = counts_of(with_codas, ServiceOptions(RankOptions(2), max_batch=2, draft="coda", draft_tokens=4))
+    counted = counts_of(
+        with_codas, ServiceOptions(RankOptions(2), max_batch=2, draft="coda", draft_tokens=4)
+    )
     assert counted["drafting_passes"] > 4
     assert counted["accepted"] < counted["drafted"]
     # Without a number the clock decides how many there are.
@@ -189,4 +215,6 @@ def counts_of(folder: Path, options: ServiceOptions) -> dict[str, float]:
     assert samples["surgeon_drafted_total"] == last.usage.drafted
     assert samples["surgeon_accepted_total"] == last.usage.accepted
     assert samples["surgeon_new_tokens_total"] == 20
-    return {name: samples[f"surgeon_{name}_total"] for name in ("drafted", "accepted", "drafting_passes")}
+    return {
+        name: samples[f"surgeon_{name}_total"] for name in ("drafted", "accepted", "drafting_passes")
+    }

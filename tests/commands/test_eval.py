@@ -18,10 +18,16 @@ from tests.waiting import PATIENCE
 
 ANSWERS = ["jumps over", "sleeping", "it"]
 CHOICES = [
-    {"query": f"Question: What does fox {i} do?", "choices": ANSWERS[: 2 + i % 2], "gold": i % 2} for i in range(6)
+    {"query": f"Question: What does fox {i} do?", "choices": ANSWERS[: 2 + i % 2], "gold": i % 2}
+    for i in range(6)
 ]
-CONTINUATIONS = [{"context": "The quick brown fox", "continuation": "jumps"}, {"context": "the", "continuation": "dog"}]
-NUMBERS = [{"context": f"{i} and 1", "answer": i + 1, "chain_of_thought": f"it is {i + 1}"} for i in range(3)]
+CONTINUATIONS = [
+    {"context": "The quick brown fox", "continuation": "jumps"},
+    {"context": "the", "continuation": "dog"},
+]
+NUMBERS = [
+    {"context": f"{i} and 1", "answer": i + 1, "chain_of_thought": f"it is {i + 1}"} for i in range(3)
+]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -47,7 +53,17 @@ def test_a_table_and_files(run: Run, tasks: str, tmp_path: Path, tiny_checkpoint
     code, said, err = run("--tasks", tasks, "--num-fewshot", 1, "--limit", 2, "-o", out, "--log-samples")
     assert code == 0, err
     _, *table, json_file, csv_file = said.splitlines()
-    assert table[0].split() == ["task", "metric", "better", "value", "±", "standard", "error", "shots", "rows"]
+    assert table[0].split() == [
+        "task",
+        "metric",
+        "better",
+        "value",
+        "±",
+        "standard",
+        "error",
+        "shots",
+        "rows",
+    ]
     assert list(dict.fromkeys(line.split()[0] for line in table[1:])) == ["choices", "words", "sums"]
     assert {line.split()[-1] for line in table[1:]} == {"2"}
     assert max(map(len, table)) <= 80
@@ -78,7 +94,9 @@ def test_the_same_command_goes_on(run: Run, tasks: str, tmp_path: Path) -> None:
 
 def test_a_recipe_is_applied(run: Run, tasks: str, tmp_path: Path, tiny_checkpoint: Path) -> None:
     recipe = tmp_path / "r.yaml"
-    recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - prune: {{layers: '0:3'}}\n")
+    recipe.write_text(
+        f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - prune: {{layers: '0:3'}}\n"
+    )
     words = tmp_path / "words.jsonl"
     code, pruned, err = run("--tasks", words, "-o", tmp_path / "out", model=recipe)
     assert code == 0, err
@@ -94,7 +112,17 @@ def test_a_recipe_is_applied(run: Run, tasks: str, tmp_path: Path, tiny_checkpoi
 def test_what_a_user_sees(tasks: str, tiny_checkpoint: Path) -> None:
     """In a process of its own: nothing of lm-eval's many words."""
     code = "import sys; from surgeon.commands.app import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "eval", str(tiny_checkpoint), "--tasks", tasks, "--num-fewshot", "1"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "eval",
+        str(tiny_checkpoint),
+        "--tasks",
+        tasks,
+        "--num-fewshot",
+        "1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1 + 2 + 2 + 2
@@ -110,7 +138,10 @@ def test_what_a_user_sees(tasks: str, tiny_checkpoint: Path) -> None:
         (["--log-samples"], "error: log_samples writes files; say where to by an output folder"),
         (["--device", "gpu"], "error: unknown device 'gpu'"),
         (["--program", "A0 F0 A7"], "error: A7 is out of range: the model's layers are 0 to 3"),
-        (["--num-fewshot", "6"], "choices.jsonl has 6 different rows: too few for 6 examples and one question"),
+        (
+            ["--num-fewshot", "6"],
+            "choices.jsonl has 6 different rows: too few for 6 examples and one question",
+        ),
         (["--apply-chat-template"], "error: the tokenizer has no chat template; leave the template out"),
         (["--tasks", "nothing.jsonl"], "error: there is no task file nothing.jsonl"),
     ],
@@ -150,10 +181,16 @@ def test_perplexity_and_divergence_on_a_text(run: Run, tiny_text: Path, tmp_path
     record = json.loads((tmp_path / "out" / "text.json").read_text())
     assert f"divergence {record['divergence']:.3g}" in said
     assert record["divergence"] > 0.001
-    assert (record["tokens"], record["window"], record["program"]) == (124, 32, "A0 F0 [A1 A2] [F1 F2] A3 F3")
+    assert (record["tokens"], record["window"], record["program"]) == (
+        124,
+        32,
+        "A0 F0 [A1 A2] [F1 F2] A3 F3",
+    )
 
 
-def test_what_is_left_out_of_a_text_is_said_and_recorded(run: Run, tiny_text: Path, tmp_path: Path) -> None:
+def test_what_is_left_out_of_a_text_is_said_and_recorded(
+    run: Run, tiny_text: Path, tmp_path: Path
+) -> None:
     rows = [{"id": "a"}, {"id": "b", "text": None}, {"id": "c", "text": tiny_text.read_text()}]
     path, sizes = tmp_path / "rows.JSONL", ("--tokens", 128, "--window", 32)
     path.write_text("\ufeff" + "\r\n".join(map(json.dumps, rows)), encoding="utf-8")
@@ -168,7 +205,9 @@ def test_what_is_left_out_of_a_text_is_said_and_recorded(run: Run, tiny_text: Pa
 
 
 def test_divergence_from_another_model(run: Run, tiny_text: Path, tiny_checkpoint: Path) -> None:
-    code, said, err = run("--data", tiny_text, "--tokens", 64, "--window", 32, "--against", tiny_checkpoint)
+    code, said, err = run(
+        "--data", tiny_text, "--tokens", 64, "--window", 32, "--against", tiny_checkpoint
+    )
     assert code == 0, err
     assert float(said.split("divergence ")[1].split()[0]) < 1e-8
 
@@ -178,14 +217,25 @@ def test_a_program_is_compared_with_that_of_the_checkpoint(
 ) -> None:
     """Of one that has a program of its own that is the model, not the layers that are stored."""
     recipe = tmp_path / "late.yaml"
-    recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - ladder: {{layers: '0:2'}}\n")
+    recipe.write_text(
+        f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - ladder: {{layers: '0:2'}}\n"
+    )
     folder = tmp_path / "late"
     code, _, err = surgeon_says("export", recipe, "-o", folder, "--form", "program")
     assert code == 0, err
     dense, late = open_model(str(tiny_checkpoint)).program, open_model(str(folder)).program
     for program, same in ((late, True), (dense, False)):
         code, said, err = surgeon_says(
-            "eval", folder, "--program", str(program), "--data", tiny_text, "--tokens", 64, "--window", 32
+            "eval",
+            folder,
+            "--program",
+            str(program),
+            "--data",
+            tiny_text,
+            "--tokens",
+            64,
+            "--window",
+            32,
         )
         assert code == 0, err
         assert (float(said.split("divergence ")[1].split()[0]) < 1e-8) == same
@@ -196,12 +246,16 @@ def test_a_text_or_tasks_are_needed(run: Run) -> None:
     assert (code, err) == (1, "error: there is nothing to measure; give tasks, data or both\n")
 
 
-def test_a_recipe_with_calibrated_factors(run: Run, tmp_path: Path, tiny_checkpoint: Path, tiny_text: Path) -> None:
+def test_a_recipe_with_calibrated_factors(
+    run: Run, tmp_path: Path, tiny_checkpoint: Path, tiny_text: Path
+) -> None:
     """Whitened factors lose less of the model's predictions on this text than plain ones of the same ranks."""
     divergences = {}
     for method in ("plain", "whitened"):
         calibration = f"{{data: {tiny_text}, tokens: 640, window: 32, after: 128}}"
-        operation = f"- lowrank: {{layers: '0:4', keep: 0.7, method: {method}, calibration: {calibration}}}"
+        operation = (
+            f"- lowrank: {{layers: '0:4', keep: 0.7, method: {method}, calibration: {calibration}}}"
+        )
         recipe = tmp_path / f"{method}.yaml"
         recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  {operation}\n")
         out = tmp_path / method
@@ -213,4 +267,6 @@ def test_a_recipe_with_calibrated_factors(run: Run, tmp_path: Path, tiny_checkpo
     assert 0 < divergences["whitened"] < divergences["plain"]
     code, _, err = run(*text, "--against", recipe, model=recipe)
     assert code == 0, err
-    assert json.loads((out / "text.json").read_text())["divergence"] < 1e-6, "the same factors on both sides"
+    assert json.loads((out / "text.json").read_text())["divergence"] < 1e-6, (
+        "the same factors on both sides"
+    )

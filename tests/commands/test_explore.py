@@ -15,5 +15,7 @@ def test_it_is_the_first_command_and_begins_with_a_text(
     assert first == "explore"
     code, out, err = surgeon_says(first, tiny_checkpoint, "-o", tmp_path / "out")
     assert (code, out) == (1, "")
-    assert err.startswith(f"error: no text was given to explore {tiny_checkpoint} on; give one of the kind")
+    assert err.startswith(
+        f"error: no text was given to explore {tiny_checkpoint} on; give one of the kind"
+    )
     assert not (tmp_path / "out").exists()

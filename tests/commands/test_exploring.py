@@ -47,14 +47,25 @@ class Steps:
         self.drafts = "yes"
         patched.setattr(module, "usable_cores", lambda: 2)
         patched.setattr(module.torch.cuda, "device_count", lambda: 0)
-        patched.setattr(module, "check", lambda *_, **__: Check.of([Verdict("ranks", "draft", self.drafts)]))
+        patched.setattr(
+            module, "check", lambda *_, **__: Check.of([Verdict("ranks", "draft", self.drafts)])
+        )
 
     def __call__(self, **other: Any) -> list[NextStep]:
         answers = [Verdict("export", "lp", "yes"), Verdict("train", "heal edited", "yes")]
         answers = other.pop("answers", answers)
         answers += [Verdict("search", "pair", "yes"), Verdict("search", "drop", "yes")]
-        answers += [Verdict("ranks", name, "yes") for name in ("1 rank", "2 ranks", "4 ranks")[: other.pop("able", 3)]]
-        record = {"model": "a model", "data": "my text.txt", "separator": "<|end|>", "minutes": 2.5, "memory": "2GB"}
+        answers += [
+            Verdict("ranks", name, "yes")
+            for name in ("1 rank", "2 ranks", "4 ranks")[: other.pop("able", 3)]
+        ]
+        record = {
+            "model": "a model",
+            "data": "my text.txt",
+            "separator": "<|end|>",
+            "minutes": 2.5,
+            "memory": "2GB",
+        }
         record |= {"done": [], "next": []}
         record |= {"passes": ["round-2/scan", "round-2/similarity", "round-2/search"]}
         text = {"tokens": 1024, "window": 64}
@@ -93,7 +104,9 @@ def test_commands_are_read_as_they_are_printed(steps: Steps) -> None:
     exported, served = (shlex.split(one.command) for one in found[:2])
     assert exported == ["surgeon", "export", "out of it/knee.yaml", "-o", "out of it/exported"]
     assert served == ["surgeon", "serve", "out of it/exported", "--tp", "2"]
-    assert all("--data 'my text.txt' --separator '<|end|>'" in found[place].command for place in (2, 3, 6, 7, 8))
+    assert all(
+        "--data 'my text.txt' --separator '<|end|>'" in found[place].command for place in (2, 3, 6, 7, 8)
+    )
     assert "--screen -o 'out of it/round-2/scan' --operation prune,lp" in found[6].command
     assert "--using 'out of it/round-2/scan' --using 'out of it/round-2/similarity'" in found[7].command
     assert "--space pair,drop:layers --budget depth=8 " in found[7].command
@@ -123,9 +136,13 @@ def test_commands_are_those_that_work(steps: Steps) -> None:
 
 
 def test_what_cannot_be_explored_is_said_at_once(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no text was given to explore .*; give one of the kind that the model is for"):
+    with pytest.raises(
+        ValueError, match="no text was given to explore .*; give one of the kind that the model is for"
+    ):
         explore(tiny_checkpoint, output=tmp_path / "out")
-    with pytest.raises(ValueError, match="minutes must be a number above 0, not -1; an exploration takes about 10"):
+    with pytest.raises(
+        ValueError, match="minutes must be a number above 0, not -1; an exploration takes about 10"
+    ):
         explore(tiny_checkpoint, "demo", tmp_path / "out", minutes=-1)
     short = tmp_path / "short.txt"
     short.write_text("Too short.")
@@ -167,26 +184,41 @@ class Passes:
         ends: names of passes that go on until the time is over.
     """
 
-    def __init__(self, patched: pytest.MonkeyPatch, folder: Path, model: Path, minutes: float, seconds: float) -> None:
+    def __init__(
+        self, patched: pytest.MonkeyPatch, folder: Path, model: Path, minutes: float, seconds: float
+    ) -> None:
         self.ran: list[str] = []
         self.ends: set[str] = set()
         self.seconds, self.now, self.limits = seconds, 0.0, list[float]()
         self.drawn = 0
-        patched.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, process_time=lambda: 0.0))
+        patched.setattr(
+            module, "time", SimpleNamespace(monotonic=lambda: self.now, process_time=lambda: 0.0)
+        )
         patched.setattr(module, "_figures", str)
         patched.setattr(module, "time_limit", self._limit)
         for name in ("scan", "similarity", "search"):
             patched.setattr(module, name, self._pass(name))
         patched.setattr(module.Exploring, "draw", self._drawing())
         opened = surgeon.open(model)
-        answers = [Verdict("scan", "lp", "yes"), Verdict("scan", "similarity", "yes"), Verdict("search", "pair", "yes")]
+        answers = [
+            Verdict("scan", "lp", "yes"),
+            Verdict("scan", "similarity", "yes"),
+            Verdict("search", "pair", "yes"),
+        ]
         checked = Check.of(answers, facts={"model": "tiny: four layers"})
         record = {"model": "tiny", "model_hash": opened.hash, "format": provenance("", "")["format"]}
         record |= {"command": "surgeon explore", "data": "a.txt", "separator": None, "memory": None}
         rounds = plan_rounds(opened.num_layers, 64, 1 << 20)
         self.said: list[str] = []
         self.exploring = module.Exploring(
-            opened, "a.txt", checked, folder, rounds, record | {"minutes": minutes}, self.said.append, 0.0
+            opened,
+            "a.txt",
+            checked,
+            folder,
+            rounds,
+            record | {"minutes": minutes},
+            self.said.append,
+            0.0,
         )
         self.exploring.resume()
 
@@ -251,7 +283,9 @@ def test_a_slow_model_is_begun_however_little_the_time(
     assert slow.said == ["[0:00 of 0:30] scan: every stretch, 256 tokens"]
 
 
-def test_the_same_command_goes_on(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_command_goes_on(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=1, seconds=10)
     first.ends = {"search"}
     first.go()
@@ -263,7 +297,9 @@ def test_the_same_command_goes_on(tiny_checkpoint: Path, tmp_path: Path, monkeyp
     assert again.exploring.steps["search 1"][1] > 10
     record = json.loads((tmp_path / "out" / "explore.json").read_text())
     (tmp_path / "out" / "explore.json").write_text(json.dumps(record | {"data": "b.txt"}))
-    with pytest.raises(ValueError, match=r"an exploration with another data: 'b.txt', not 'a.txt'; give another"):
+    with pytest.raises(
+        ValueError, match=r"an exploration with another data: 'b.txt', not 'a.txt'; give another"
+    ):
         Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=2, seconds=10)
 
 
@@ -311,7 +347,14 @@ def test_the_whole_way(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -
     assert time.monotonic() - start <= 60 * 1.1 * minutes
     assert found.spent <= 60 * 1.1 * minutes
     assert found.scan is not None
-    assert set(found.scan.cells["operation"]) == {"shuffle", "prune", "merge", "parallel", "2-parallel", "lp"}
+    assert set(found.scan.cells["operation"]) == {
+        "shuffle",
+        "prune",
+        "merge",
+        "parallel",
+        "2-parallel",
+        "lp",
+    }
     assert found.similarity is not None
     assert len(found.similarity.proxies) > 0
     assert found.search is not None
@@ -326,4 +369,6 @@ def test_the_whole_way(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -
     again = explore(tiny_checkpoint, tiny_text, output, minutes=minutes)
     assert again.search is not None
     assert len(again.search.trials) == len(found.search.trials)
-    assert json.loads((output / "explore.json").read_text())["next"] == [vars(one) for one in again.next_steps]
+    assert json.loads((output / "explore.json").read_text())["next"] == [
+        vars(one) for one in again.next_steps
+    ]

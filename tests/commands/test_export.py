@@ -44,11 +44,22 @@ def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Callable[[str], Path]:
     [
         ("- prune: {layers: '1:2'}", "plain", "A0 F0 A2 F2 A3 F3", "which any software loads"),
         ("- pair: {layers: '1:3'}", "fused", "A0 F0 [A1 A2] [F1 F2] A3 F3", "vLLM"),
-        ("- ladder: {layers: '2:4'}", "program", "A0 F0 A1 F1 >A2 >F2 >A3 >F3", "because the step >A2 is late"),
+        (
+            "- ladder: {layers: '2:4'}",
+            "program",
+            "A0 F0 A1 F1 >A2 >F2 >A3 >F3",
+            "because the step >A2 is late",
+        ),
     ],
 )
 def test_it_says_which_form_and_why(
-    run: Run, recipe: Callable[[str], Path], tmp_path: Path, operations: str, form: str, program: str, said: str
+    run: Run,
+    recipe: Callable[[str], Path],
+    tmp_path: Path,
+    operations: str,
+    form: str,
+    program: str,
+    said: str,
 ) -> None:
     written = recipe(operations)
     code, out, err = run(written, "-o", tmp_path / "out")
@@ -86,12 +97,25 @@ def test_form_dtype_and_model_can_be_given(
         ),
         ("- prune: {layer: '3:4'}", (), "prune needs layers"),
         ("- ladder: {layers: '0:4'}", ("--form", "fused"), "cannot be written in the fused form"),
-        ("- prune: {layers: '1:2'}", ("--model", "/no/such/folder"), "there is no model folder /no/such/folder"),
-        ("- prune: {layers: '1:2'}", ("--form", "fuse"), "'--form': 'fuse' is not one of 'auto', 'plain',"),
+        (
+            "- prune: {layers: '1:2'}",
+            ("--model", "/no/such/folder"),
+            "there is no model folder /no/such/folder",
+        ),
+        (
+            "- prune: {layers: '1:2'}",
+            ("--form", "fuse"),
+            "'--form': 'fuse' is not one of 'auto', 'plain',",
+        ),
     ],
 )
 def test_mistakes_get_one_line_and_write_nothing(
-    run: Run, recipe: Callable[[str], Path], tmp_path: Path, operations: str, options: tuple[str, ...], said: str
+    run: Run,
+    recipe: Callable[[str], Path],
+    tmp_path: Path,
+    operations: str,
+    options: tuple[str, ...],
+    said: str,
 ) -> None:
     code, out, err = run(recipe(operations), "-o", tmp_path / "out", *options)
     assert code != 0
@@ -104,18 +128,28 @@ def test_mistakes_get_one_line_and_write_nothing(
 def test_a_recipe_made_for_other_weights(
     run: Run, recipe: Callable[[str], Path], tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
-    path, own, other = recipe("- prune: {layers: '1:2'}"), Checkpoint(tiny_checkpoint).model_hash(), "0" * 64
+    path, own, other = (
+        recipe("- prune: {layers: '1:2'}"),
+        Checkpoint(tiny_checkpoint).model_hash(),
+        "0" * 64,
+    )
     text = path.read_text()
     path.write_text(f"{text}weights: sha256:{other}\n")
     code, out, err = run(path, "-o", tmp_path / "out")
     assert (code, out, err.count("\n"), (tmp_path / "out").exists()) == (1, "", 1, False)
-    assert f"recipe.yaml:5: weights: the recipe was made for sha256:{other}, and the model has sha256:{own}; " in err
+    assert (
+        f"recipe.yaml:5: weights: the recipe was made for sha256:{other}, and the model has sha256:{own}; "
+        in err
+    )
     code, _, err = run(path, "-o", tmp_path / "out", "--model", tiny_checkpoint)
     assert code == 0
     assert (
-        f"warning: {path}:5: weights: the recipe was made for sha256:{other}, and the model has sha256:{own}\n" in err
+        f"warning: {path}:5: weights: the recipe was made for sha256:{other}, and the model has sha256:{own}\n"
+        in err
     )
-    assert f"weights: sha256:{own}" in json.loads((tmp_path / "out" / "surgeon.json").read_text())["recipe"]
+    assert (
+        f"weights: sha256:{own}" in json.loads((tmp_path / "out" / "surgeon.json").read_text())["recipe"]
+    )
     path.write_text(f"{text}weights: sha256:{own}\n")
     code, _, err = run(path, "-o", tmp_path / "out", "--overwrite")
     assert (code, "warning" in err) == (0, False)
@@ -167,13 +201,23 @@ def test_calibrated_factors_are_made_kept_and_recorded(
     run: Run, recipe: Callable[..., Path], tmp_path: Path, tiny_checkpoint: Path, tiny_text: Path
 ) -> None:
     written = recipe(LOWRANK.format(tiny_text))
-    code, _, err = run(written, "-o", tmp_path / "out", "--factors", tmp_path / "kept", "--memory", "8GB")
+    code, _, err = run(
+        written, "-o", tmp_path / "out", "--factors", tmp_path / "kept", "--memory", "8GB"
+    )
     assert code == 0, err
     report = json.loads((tmp_path / "out" / "surgeon.json").read_text())
     (operation,) = parse_recipe(report["recipe"]).operations
     text = operation.parameters["calibration"]
-    assert (text["data"], text["tokens"], text["window"], text["sequential"]) == ("text.txt", 320, 32, True)
-    assert text["hash"] == "sha256:" + json.loads((tmp_path / "kept" / "factors.json").read_text())["calibration"]
+    assert (text["data"], text["tokens"], text["window"], text["sequential"]) == (
+        "text.txt",
+        320,
+        32,
+        True,
+    )
+    assert (
+        text["hash"]
+        == "sha256:" + json.loads((tmp_path / "kept" / "factors.json").read_text())["calibration"]
+    )
     original = surgeon.load(tiny_checkpoint)
     kept = FactorCache(TruncatedSVD(), tmp_path / "kept")
     files = set((tmp_path / "kept").glob("*.safetensors"))
@@ -182,7 +226,9 @@ def test_calibrated_factors_are_made_kept_and_recorded(
     ids = torch.randint(2, VOCABULARY, (1, 7))
     expected = edited(ids).logits
     assert set((tmp_path / "kept").glob("*.safetensors")) == files
-    torch.testing.assert_close(surgeon.load(tmp_path / "out")(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        surgeon.load(tmp_path / "out")(ids).logits, expected, rtol=1e-4, atol=1e-4
+    )
     plain = surgeon.edit(original, recipe_program(read_recipe(written), original.config))(ids).logits
     assert not torch.allclose(plain, expected, rtol=0.1)
     # Without --factors they lie beside the output while they are needed.
@@ -202,7 +248,9 @@ def test_calibrated_factors_are_made_kept_and_recorded(
 def test_an_update_minds_what_factors_are_rounded_to(
     run: Run, recipe: Callable[..., Path], tmp_path: Path, tiny_text: Path, dtype: str
 ) -> None:
-    written = recipe(LOWRANK.format(tiny_text).replace("sequential: true", "sequential: true, update: true"))
+    written = recipe(
+        LOWRANK.format(tiny_text).replace("sequential: true", "sequential: true, update: true")
+    )
     rounded = ["--dtype", dtype] if dtype != "float32" else []
     code, _, err = run(written, "-o", tmp_path / "out", "--factors", tmp_path / "kept", *rounded)
     assert code == 0, err

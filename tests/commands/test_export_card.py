@@ -20,8 +20,19 @@ def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Path:
 
 def write_text_quality(folder: Path, model_hash: str, program: str, perplexity: float) -> Path:
     folder.mkdir()
-    numbers = {"perplexity": perplexity, "perplexity_interval": None, "divergence": None, "divergence_interval": None}
-    record = {"model_hash": model_hash, "program": program, "data": "demo", "data_hash": "d", "tokens": 100}
+    numbers = {
+        "perplexity": perplexity,
+        "perplexity_interval": None,
+        "divergence": None,
+        "divergence_interval": None,
+    }
+    record = {
+        "model_hash": model_hash,
+        "program": program,
+        "data": "demo",
+        "data_hash": "d",
+        "tokens": 100,
+    }
     (folder / "text.json").write_text(json.dumps(record | numbers))
     return folder
 
@@ -41,11 +52,14 @@ def test_results_at_export_and_afterwards(
     card = target / "README.md"
     assert "| perplexity (demo, 100 tokens) | 4.5 | 3.5 |" in card.read_text()
 
-    own = write_text_quality(tmp_path / "own", Checkpoint(target).model_hash(), "A0 F0 A1 F1 A2 F2", 4.25)
+    own = write_text_quality(
+        tmp_path / "own", Checkpoint(target).model_hash(), "A0 F0 A1 F1 A2 F2", 4.25
+    )
     assert surgeon_says("card", target, "--results", own / "text.json") == (0, f"{card}\n", "")
     assert "| perplexity (demo, 100 tokens) | 4.25 |" in card.read_text()
     assert "| 3.5 |" not in card.read_text()
-    assert surgeon_says("show", target, "--verify")[0] == 0  # the card is none of the files that are verified
+    # The card is none of the files that are verified.
+    assert surgeon_says("show", target, "--verify")[0] == 0
     card.write_text(card.read_text() + "My own words.\n")
     code, out, err = surgeon_says("card", target)
     assert (code, out, err.count("\n")) == (1, "", 1)

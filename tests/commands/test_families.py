@@ -39,7 +39,14 @@ def test_a_row_says_what_does_not_work() -> None:
     assert gpt2.cells() == ["GPT-2", "gpt2", "all", "all", "all", "fused", "itself", "plugin"]
     assert gpt2.summary.startswith("layer norms with shifts")
     assert gpt2.reasons == {}
-    assert gemma2.cells()[2:] == ["all", "not tracks, desync", "not tracks:D, desync", "program", "plugin", "itself"]
+    assert gemma2.cells()[2:] == [
+        "all",
+        "not tracks, desync",
+        "not tracks:D, desync",
+        "program",
+        "plugin",
+        "itself",
+    ]
     assert any("norm of a sum" in why for why in gemma2.reasons)
 
 

@@ -79,7 +79,10 @@ def test_text_on_stdout_and_figures_on_stderr(
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param([], id="greedy"), pytest.param(["--temperature", "1", "--seed", "3"], marks=pytest.mark.thorough)],
+    [
+        pytest.param([], id="greedy"),
+        pytest.param(["--temperature", "1", "--seed", "3"], marks=pytest.mark.thorough),
+    ],
 )
 def test_a_pipeline_writes_the_same_texts(
     options: list[str], tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]
@@ -116,7 +119,8 @@ def test_a_pipeline_that_cannot_be(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranks, "early_ranks", lambda _: nullcontext())  # before it is known to be in vain
+    # Before it is known to be in vain.
+    monkeypatch.setattr(ranks, "early_ranks", lambda _: nullcontext())
     assert generate(tiny_checkpoint, *options) == 1
     assert said in capfd.readouterr().err
 
@@ -136,7 +140,9 @@ def test_what_is_sent_between_factors(
     assert sent in capfd.readouterr().err
 
 
-def test_other_dtypes_and_ways_of_decoding(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_dtypes_and_ways_of_decoding(
+    tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert generate(tiny_checkpoint, "--dtype", "bfloat16") == 0
     assert "ranks    1 (cpu, shm, bfloat16)" in capfd.readouterr().err
     for option, message in [
@@ -155,7 +161,9 @@ def test_another_program(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str
     assert "6 all-reduces per token, as the program has; 768 bytes per token and rank" in err
 
 
-def test_norms_of_all_heads_are_sums_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_norms_of_all_heads_are_sums_of_their_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Of a pair on two ranks each has one whole attention, and needs to know of no others."""
     folder, program = save_checkpoint(tmp_path / "model", "olmo3"), "A0 F0 [A1 A2] [F1 F2] A3 F3"
     assert generate(folder, "--tp", "2", "--program", program) == 0
@@ -163,7 +171,9 @@ def test_norms_of_all_heads_are_sums_of_their_own(tmp_path: Path, capfd: pytest.
 
 
 @pytest.mark.parametrize("given", ["options", "text", "jsonl"])
-def test_several_prompts(given: str, endless: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_several_prompts(
+    given: str, endless: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """In their order, whole, each below its beginning; those of a file like those of the command line."""
     arguments = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     if given == "text":
@@ -183,13 +193,20 @@ def test_several_prompts(given: str, endless: Path, tmp_path: Path, capfd: pytes
     ]
     assert out == "\n".join(blocks)
     assert re.search(r"decode   48 tokens of 4 texts at [\d.]+ tokens/s", err)
-    assert "8 all-reduces per pass, as the program has; 1024 bytes per token and rank" in " ".join(err.split())
+    assert "8 all-reduces per pass, as the program has; 1024 bytes per token and rank" in " ".join(
+        err.split()
+    )
 
 
-def records(capfd: pytest.CaptureFixture[str], folder: Path, prompts: list[str], *options: str) -> list[dict[str, Any]]:
+def records(
+    capfd: pytest.CaptureFixture[str], folder: Path, prompts: list[str], *options: str
+) -> list[dict[str, Any]]:
     """What --json writes."""
     arguments = [word for prompt in prompts for word in ("--prompt", prompt)]
-    assert main(["generate", str(folder), *arguments, "--json", "--max-new-tokens", str(NEW), *options]) == 0
+    assert (
+        main(["generate", str(folder), *arguments, "--json", "--max-new-tokens", str(NEW), *options])
+        == 0
+    )
     return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
 
 
@@ -199,7 +216,11 @@ def test_json(endless: Path, capfd: pytest.CaptureFixture[str]) -> None:
     stop = text[len(text) // 2 : len(text) // 2 + 3]
     first, second = records(capfd, endless, PROMPTS[:2], "--stop", "not this", "--stop", stop)
     assert list(first) == ["prompt", "text", "finish_reason", "tokens"]
-    assert (first["prompt"], first["text"], first["finish_reason"]) == (PROMPT, text.partition(stop)[0], "stop")
+    assert (first["prompt"], first["text"], first["finish_reason"]) == (
+        PROMPT,
+        text.partition(stop)[0],
+        "stop",
+    )
     assert stop in tokenizer.decode(first["tokens"])
     assert len(first["tokens"]) < NEW
     assert second["text"] == continued(endless, PROMPTS[1]).partition(stop)[0]
@@ -210,7 +231,9 @@ def test_a_seed_draws_the_same_texts_on_any_ranks_and_beside_any_prompts(
 ) -> None:
     drawn = ["--temperature", "1.2", "--top-p", "0.95", "--top-k", "60", "--min-p", "0.001"]
     together = records(capfd, endless, PROMPTS, *drawn, "--seed", "7", "--tp", "2")
-    beside = records(capfd, endless, [PROMPTS[0], "dog", PROMPTS[2]], *drawn, "--seed", "7", "--max-batch", "1")
+    beside = records(
+        capfd, endless, [PROMPTS[0], "dog", PROMPTS[2]], *drawn, "--seed", "7", "--max-batch", "1"
+    )
     alone = records(capfd, endless, PROMPTS[:1], *drawn, "--seed", "7", "--tp", "4")
     other = records(capfd, endless, PROMPTS[:1], *drawn, "--seed", "8")
     assert [beside[0], beside[2]] == [together[0], together[2]]
@@ -225,7 +248,17 @@ def test_every_prompt_of_a_seed_draws_numbers_of_its_own(
     """Of 24 equal prompts, each goes on in its own way; with a second run all of them in the same."""
     file = tmp_path / "prompts.txt"
     file.write_text(f"{PROMPT}\n" * 24)
-    options = ["--prompts", str(file), "--json", "--max-new-tokens", str(NEW), "--temperature", "1", "--seed", "3"]
+    options = [
+        "--prompts",
+        str(file),
+        "--json",
+        "--max-new-tokens",
+        str(NEW),
+        "--temperature",
+        "1",
+        "--seed",
+        "3",
+    ]
     texts = []
     for more in ([], ["--tp", "2", "--max-batch", "5"]):
         assert main(["generate", str(endless), *options, *more]) == 0
@@ -235,7 +268,9 @@ def test_every_prompt_of_a_seed_draws_numbers_of_its_own(
     assert len({tokens[0] for tokens in texts[0]}) > 8
 
 
-@pytest.mark.parametrize("option", [["--top-k", "1"], ["--top-p", "0"], ["--top-p", "0.0001"], ["--min-p", "1"]])
+@pytest.mark.parametrize(
+    "option", [["--top-k", "1"], ["--top-p", "0"], ["--top-p", "0.0001"], ["--min-p", "1"]]
+)
 def test_filters_that_leave_one_token_are_greedy(
     option: list[str], endless: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,7 +293,10 @@ def test_a_slow_link_and_compressed_reductions(endless: Path, capfd: pytest.Capt
     assert "ranks    2 (cpu, shm, link of 5ms, 1GB/s, int8, float32)" in err
     # 32 features: one exact (4 bytes) and its place (2), a scale (4), 32 integers.
     said = " ".join(err.split())
-    assert f"8 all-gathers of int8 integers per token, as the program has; {8 * 42} bytes per token and rank" in said
+    assert (
+        f"8 all-gathers of int8 integers per token, as the program has; {8 * 42} bytes per token and rank"
+        in said
+    )
     assert "vocab    1 all-reduce and 1 all-gather per token" in err
     rate = re.search(r"decode   12 tokens at ([\d.]+) tokens/s", err)
     assert rate is not None
@@ -276,15 +314,27 @@ def test_what_changes_nothing_is_said(endless: Path, capfd: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tp", "3"], "error: 3 ranks cannot share this model: the 4 heads and 2 KV heads of A0 .*; 1, 2 or 4 can"),
+        (
+            ["--tp", "3"],
+            "error: 3 ranks cannot share this model: the 4 heads and 2 KV heads of A0 .*; 1, 2 or 4 can",
+        ),
         (["--program", "A0 B0"], "error: .*'B0'.*"),
         (["--program", "A0 F9"], "error: F9 is out of range: the model's layers are 0 to 3"),
         (["--prompt", ""], "error: --prompt 2: the prompt is empty.*"),
         (["--prompt", "\udcff"], "error: --prompt 2: the prompt is not text in UTF-8.*"),
         (["--collectives", "shn"], "error: there are no collectives 'shn'; did you mean 'shm'.*"),
-        (["--collectives", "none"], "error: collectives none leave the ranks unconnected, .* use auto .*"),
-        (["--max-new-tokens", "500"], "error: prompt and output together are 5.. tokens, .* 128 positions.*"),
-        (["--prompt", "fox " * 99], "error: prompt and output together are .* tokens, .* 128 positions.*"),
+        (
+            ["--collectives", "none"],
+            "error: collectives none leave the ranks unconnected, .* use auto .*",
+        ),
+        (
+            ["--max-new-tokens", "500"],
+            "error: prompt and output together are 5.. tokens, .* 128 positions.*",
+        ),
+        (
+            ["--prompt", "fox " * 99],
+            "error: prompt and output together are .* tokens, .* 128 positions.*",
+        ),
         (
             ["--prompt", "fox " * 5000],
             "error: --prompt 2: the prompt has 20000 characters; at most .* 128 positions.*",
@@ -314,7 +364,9 @@ def test_refusals_leave_no_rank(
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
     start = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *a, **k: started.append(start(*a, **k)) or started[-1]
+    )
     if options == ["--prompt", ""]:
         tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
         tokenizer.backend_tokenizer.post_processor = None
@@ -357,8 +409,16 @@ def test_more_ranks_than_cores_wait_for_the_plan(
         ("p.txt", b" \n\n", "p.txt is empty; write one prompt on each line"),
         ("p.txt", b"ab\xff", "p.txt is not UTF-8 text (byte 2)"),
         ("p.jsonl", b"", "p.jsonl is empty; give a file with rows in it"),
-        ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}', "p.jsonl:2: the row has no 'prompt'; every row needs one"),
-        ("p.jsonl", b'{"prompt": "a"}\n{"prompt": null}', "p.jsonl:2: the row has no 'prompt'; every row needs one"),
+        (
+            "p.jsonl",
+            b'{"prompt": "a"}\n{"text": "b"}',
+            "p.jsonl:2: the row has no 'prompt'; every row needs one",
+        ),
+        (
+            "p.jsonl",
+            b'{"prompt": "a"}\n{"prompt": null}',
+            "p.jsonl:2: the row has no 'prompt'; every row needs one",
+        ),
         ("p.jsonl", b'{"text": "b"}', "p.jsonl has no column 'prompt'; the columns are text"),
         ("p.txt", "the fox".encode("utf-16"), "p.txt begins as text in UTF-16 does (FF FE); convert it"),
         ("p.txt", "the fox".encode("utf-16-le"), "p.txt is no text: byte 1 is NUL"),
@@ -367,7 +427,12 @@ def test_more_ranks_than_cores_wait_for_the_plan(
     ],
 )
 def test_files_without_prompts(
-    name: str, content: bytes, message: str, tiny_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str,
+    content: bytes,
+    message: str,
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / name).write_bytes(content)
     assert main(["generate", str(tiny_checkpoint), "--prompts", str(tmp_path / name)]) == 1
@@ -377,34 +442,51 @@ def test_files_without_prompts(
 
 def test_no_prompt_at_all(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tiny_checkpoint)]) == 1
-    assert capfd.readouterr().err == "error: there is nothing to go on from; give --prompt TEXT or --prompts FILE\n"
+    assert (
+        capfd.readouterr().err
+        == "error: there is nothing to go on from; give --prompt TEXT or --prompts FILE\n"
+    )
 
 
 @pytest.mark.parametrize("decoding", ["dynamic", "static"])
-def test_settings_of_the_checkpoint_apply(decoding: str, endless: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_settings_of_the_checkpoint_apply(
+    decoding: str, endless: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     plain = continued(endless, PROMPT)
     tokenizer = AutoTokenizer.from_pretrained(endless)
     first, *others = tokenizer(plain, add_special_tokens=False).input_ids
     file = endless / "generation_config.json"
-    settings = {"repetition_penalty": 3.0, "suppress_tokens": [others[-1], 5000], "begin_suppress_tokens": [first]}
+    settings = {
+        "repetition_penalty": 3.0,
+        "suppress_tokens": [others[-1], 5000],
+        "begin_suppress_tokens": [first],
+    }
     texts = {plain}
     for name in settings:
-        file.write_text(json.dumps({"eos_token_id": None, "no_repeat_ngram_size": 0, name: settings[name]}))
+        file.write_text(
+            json.dumps({"eos_token_id": None, "no_repeat_ngram_size": 0, name: settings[name]})
+        )
         expected = continued(endless, PROMPT)
-        assert generate(endless, "--tp", "2" if decoding == "dynamic" else "1", "--decoding", decoding) == 0
+        assert (
+            generate(endless, "--tp", "2" if decoding == "dynamic" else "1", "--decoding", decoding) == 0
+        )
         out, err = capfd.readouterr()
         assert out == expected + "\n"
         assert "warning" not in err
         texts.add(out)
     assert len(texts) == 4
-    file.write_text(json.dumps({"eos_token_id": None, "repetition_penalty": 3.0, "bad_words_ids": [[9]]}))
+    file.write_text(
+        json.dumps({"eos_token_id": None, "repetition_penalty": 3.0, "bad_words_ids": [[9]]})
+    )
     assert generate(endless, "--repetition-penalty", "1", "--decoding", decoding) == 0
     out, err = capfd.readouterr()
     assert out == plain + "\n"
     assert "warning: generation_config.json sets bad_words_ids ([[9]]), which is not applied" in err
 
 
-@pytest.mark.parametrize("options", [[], ["--temperature", "1"], ["--decoding", "static", "--json"]], ids=str)
+@pytest.mark.parametrize(
+    "options", [[], ["--temperature", "1"], ["--decoding", "static", "--json"]], ids=str
+)
 def test_logits_that_are_not_finite(
     options: list[str], tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -412,10 +494,14 @@ def test_logits_that_are_not_finite(
     assert generate(tiny_checkpoint, *options) == 1
     out, err = capfd.readouterr()
     assert out == ""
-    assert re.fullmatch(r"error: the model's logits are not finite \(NaN or infinity\).* 0 new ones.*\n", err)
+    assert re.fullmatch(
+        r"error: the model's logits are not finite \(NaN or infinity\).* 0 new ones.*\n", err
+    )
 
 
-def test_a_checkpoint_without_tokenizer(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_without_tokenizer(
+    tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     for file in tiny_checkpoint.glob("tokenizer*"):
         file.unlink()
     assert generate(tiny_checkpoint) == 1
@@ -425,12 +511,25 @@ def test_a_checkpoint_without_tokenizer(tiny_checkpoint: Path, capfd: pytest.Cap
 def in_the_middle(folder: Path, *more: str) -> subprocess.Popen[str]:
     """A command that takes long, on two ranks."""
     # So many tokens, and reductions as slow as gloo's, that this is the middle on a busy machine, too.
-    arguments = ["generate", str(folder), "--prompt", PROMPT, "--tp", "2", "--max-new-tokens", "3000", *more]
-    script = (
-        f"import sys; from surgeon.commands.app import main; sys.exit(main({[*arguments, '--collectives', 'gloo']}))"
-    )
+    arguments = [
+        "generate",
+        str(folder),
+        "--prompt",
+        PROMPT,
+        "--tp",
+        "2",
+        "--max-new-tokens",
+        "3000",
+        *more,
+    ]
+    command = [*arguments, "--collectives", "gloo"]
+    script = f"import sys; from surgeon.commands.app import main; sys.exit(main({command}))"
     return warm.Popen(
-        [sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -460,7 +559,9 @@ def test_ending_in_the_middle(target: str, name: str, code: int, message: str, e
 def test_texts_that_are_done_are_there_when_it_is_interrupted(endless: Path) -> None:
     text = continued(endless, PROMPT)
     first = f"==> 1 of 2: {PROMPT} <==\n{text[:-2]}\n"
-    with in_the_middle(endless, "--prompt", "sleeping", "--max-batch", "1", "--stop", text[-2:]) as command:
+    with in_the_middle(
+        endless, "--prompt", "sleeping", "--max-batch", "1", "--stop", text[-2:]
+    ) as command:
         assert command.stdout is not None
         shown = command.stdout.read(len(first))
         command.send_signal(signal.SIGINT)
@@ -472,7 +573,9 @@ def test_texts_that_are_done_are_there_when_it_is_interrupted(endless: Path) -> 
 class Bytes:
     """A tokenizer of one byte per token, so that characters come in pieces."""
 
-    def decode(self, tokens: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+    def decode(
+        self, tokens: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str:
         assert skip_special_tokens
         assert not clean_up_tokenization_spaces
         return bytes(tokens).decode(errors="replace")
@@ -485,14 +588,20 @@ def test_characters_come_whole() -> None:
     assert text.rest() == "\ufffd"
 
 
-@pytest.mark.parametrize("options", [[], ["--tp", "2", "--draft", "lookup", "--draft-tokens", "2"]], ids=str)
-def test_prompts_in_the_chat_template(options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "options", [[], ["--tp", "2", "--draft", "lookup", "--draft-tokens", "2"]], ids=str
+)
+def test_prompts_in_the_chat_template(
+    options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = chat_checkpoint(tmp_path / "chat")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = []
     for prompt in PROMPTS[:2]:
         messages = [{"role": "system", "content": "the dog"}, {"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
         model = AutoModelForCausalLM.from_pretrained(folder)
         tokens = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, len(ids) :]
         texts.append(tokens.tolist())

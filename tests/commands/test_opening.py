@@ -24,7 +24,19 @@ COMMANDS: dict[str, list[str]] = {
     "sensitivity": ["MODEL", *ON_TEXT, "-o", "out"],
     "spectrum": ["MODEL", *ON_TEXT, "-o", "out"],
     "search": ["MODEL", *ON_TEXT, "-o", "out", "--trials", "2"],
-    "heal": ["MODEL", "--program", LP, "--data", "text.txt", "--window", "64", "--steps", "2", "-o", "out"],
+    "heal": [
+        "MODEL",
+        "--program",
+        LP,
+        "--data",
+        "text.txt",
+        "--window",
+        "64",
+        "--steps",
+        "2",
+        "-o",
+        "out",
+    ],
     "export": ["recipe.yaml", "-o", "out"],
     "generate": ["MODEL", "--prompt", "The quick"],
     "serve": ["MODEL", "--port", "0"],
@@ -33,12 +45,16 @@ COMMANDS: dict[str, list[str]] = {
 
 
 @pytest.fixture
-def here(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """The folder of a model, in a folder with what the commands read."""
     monkeypatch.chdir(tmp_path)
     calibration = f"calibration: {{data: {tiny_text}, tokens: 256, window: 64}}"
     operation = f'lowrank: {{layers: "0:2", keep: 0.6, method: whitened, {calibration}}}'
-    (tmp_path / "recipe.yaml").write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - {operation}\n")
+    (tmp_path / "recipe.yaml").write_text(
+        f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - {operation}\n"
+    )
     row = {"query": "the dog", "choices": ["fox jumps", "lazy dog"], "gold": 0}
     (tmp_path / "tasks.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
     return tiny_checkpoint
@@ -54,7 +70,10 @@ def test_tokens_without_a_row_in_the_embedding(command: str, here: Path, surgeon
     code, out, err = surgeon_says(command.split()[0], *arguments)
     assert (code, out) == (1, "")
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert f"gives token ids up to {rows + 4}, and the model's embedding has {rows} rows, none for '<tool 0>'" in line
+    assert (
+        f"gives token ids up to {rows + 4}, and the model's embedding has {rows} rows, none for '<tool 0>'"
+        in line
+    )
     assert f"and 2 more; give it rows (model.resize_token_embeddings({rows + 5}) of transformers" in line
 
 
@@ -112,5 +131,7 @@ def test_the_largest_id_counts_and_not_the_number_of_tokens(here: Path) -> None:
     described = json.loads((here / "tokenizer.json").read_text())
     described["model"]["vocab"]["\u0120far"] = len(tokenizer) + 7
     (here / "tokenizer.json").write_text(json.dumps(described))
-    with pytest.raises(ValueError, match="ids up to 307, and the model's embedding has 300 rows, none for 'Ġfar'"):
+    with pytest.raises(
+        ValueError, match="ids up to 307, and the model's embedding has 300 rows, none for 'Ġfar'"
+    ):
         open_tokenizer(here)

@@ -69,7 +69,12 @@ def test_a_bench_of_programs(tiny_checkpoint: Path, tmp_path: Path) -> None:
     )
     assert found.heading == "1 rank (cpu, shm), prompt 4, 3 new, 1 round"
     assert list(found.table()["program"]) == [tiny_checkpoint.name, "A0 F0"]
-    assert [path.name for path in found.files] == ["trace.rank0.json", "bench.csv", "bench.json", "bench.png"]
+    assert [path.name for path in found.files] == [
+        "trace.rank0.json",
+        "bench.csv",
+        "bench.json",
+        "bench.png",
+    ]
     assert json.loads((tmp_path / "bench.json").read_text())["model"] == str(tiny_checkpoint)
     assert str(found).startswith(f"{found.heading}\nkernels: {found.record['kernels']}\n\n")
     with pytest.raises(ValueError, match="must be a file in a folder that exists"):

@@ -36,9 +36,14 @@ def test_its_help_names_all_that_it_shows(surgeon: Callable[..., Result]) -> Non
 
 
 @pytest.mark.thorough
-def test_from_the_commands_to_the_page(surgeon, tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_from_the_commands_to_the_page(
+    surgeon, tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
     text = ("--data", tiny_text, "--tokens", 128, "--window", 32)
-    runs = {name: tmp_path / name for name in ("scan", "similarity", "sensitivity", "spectrum", "search", "fused")}
+    runs = {
+        name: tmp_path / name
+        for name in ("scan", "similarity", "sensitivity", "spectrum", "search", "fused")
+    }
     scanned = ("--operation", "prune", "--operation", "lp", "--operation", "shuffle")
     few = ("--windows-for-jacobians", 1, "--iterations", 3)
     low = ("--ranks", "1/2", "--calibration-tokens", 128)
@@ -46,7 +51,18 @@ def test_from_the_commands_to_the_page(surgeon, tiny_checkpoint: Path, tiny_text
         ("scan", tiny_checkpoint, *text, "-o", runs["scan"], *scanned),
         ("sensitivity", tiny_checkpoint, *text, "-o", runs["sensitivity"], *few),
         ("similarity", tiny_checkpoint, *text, "-o", runs["similarity"], "--scan", runs["scan"]),
-        ("spectrum", tiny_checkpoint, *text, "-o", runs["spectrum"], "--layers", "1:3", "--weights", "q,down", *low),
+        (
+            "spectrum",
+            tiny_checkpoint,
+            *text,
+            "-o",
+            runs["spectrum"],
+            "--layers",
+            "1:3",
+            "--weights",
+            "q,down",
+            *low,
+        ),
         ("search", tiny_checkpoint, *text, "-o", runs["search"], "--budget", "depth=3", "--trials", 3),
         ("export", runs["search"] / "recipe.yaml", "-o", runs["fused"]),
     ]
@@ -61,7 +77,9 @@ def test_from_the_commands_to_the_page(surgeon, tiny_checkpoint: Path, tiny_text
     page = Page(output.read_text())
     assert page.errors == []
     assert sum(a.get("class") == "run" for _, a in page.tags) == 6
-    assert sum(a.get("class") == "chapter" for _, a in page.tags) == 1, "all of them are of the same weights"
+    assert sum(a.get("class") == "chapter" for _, a in page.tags) == 1, (
+        "all of them are of the same weights"
+    )
     assert_says_what_was_measured(page, runs)
 
 
@@ -73,7 +91,11 @@ def assert_says_what_was_measured(page: Page, runs: dict[str, Path]) -> None:
     assert base is not None
     assert float(base[1].replace(",", "")) == pytest.approx(record["base_perplexity"], rel=6e-4)
     with (runs["scan"] / "cells.csv").open() as file:
-        rows = {(row["first"], row["last"]): row for row in csv.DictReader(file) if row["operation"] == "prune"}
+        rows = {
+            (row["first"], row["last"]): row
+            for row in csv.DictReader(file)
+            if row["operation"] == "prune"
+        }
     cells = map_named(page, "Prune")
     assert len(cells["at"]) == len(rows) == 10
     for index, place in enumerate(cells["at"]):

@@ -48,5 +48,7 @@ def test_a_result_is_read_again_from_its_folder(tmp_path: Path) -> None:
     again.mkdir()
     found.write(again)
     assert Scan.read(again).cells.equals(found.cells)
-    with pytest.raises(ValueError, match="holds a scan of another model: tiny with the hash aaaaaaaaaaaa, while this"):
+    with pytest.raises(
+        ValueError, match="holds a scan of another model: tiny with the hash aaaaaaaaaaaa, while this"
+    ):
         Scan.read(again, "b" * 64)

@@ -33,14 +33,28 @@ def test_all_heatmaps(scan: Run, tmp_path: Path) -> None:
     assert code == 0, err
     folder = tmp_path / "out"
     names = {path.name for path in folder.iterdir()}
-    pictures = {f"heatmap-{name}.png" for name in ("shuffle", "prune", "merge", "parallel", "2-parallel")}
-    files = {"heatmaps.png", "curves-2-parallel.png", "cells.csv", "permutations.csv", "scan.json", "journal.jsonl"}
+    pictures = {
+        f"heatmap-{name}.png" for name in ("shuffle", "prune", "merge", "parallel", "2-parallel")
+    }
+    files = {
+        "heatmaps.png",
+        "curves-2-parallel.png",
+        "cells.csv",
+        "permutations.csv",
+        "scan.json",
+        "journal.jsonl",
+    }
     assert names == pictures | files
     table = pd.read_csv(folder / "cells.csv")
     assert len(table) == 50
     assert (table["tokens"] == 4 * 31).all()
     record = json.loads((folder / "scan.json").read_text())
-    assert (record["seed"], record["window"], record["tokens"], record["tokens_predicted"]) == (4, 32, 128, 124)
+    assert (record["seed"], record["window"], record["tokens"], record["tokens_predicted"]) == (
+        4,
+        32,
+        128,
+        124,
+    )
     assert len(record["model_hash"]) == len(record["data_hash"]) == 64
     assert f"{record['sublayers_run']['total']:,}; a loop over cells would have run" in out
     assert f"base perplexity {record['base_perplexity']:.4g}" in out
@@ -70,7 +84,9 @@ def test_a_map_of_layers_and_keeps_goes_on_where_it_was(scan: Run, tmp_path: Pat
         (layer, layer, keep) for layer in range(4) for keep in (0.9, 0.8, 0.6, 0.4, 0.2)
     ]
     assert out.splitlines()[-1] == str(tmp_path / "out" / "heatmap-lowrank.png")
-    journal = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()]
+    journal = [
+        json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()
+    ]
     measured = [line["program"] for line in journal if "program" in line]
     assert len(measured) == len(set(measured)) == 1 + 4 * 5
     assert table["divergence"].groupby(table["keep"]).sum().is_monotonic_decreasing
@@ -80,7 +96,13 @@ def test_a_part_of_the_stretches(scan: Run, tmp_path: Path) -> None:
     code, _, err = scan("--operation", "lp", "--layers", "1:4", "--max-length", "2")
     assert code == 0, err
     table = pd.read_csv(tmp_path / "out" / "cells.csv")
-    assert list(zip(table["first"], table["last"], strict=True)) == [(1, 1), (1, 2), (2, 2), (2, 3), (3, 3)]
+    assert list(zip(table["first"], table["last"], strict=True)) == [
+        (1, 1),
+        (1, 2),
+        (2, 2),
+        (2, 3),
+        (3, 3),
+    ]
     record = json.loads((tmp_path / "out" / "scan.json").read_text())
     assert (record["layers"], record["max_length"], record["every"]) == ("1:4", 2, 1)
 
@@ -102,7 +124,9 @@ def test_too_few_windows_to_screen(scan: Run, tmp_path: Path) -> None:
 
 
 def test_workers_with_nothing_but_the_unedited_model_to_run(scan: Run, tmp_path: Path) -> None:
-    code, _, err = scan("--operation", "shuffle", "--layers", "0:1", "--workers", "2", "--screen", "--window", "8")
+    code, _, err = scan(
+        "--operation", "shuffle", "--layers", "0:1", "--workers", "2", "--screen", "--window", "8"
+    )
     assert code == 0, err
     table = pd.read_csv(tmp_path / "out" / "cells.csv")
     assert (table["tokens"].tolist(), table["divergence"].tolist()) == ([16 * 7], [0.0])
@@ -112,15 +136,23 @@ def test_help_says_what_the_options_do(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["scan", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert all(name in text.replace("- ", "-") for name in HEATMAPS)  # lines may end within a name
-    assert "begin at multiples of N, counted from the start of --layers, and whose length is a multiple of N" in text
+    assert (
+        "begin at multiples of N, counted from the start of --layers, and whose length is a multiple of N"
+        in text
+    )
     assert "beyond ten times the base perplexity" in text
     assert "4:30 is layers 4 to 29" in text
 
 
 def test_some_heatmaps_and_a_limit_of_memory(scan: Run, tmp_path: Path) -> None:
-    code, _, err = scan("--operation", "prune", "--operation", "parallel", "--memory", "100GB", "--batch", "1")
+    code, _, err = scan(
+        "--operation", "prune", "--operation", "parallel", "--memory", "100GB", "--batch", "1"
+    )
     assert code == 0, err
-    assert pd.read_csv(tmp_path / "out" / "cells.csv")["operation"].unique().tolist() == ["prune", "parallel"]
+    assert pd.read_csv(tmp_path / "out" / "cells.csv")["operation"].unique().tolist() == [
+        "prune",
+        "parallel",
+    ]
 
 
 def test_workers_and_weights_read_layer_by_layer_give_the_same_table(
@@ -132,7 +164,9 @@ def test_workers_and_weights_read_layer_by_layer_give_the_same_table(
     for name, more in (("here", ()), ("workers", ("--workers", "2")), ("streamed", ())):
         if name == "streamed":
             monkeypatch.setattr(subject, "available_bytes", lambda *_: 0)
-        code, _, err = scan("--operation", "prune", "--operation", "merge", "-o", str(tmp_path / name), *more)
+        code, _, err = scan(
+            "--operation", "prune", "--operation", "merge", "-o", str(tmp_path / name), *more
+        )
         assert code == 0, err
         assert ("warning: the model's weights" in err) == (name == "streamed")
         tables.append(pd.read_csv(tmp_path / name / "cells.csv"))
@@ -216,7 +250,9 @@ def test_a_model_without_a_tokenizer(scan: Run, tiny_checkpoint: Path) -> None:
     assert errors_in(err) == 1
 
 
-def test_a_folder_of_another_configuration_is_refused(scan: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_folder_of_another_configuration_is_refused(
+    scan: Run, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     assert scan("--operation", "prune")[0] == 0
     before = (tmp_path / "out" / "cells.csv").read_bytes()
     config = json.loads((tiny_checkpoint / "config.json").read_text())

@@ -46,7 +46,10 @@ def test_results_and_resumption(
     pd.testing.assert_frame_equal(table.head(2), first)
     assert set(table["edits"]) == {"pair 0:2", "pair 1:3", "pair 2:4"}
     assert (table["depth"] == 3).all()
-    assert ((table["divergence_low"] <= table["divergence"]) & (table["divergence"] <= table["divergence_high"])).all()
+    assert (
+        (table["divergence_low"] <= table["divergence"])
+        & (table["divergence"] <= table["divergence_high"])
+    ).all()
     best = table[table["whole"]].sort_values("divergence").iloc[0]
     record = json.loads((output / "search.json").read_text())
     assert record["held_out"]["searched"]["trial"] == best["trial"]
@@ -70,11 +73,25 @@ def test_lines_fit_a_terminal(
     said = capsys.readouterr().out.splitlines()
     keys = [line[:12].strip() for line in said if not line.startswith(" ")]
     assert list(dict.fromkeys(keys)) == [
-        *("winner", "program", "edits", "cost", "divergence", "perplexity", "measured", "held out", "recipe")
+        *(
+            "winner",
+            "program",
+            "edits",
+            "cost",
+            "divergence",
+            "perplexity",
+            "measured",
+            "held out",
+            "recipe",
+        )
     ]
     assert all(len(line) <= 80 for line in said if not line.startswith("recipe"))
-    assert any(line.startswith(" " * 12) for line in said), "the held-out sentences are longer than a line"
-    comments = [line for line in (tmp_path / "recipe.yaml").read_text().splitlines() if line.startswith("#")]
+    assert any(line.startswith(" " * 12) for line in said), (
+        "the held-out sentences are longer than a line"
+    )
+    comments = [
+        line for line in (tmp_path / "recipe.yaml").read_text().splitlines() if line.startswith("#")
+    ]
     assert all(len(line) <= 80 or len(line.split()) <= 2 for line in comments)  # paths are never broken
 
 
@@ -90,9 +107,14 @@ def test_the_winner_is_measured_again_on_text_that_follows(
     assert "held out" not in capsys.readouterr().out
 
 
-def test_a_search_on_one_window_holds_two_out(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_a_search_on_one_window_holds_two_out(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path
+) -> None:
     assert search(tiny_checkpoint, tiny_text, tmp_path, "--tokens", "64") == 0
-    assert json.loads((tmp_path / "search.json").read_text())["held_out"]["searched"]["unseen"]["tokens"] == 2 * 63
+    assert (
+        json.loads((tmp_path / "search.json").read_text())["held_out"]["searched"]["unseen"]["tokens"]
+        == 2 * 63
+    )
 
 
 def test_other_text_held_out_is_measured_as_surgeon_eval_does(
@@ -102,7 +124,9 @@ def test_other_text_held_out_is_measured_as_surgeon_eval_does(
     other.write_text(tiny_text.read_text()[::-1])
     assert search(tiny_checkpoint, tiny_text, output, "--holdout-data", str(other)) == 0
     held = json.loads((output / "search.json").read_text())["held_out"]
-    winner = next(one for one in [held["searched"], *held["runners_up"]] if one["trial"] == held["winner"])
+    winner = next(
+        one for one in [held["searched"], *held["runners_up"]] if one["trial"] == held["winner"]
+    )
     sizes = ["--tokens", "256", "--window", "64", "-o", str(tmp_path / "eval")]
     assert main(["eval", str(output / "recipe.yaml"), "--data", str(other), *sizes]) == 0
     evaluated = json.loads((tmp_path / "eval" / "text.json").read_text())
@@ -116,7 +140,11 @@ def test_other_text_held_out_is_measured_as_surgeon_eval_does(
 
 @pytest.mark.thorough
 def test_candidates_are_healed_before_the_choice(
-    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    tiny_checkpoint: Path,
+    tiny_text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Any,
 ) -> None:
     """Interrupted while the second one is healed, the same command heals those that are missing."""
     other, output = tmp_path / "other.txt", tmp_path / "search"
@@ -142,13 +170,18 @@ def test_candidates_are_healed_before_the_choice(
     found = record["healing"]
     assert [row[0] for row in table[1:4]] == [str(one["trial"]) for one in found["candidates"]]
     assert {one["program"] for one in found["candidates"]} == set(healed)
-    held = {one["trial"]: one for one in [record["held_out"]["searched"], *record["held_out"]["runners_up"]]}
+    held = {
+        one["trial"]: one for one in [record["held_out"]["searched"], *record["held_out"]["runners_up"]]
+    }
     for one in found["candidates"]:
         assert one["before"] == held[one["trial"]]["unseen"]
         assert one["after"]["divergence"] != one["before"]["divergence"]
     assert record["best"]["trial"] == found["winner"]
     assert found["changed"] == (found["winner"] != found["winner_before"])
-    assert len([folder for folder in (output / "healed").iterdir() if (folder / "config.json").is_file()]) == 3
+    assert (
+        len([folder for folder in (output / "healed").iterdir() if (folder / "config.json").is_file()])
+        == 3
+    )
     recipe = (output / "recipe.yaml").read_text()
     assert "# On the same text, healed:\n# trial  divergence" in recipe
     assert "healing does not change the choice" in recipe or "HEALING CHANGES THE CHOICE" in recipe
@@ -201,10 +234,15 @@ def test_text_too_short_to_hold_some_out(
 ) -> None:
     short = tmp_path / "short.txt"
     short.write_text(tiny_text.read_text()[:1500])
-    assert search(tiny_checkpoint, short, tmp_path / "search", "--tokens", "100000", "--holdout", "128") == 1
+    assert (
+        search(tiny_checkpoint, short, tmp_path / "search", "--tokens", "100000", "--holdout", "128")
+        == 1
+    )
     assert "or hold out none" in capsys.readouterr().err
     assert not (tmp_path / "search" / "trials.csv").exists()
-    assert search(tiny_checkpoint, short, tmp_path / "search", "--tokens", "100000", "--holdout", "0") == 0
+    assert (
+        search(tiny_checkpoint, short, tmp_path / "search", "--tokens", "100000", "--holdout", "0") == 0
+    )
     assert search(tiny_checkpoint, short, tmp_path / "some", "--tokens", "100000") == 0
     assert "are used of the 100,000 asked for, and the last 128 are held out" in capsys.readouterr().err
     assert search(tiny_checkpoint, tiny_text, tmp_path / "other", "--holdout", "64") == 1
@@ -248,14 +286,20 @@ def test_a_limit_of_memory_and_what_goes_wrong_is_said_as_in_a_scan(
     weights["model.layers.2.mlp.up_proj.weight"][0, 0] = torch.nan
     save_file(weights, path, metadata={"format": "pt"})
     assert search(tiny_checkpoint, tiny_text, tmp_path / "broken") == 1
-    assert "not finite: NaN or infinity appears first in F2; check that layer's weights" in capsys.readouterr().err
+    assert (
+        "not finite: NaN or infinity appears first in F2; check that layer's weights"
+        in capsys.readouterr().err
+    )
 
 
 def test_interrupted_it_goes_on(
     tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C between rounds: nothing that was measured is lost, and the result is that of an undisturbed search."""
-    model, more = save_checkpoint(tmp_path / "model", num_layers=8), ("--budget", "depth=5", "--trials", "14")
+    model, more = (
+        save_checkpoint(tmp_path / "model", num_layers=8),
+        ("--budget", "depth=5", "--trials", "14"),
+    )
     assert search(model, tiny_text, tmp_path / "whole", *more) == 0
     measure, left = Evaluator.measure, 3
 

@@ -23,15 +23,25 @@ def _without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def problem(tiny_checkpoint: Path, tiny_text: Path) -> SearchProblem:
-    return surgeon.SearchProblem(tiny_checkpoint, tiny_text, space="pair,drop:layers", budget="depth=2", **TEXT)
+    return surgeon.SearchProblem(
+        tiny_checkpoint, tiny_text, space="pair,drop:layers", budget="depth=2", **TEXT
+    )
 
 
-def test_a_notebook_finds_what_the_command_finds(problem: SearchProblem, tiny_text: Path, tmp_path: Path) -> None:
+def test_a_notebook_finds_what_the_command_finds(
+    problem: SearchProblem, tiny_text: Path, tmp_path: Path
+) -> None:
     study = optuna.create_study(directions=problem.directions, sampler=problem.sampler())
     assert isinstance(study.sampler, surgeon.SurgerySampler)
     study.optimize(problem.objective, n_trials=100)  # fewer: all are tried
     found = surgeon.search(
-        problem.opened.folder, tiny_text, tmp_path, space="pair,drop:layers", budget="depth=2", holdout=0, **TEXT
+        problem.opened.folder,
+        tiny_text,
+        tmp_path,
+        space="pair,drop:layers",
+        budget="depth=2",
+        holdout=0,
+        **TEXT,
     )
     assert str(problem.program(study.best_trial)) == str(found.program)
     assert study.best_value == pytest.approx(found.winner.trial.measured.divergence, rel=1e-5)
@@ -70,8 +80,17 @@ def test_a_notebook_goes_on_with_the_study_of_a_command_and_the_command_with_tha
     problem: SearchProblem, tiny_text: Path, tmp_path: Path
 ) -> None:
     def searched(trials: int) -> list[str]:
-        options: dict[str, Any] = {"space": "pair,drop:layers", "budget": "depth=2", "holdout": 0, **TEXT}
-        return [*surgeon.search(problem.opened.folder, tiny_text, tmp_path, trials, **options).trials["program"]]
+        options: dict[str, Any] = {
+            "space": "pair,drop:layers",
+            "budget": "depth=2",
+            "holdout": 0,
+            **TEXT,
+        }
+        return [
+            *surgeon.search(problem.opened.folder, tiny_text, tmp_path, trials, **options).trials[
+                "program"
+            ]
+        ]
 
     first = searched(3)
     file = optuna.storages.journal.JournalFileBackend(str(tmp_path / "study.log"))
@@ -84,15 +103,21 @@ def test_a_notebook_goes_on_with_the_study_of_a_command_and_the_command_with_tha
     assert len({*every}) == 6
 
 
-def test_what_passes_have_found_is_not_measured_again(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_what_passes_have_found_is_not_measured_again(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path
+) -> None:
     text: dict[str, Any] = {"tokens": 256, "window": 32}
     scan = surgeon.scan(tiny_checkpoint, tiny_text, tmp_path / "scan", operations=["lp"], **text)
 
     def tried(**more: Any) -> tuple[float, dict[str, float]]:
-        problem = surgeon.SearchProblem(tiny_checkpoint, tiny_text, space="pair", budget="depth=3", **more, **text)
+        problem = surgeon.SearchProblem(
+            tiny_checkpoint, tiny_text, space="pair", budget="depth=3", **more, **text
+        )
         study = optuna.create_study(directions=problem.directions, sampler=problem.sampler())
         study.optimize(problem.objective, n_trials=5)
-        return problem.evaluator.sublayers, {one.user_attrs["program"]: one.values[0] for one in study.trials}
+        return problem.evaluator.sublayers, {
+            one.user_attrs["program"]: one.values[0] for one in study.trials
+        }
 
     (alone, measured), (fed, known) = tried(), tried(using=scan, output=tmp_path / "out")
     assert fed < alone
@@ -109,5 +134,7 @@ def test_factors_of_a_spectrum(tiny_checkpoint: Path, tiny_text: Path, tmp_path:
     study = optuna.create_study(directions=problem.directions, sampler=problem.sampler())
     study.optimize(problem.objective, n_trials=3)
     found = surgeon.search(tiny_checkpoint, tiny_text, tmp_path / "found", trials=3, holdout=0, **asked)
-    assert [one.values[0] for one in study.trials] == pytest.approx([*found.trials["divergence"]], rel=1e-5)
+    assert [one.values[0] for one in study.trials] == pytest.approx(
+        [*found.trials["divergence"]], rel=1e-5
+    )
     assert problem.recipe(study.best_trial).to_yaml() == found.recipe.to_yaml()

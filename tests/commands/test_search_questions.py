@@ -30,7 +30,12 @@ def test_without_a_budget(
     tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "search"
-    assert search_freely(tiny_checkpoint, tiny_text, output, "--space", "pair,ladder,drop", "--trials", "30") == 0
+    assert (
+        search_freely(
+            tiny_checkpoint, tiny_text, output, "--space", "pair,ladder,drop", "--trials", "30"
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "knee        pair: " in said
     quality, trials = pd.read_csv(output / "quality.csv"), pd.read_csv(output / "trials.csv")
@@ -61,7 +66,10 @@ def test_two_layers(tmp_path: Path, tiny_text: Path, capsys: pytest.CaptureFixtu
 def test_several_objectives(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
     output = tmp_path / "search"
     use = ("--objective", "divergence,latency@cpu-2", "--prompt", "16", "--new", "8")
-    assert search_freely(tiny_checkpoint, tiny_text, output, "--space", "pair,drop", "--trials", "20", *use) == 0
+    assert (
+        search_freely(tiny_checkpoint, tiny_text, output, "--space", "pair,drop", "--trials", "20", *use)
+        == 0
+    )
     front, trials = pd.read_csv(output / "front.csv"), pd.read_csv(output / "trials.csv")
     assert front["divergence"].is_monotonic_increasing
     assert front["latency@cpu-2"].is_monotonic_decreasing
@@ -76,17 +84,29 @@ def test_several_objectives(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Pa
 
 
 @pytest.mark.thorough
-def test_the_size_of_a_model_is_traded_for_quality(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_the_size_of_a_model_is_traded_for_quality(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "search"
-    spaces = ("--space", "drop:layers,rank")  # checkpoints keep the other half of a layer of which one is left out
-    assert search_freely(tiny_checkpoint, tiny_text, output, "--objective", "size", *spaces, "--trials", "12") == 0
+    # Checkpoints keep the other half of a layer of which one is left out.
+    spaces = ("--space", "drop:layers,rank")
+    assert (
+        search_freely(
+            tiny_checkpoint, tiny_text, output, "--objective", "size", *spaces, "--trials", "12"
+        )
+        == 0
+    )
     front = pd.read_csv(output / "front.csv")
     assert front["size"].is_monotonic_decreasing
     assert front["divergence"].is_monotonic_increasing
     smallest = front.iloc[-1]
     assert main(["export", str(output / smallest["recipe"]), "-o", str(tmp_path / "smallest")]) == 0
     sizes = [
-        sum(t.numel() * t.element_size() for t in load_file(folder / "model.safetensors").values() if t.dim() > 1)
+        sum(
+            t.numel() * t.element_size()
+            for t in load_file(folder / "model.safetensors").values()
+            if t.dim() > 1
+        )
         for folder in (tiny_checkpoint, tmp_path / "smallest")
     ]
     assert sizes == [pd.read_csv(output / "quality.csv")["cost"].max(), smallest["size"]]
@@ -107,20 +127,37 @@ def test_a_budget_of_predicted_time(
     tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "search"
-    budget = ("--budget", "speedup>=1.05@cpu-2", "--ranks", "2", "--prompt", "16", "--new", "8", "--trials", "2")
+    budget = (
+        "--budget",
+        "speedup>=1.05@cpu-2",
+        "--ranks",
+        "2",
+        "--prompt",
+        "16",
+        "--new",
+        "8",
+        "--trials",
+        "2",
+    )
     assert search(tiny_checkpoint, tiny_text, output, *budget) == 0
     program = read_recipe(output / "recipe.yaml").program(4)
     shapes = ModelShapes.of("tiny", open_model(tiny_checkpoint, weights=False).config)
     hardware, workload = load_hardware("cpu-2"), Workload(1, 16, 8)
     dense, found = (
-        predict(shapes, one, hardware, workload, Deployment(2)).per_token for one in (Program.dense(4), program)
+        predict(shapes, one, hardware, workload, Deployment(2)).per_token
+        for one in (Program.dense(4), program)
     )
     assert dense / found >= 1.05
     table = pd.read_csv(output / "trials.csv").set_index("program")
     assert table.loc[str(program), "speedup@cpu-2"] == pytest.approx(dense / found, rel=1e-6)
     assert record_of(output)["ranks"] == 2
     capsys.readouterr()
-    assert search(tiny_checkpoint, tiny_text, tmp_path / "more", "--budget", "speedup>=90@cpu-2", *budget[2:]) == 1
+    assert (
+        search(
+            tiny_checkpoint, tiny_text, tmp_path / "more", "--budget", "speedup>=90@cpu-2", *budget[2:]
+        )
+        == 1
+    )
     assert "out of reach" in capsys.readouterr().err
 
 
@@ -145,7 +182,10 @@ def test_a_quality_that_cannot_be_kept(
     error = capsys.readouterr().err.splitlines()[-1]
     table = pd.read_csv(tmp_path / "trials.csv")
     nearest = table[table["whole"]].sort_values("divergence").iloc[0]
-    assert f"the nearest, trial {nearest['trial']}, has divergence {nearest['divergence']:.4g} nats" in error
+    assert (
+        f"the nearest, trial {nearest['trial']}, has divergence {nearest['divergence']:.4g} nats"
+        in error
+    )
     assert not (tmp_path / "recipe.yaml").exists()
     assert not table["within"].any()
 
@@ -213,7 +253,10 @@ def test_native_tracks(
     configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program=str(own))
     asked = ("--space", "pair,drop:layers,rank:0.5", "--budget", "params=0.7x", "--holdout", "0")
     assert search_freely(tiny_checkpoint, tiny_text, tmp_path / "out", *asked, "--trials", "3") == 0
-    recipe, config = read_recipe(tmp_path / "out" / "recipe.yaml"), open_model(tiny_checkpoint, weights=False).config
+    recipe, config = (
+        read_recipe(tmp_path / "out" / "recipe.yaml"),
+        open_model(tiny_checkpoint, weights=False).config,
+    )
     program = recipe_program(recipe, config, own)
     assert program != own
     assert program.parameters(ModelShapes.of("", config).layer_shapes) <= 0.7 * own.parameters(
@@ -224,8 +267,16 @@ def test_native_tracks(
     assert pairs == ["pair 0:2", "pair 2:4"]  # and none of layers of two tracks
     capsys.readouterr()
     for more, message in {
-        ("--space", "tracks"): "the space tracks has no edits of tiny-llama: the model runs a program of its own",
-        ("--heal", "2", "--heal-data", str(tiny_text)): "candidates are healed of models whose layers run one after",
+        (
+            "--space",
+            "tracks",
+        ): "the space tracks has no edits of tiny-llama: the model runs a program of its own",
+        (
+            "--heal",
+            "2",
+            "--heal-data",
+            str(tiny_text),
+        ): "candidates are healed of models whose layers run one after",
     }.items():
         assert search_freely(tiny_checkpoint, tiny_text, tmp_path / "no", *more) == 1
         assert message in capsys.readouterr().err
@@ -249,7 +300,10 @@ def test_programs_without_attention_are_none(
     assert not pd.read_csv(trials)["program"].str.contains("A").all()
     assert search(tiny_checkpoint, tiny_text, tmp_path / "earlier", *asked) == 0
     assert pd.read_csv(trials)["program"].str.contains("A").all()
-    assert search_freely(tiny_checkpoint, tiny_text, tmp_path / "new", "--space", "drop", "--trials", "20") == 0
+    assert (
+        search_freely(tiny_checkpoint, tiny_text, tmp_path / "new", "--space", "drop", "--trials", "20")
+        == 0
+    )
     front = pd.read_csv(tmp_path / "new" / "front.csv")
     assert front["depth"].min() <= 1, "as shallow as can be"
     assert front["program"].str.contains("A").all()

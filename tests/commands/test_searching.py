@@ -17,10 +17,21 @@ from surgeon.searches.workers import GIVEN
 TEXT: dict[str, Any] = {"tokens": 128, "window": 32}
 
 
-def test_a_search_is_what_its_command_writes(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_a_search_is_what_its_command_writes(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path
+) -> None:
     asked: dict[str, Any] = {"budget": "depth=3", "trials": 3}
     found = surgeon.search(surgeon.open(tiny_checkpoint), tiny_text, tmp_path / "ours", **asked, **TEXT)
-    command = ["search", str(tiny_checkpoint), "--data", str(tiny_text), "--budget", "depth=3", "--trials", "3"]
+    command = [
+        "search",
+        str(tiny_checkpoint),
+        "--data",
+        str(tiny_text),
+        "--budget",
+        "depth=3",
+        "--trials",
+        "3",
+    ]
     assert main([*command, "--tokens", "128", "--window", "32", "-o", str(tmp_path / "theirs")]) == 0
     assert (tmp_path / "ours/trials.csv").read_bytes() == (tmp_path / "theirs/trials.csv").read_bytes()
     assert (tmp_path / "theirs/recipe.yaml").read_text().endswith(found.recipe.to_yaml())
@@ -42,7 +53,13 @@ def test_units_that_are_searched_are_those_of_the_recipe(
     """Chosen by the text of the search, also on held-out text and before healing."""
     text = tmp_path / "other.txt"
     text.write_text("A text to heal on, which is another one. " * 200)
-    asked: dict[str, Any] = {"space": "width,pair", "budget": "params=0.8x", "trials": 3, "heal": 1, "heal_batch": 1}
+    asked: dict[str, Any] = {
+        "space": "width,pair",
+        "budget": "params=0.8x",
+        "trials": 3,
+        "heal": 1,
+        "heal_batch": 1,
+    }
     found = surgeon.search(tiny_checkpoint, tiny_text, tmp_path / "out", heal_data=text, **asked, **TEXT)
     assert "#" in str(found.program)
     measured = surgeon.evaluate(found.recipe, tiny_text, **TEXT).text
@@ -86,8 +103,12 @@ def test_a_worker_joins_a_search_by_what_the_first_one_gives_it(
     assert ended(what, monkeypatch) == 0
     more = surgeon.search(tiny_checkpoint, tiny_text, tmp_path, **options, **TEXT)
     assert (len(found.trials), len(more.trials)) == (2, 3)
-    assert (found.work.together, more.work.together) == (0, 8), "single edits are known; the worker ran one of them"
+    assert (found.work.together, more.work.together) == (0, 8), (
+        "single edits are known; the worker ran one of them"
+    )
     assert more.work.alone == found.work.alone > 0
     assert more.record["sublayers_run"] == round(more.work.alone + more.work.together, 1)
     what["model"] = str(tmp_path / "nowhere")
-    assert str(ended(what, monkeypatch)).startswith(f"error: there is no model folder {tmp_path / 'nowhere'}")
+    assert str(ended(what, monkeypatch)).startswith(
+        f"error: there is no model folder {tmp_path / 'nowhere'}"
+    )

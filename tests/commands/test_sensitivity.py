@@ -26,7 +26,11 @@ def test_table_picture_and_correlations(
     assert table[["first", "last"]].to_numpy().tolist() == [[0, 1], [1, 2], [2, 3]]
     record = json.loads((folder / "sensitivity.json").read_text())
     assert (record["seed"], record["jacobian_windows"], record["iterations"]) == (3, [0, 3], 100)
-    rho = next(c["rho"] for c in record["correlations"] if (c["predictor"], c["damage"]) == ("bound", "divergence"))
+    rho = next(
+        c["rho"]
+        for c in record["correlations"]
+        if (c["predictor"], c["damage"]) == ("bound", "divergence")
+    )
     (line,) = [line for line in captured.out.splitlines() if line.startswith("bound (equation 12)")]
     assert f"{rho:.3f}" in line
     assert "within its bound in 6 of 6 cases" in captured.out
@@ -43,7 +47,14 @@ def test_table_picture_and_correlations(
 def test_too_few_iterations_are_said(
     tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["sensitivity", str(tiny_checkpoint), "--data", str(tiny_text), "-o", str(tmp_path / "out")]
+    command = [
+        "sensitivity",
+        str(tiny_checkpoint),
+        "--data",
+        str(tiny_text),
+        "-o",
+        str(tmp_path / "out"),
+    ]
     assert main([*command, "--window", "16", "--tokens", "16", "--iterations", "2"]) == 0
     assert "warning: 2 iterations were too few for pairs 0-1, 1-2, 2-3" in capsys.readouterr().err
     assert not pd.read_csv(tmp_path / "out" / "sensitivity.csv")["converged"].any()

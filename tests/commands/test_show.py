@@ -44,7 +44,9 @@ def test_a_recipe_and_the_checkpoint_made_of_it(
     recipe = tmp_path / "edit.yaml"
     weights = Checkpoint(tiny_checkpoint).model_hash()
     bound = f"weights: sha256:{weights}\n"
-    recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\n{bound}operations:\n  {OPERATIONS[form]}\n")
+    recipe.write_text(
+        f"surgeon: 1\nmodel: {tiny_checkpoint}\n{bound}operations:\n  {OPERATIONS[form]}\n"
+    )
     code, out, err = surgeon_says("show", recipe, "-o", tmp_path / "edit.png")
     assert (code, err) == (0, "")
     said = facts(out)
@@ -67,7 +69,9 @@ def test_a_recipe_and_the_checkpoint_made_of_it(
     assert written["model"].startswith(f"{said['model']};")
 
 
-def test_ranks_and_how_many_parameters_are_left(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_ranks_and_how_many_parameters_are_left(
+    surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     recipe = tmp_path / "ranks.yaml"
     ranks = "{q: 6, k: 6, up: 7, down: [8, null, 8, 8]}"
     recipe.write_text(
@@ -90,10 +94,14 @@ def test_ranks_and_how_many_parameters_are_left(surgeon_says: Run, tiny_checkpoi
         assert said["program"] == "A0 F0 A1 F1 A2 F2 A3 F3"
         assert said["sizes"] == "layers 0, 2 to 3: q, k 6; up 7; down 8 layer 1: q, k 6; up 7"
         share = sizes[0] / sizes[1]
-        assert said["parameters"] == f"{sizes[0]:,} of {sizes[1]:,} in the layers' matrices ({share:.1%})"
+        assert (
+            said["parameters"] == f"{sizes[0]:,} of {sizes[1]:,} in the layers' matrices ({share:.1%})"
+        )
 
 
-def test_widths_and_how_many_parameters_are_left(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_widths_and_how_many_parameters_are_left(
+    surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     recipe = tmp_path / "width.yaml"
     matrices = 4 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32)
     narrow = matrices - 3 * (2 * 16 * 32 + 2 * 8 * 32 + 3 * 36 * 32)
@@ -151,9 +159,17 @@ def test_what_it_refuses(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Pat
 def test_what_is_left_of_a_model(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
     """Nothing is refused, by every command in the same words; that no token looks at another is said."""
     recipe = tmp_path / "none.yaml"
-    recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - prune: {{layers: ['0:2', '2:4']}}\n")
-    said = f"error: {recipe}:4: prune: the program is empty: it has no steps; keep at least one sublayer\n"
-    for command, *options in (["show"], ["show", "-o", tmp_path / "x.png"], ["export", "-o", tmp_path / "out"]):
+    recipe.write_text(
+        f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - prune: {{layers: ['0:2', '2:4']}}\n"
+    )
+    said = (
+        f"error: {recipe}:4: prune: the program is empty: it has no steps; keep at least one sublayer\n"
+    )
+    for command, *options in (
+        ["show"],
+        ["show", "-o", tmp_path / "x.png"],
+        ["export", "-o", tmp_path / "out"],
+    ):
         assert surgeon_says(command, recipe, *options) == (1, "", said)
     assert not (tmp_path / "x.png").exists()
     recipe.write_text(recipe.read_text().replace("]}", "], sublayers: attention}"))
@@ -162,7 +178,9 @@ def test_what_is_left_of_a_model(surgeon_says: Run, tiny_checkpoint: Path, tmp_p
     assert facts(out)["note"] == "there is no attention, so that no token looks at another"
 
 
-def test_records_and_programs_that_are_none(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_records_and_programs_that_are_none(
+    surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(tiny_checkpoint, folder)
     report = {"program": "A0 F0", "source": {"model": "m", "num_layers": 4}}
@@ -170,7 +188,10 @@ def test_records_and_programs_that_are_none(surgeon_says: Run, tiny_checkpoint: 
         ({"source": {"model": "m", "num_layers": 10**12}}, "lacks the program or its source"),
         ({"source": {"model": "m", "num_layers": True}}, "lacks the program or its source"),
         ({"proof": {}}, "is not what surgeon export writes: its proof is {}; export again"),
-        ({"proof": {"tokens": 1, "exact": None, "written": 0, "dtype": "float32"}}, "its proof is {'tokens': 1,"),
+        (
+            {"proof": {"tokens": 1, "exact": None, "written": 0, "dtype": "float32"}},
+            "its proof is {'tokens': 1,",
+        ),
     ):
         (folder / "surgeon.json").write_text(json.dumps(report | change))
         code, _, err = surgeon_says("show", folder)
@@ -183,7 +204,9 @@ def test_records_and_programs_that_are_none(surgeon_says: Run, tiny_checkpoint: 
         assert (code, "has surgeon_program: 5, which is no program" in err) == (1, True), err
 
 
-def test_an_exported_checkpoint_can_be_verified(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_an_exported_checkpoint_can_be_verified(
+    surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     recipe = tmp_path / "edit.yaml"
     recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  {OPERATIONS['plain']}\n")
     assert surgeon_says("export", recipe, "-o", tmp_path / "edited")[0] == 0
@@ -207,17 +230,28 @@ def test_codas_are_said(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path
     folder = shutil.copytree(tiny_checkpoint, tmp_path / "copy")
     (folder / "codas").mkdir()
     (folder / "codas" / "rack-0.safetensors").touch()
-    index = {"format": 1, "racks": ["0:2", "2:4"], "nodes": [4, 8], "depth": 1, "weights": "", "program": "A0 F0"}
+    index = {
+        "format": 1,
+        "racks": ["0:2", "2:4"],
+        "nodes": [4, 8],
+        "depth": 1,
+        "weights": "",
+        "program": "A0 F0",
+    }
     config = json.loads((folder / "config.json").read_text())
     (folder / "codas" / "codas.json").write_text(json.dumps(index | {"config": config}))
     said = facts(surgeon_says("show", str(folder))[1])["codas"]
     assert said == "of 1 layer for every rack but the last; racks of the layers 0:2, 2:4"
 
 
-def test_native_tracks_and_a_recipe_for_them(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_native_tracks_and_a_recipe_for_them(
+    surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     configure(tiny_checkpoint, model_type="surgeon_llama", surgeon_program="{A0 F0 A1 F1 | A2 F2 A3 F3}")
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f'surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - prune: {{layers: "1:3"}}\n')
+    recipe.write_text(
+        f'surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  - prune: {{layers: "1:3"}}\n'
+    )
     code, out, _ = surgeon_says("show", recipe)
     assert code == 0
     assert "{A0 F0 | A3 F3}" in out
@@ -228,7 +262,9 @@ def test_native_tracks_and_a_recipe_for_them(surgeon_says: Run, tiny_checkpoint:
     assert "is an edited model, and operations change whole layers; name the model it was made of" in err
 
 
-def test_what_an_export_left_behind_is_said(surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_what_an_export_left_behind_is_said(
+    surgeon_says: Run, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     """By the command that leaves it, and later; a chat template in a folder inside is verified, and compared."""
     templates = tiny_checkpoint / "additional_chat_templates"
     templates.mkdir()
@@ -243,7 +279,10 @@ def test_what_an_export_left_behind_is_said(surgeon_says: Run, tiny_checkpoint: 
     code, out, _ = surgeon_says("show", tmp_path / "edited", "--verify")
     assert code == 0
     assert f"behind {left}" in facts(out)["left"]
-    assert "files       setup.py: only in A\n" in surgeon_says("show", tiny_checkpoint, tmp_path / "edited")[1]
+    assert (
+        "files       setup.py: only in A\n"
+        in surgeon_says("show", tiny_checkpoint, tmp_path / "edited")[1]
+    )
     (tmp_path / "edited" / "additional_chat_templates" / "rag.jinja").write_text("{{ message }}.")
     code, _, err = surgeon_says("show", tmp_path / "edited", "--verify")
     assert code == 1

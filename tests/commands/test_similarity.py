@@ -18,7 +18,9 @@ from tests.tiny_models import save_checkpoint
 def run(on_tiny_text: Run) -> Run:
     """Runs a command, into a folder, with more arguments."""
     sizes = ("--window", "16", "--tokens", "64")
-    return lambda name, folder, *arguments, **more: on_tiny_text(name, *sizes, *arguments, folder=folder, **more)
+    return lambda name, folder, *arguments, **more: on_tiny_text(
+        name, *sizes, *arguments, folder=folder, **more
+    )
 
 
 def test_tables_and_pictures(run: Run, tmp_path: Path) -> None:
@@ -46,7 +48,9 @@ def test_what_predicts_a_scan(run: Run, tmp_path: Path) -> None:
     assert set(table["operation"]) == set(operations)
     assert {"length", "cka_mlp_debiased", "angular_distance", "relative_bound"} <= set(table["proxy"])
     shown = table[
-        (table["operation"] == "merge") & (table["damage"] == "divergence") & ~table["proxy"].str.contains("debiased")
+        (table["operation"] == "merge")
+        & (table["damage"] == "divergence")
+        & ~table["proxy"].str.contains("debiased")
     ]
     assert "What predicts the divergence of a stretch best\n" in out
     (merge,) = [line.split() for line in out.splitlines() if line.startswith("merge")]
@@ -71,7 +75,10 @@ def test_a_scan_of_another_model_is_refused_before_any_work(run: Run, tmp_path: 
 def test_bad_input(run: Run, tmp_path: Path) -> None:
     for arguments, message in (
         (("--sensitivity", "x"), "sensitivity is used with scan only"),
-        (("--scan", str(tmp_path / "nothing")), "has no scan.json; give the output folder of a finished surgeon scan"),
+        (
+            ("--scan", str(tmp_path / "nothing")),
+            "has no scan.json; give the output folder of a finished surgeon scan",
+        ),
         (("--window", "1"), "at least 2 tokens"),
     ):
         code, out, err = run("similarity", "out", *arguments)
@@ -88,7 +95,12 @@ def test_bad_input(run: Run, tmp_path: Path) -> None:
     ],
 )
 def test_weights_read_layer_by_layer_give_the_same_tables(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, tables: tuple[str, ...], more: tuple[str]
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    tables: tuple[str, ...],
+    more: tuple[str],
 ) -> None:
     assert run(command, "whole", *more)[0] == 0
     monkeypatch.setattr(subject, "available_bytes", lambda *_: 0)

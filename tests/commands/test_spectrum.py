@@ -21,7 +21,9 @@ from tests.commands.conftest import Run
 @pytest.fixture
 def spectrum(on_tiny_text: Run) -> Run:
     """Runs the command, with more arguments."""
-    return partial(on_tiny_text, "spectrum", "--window", "32", "--tokens", "128", "--calibration-tokens", "320")
+    return partial(
+        on_tiny_text, "spectrum", "--window", "32", "--tokens", "128", "--calibration-tokens", "320"
+    )
 
 
 def test_everything(spectrum: Run, tmp_path: Path) -> None:
@@ -30,7 +32,10 @@ def test_everything(spectrum: Run, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     tables = {"spectrum.csv", "singular_values.csv", "damage.csv", "spectrum.json"}
     pictures = {"damage.png", "rank95.png", "singular-values-plain.png", "singular-values-whitened.png"}
-    assert {path.name for path in folder.iterdir()} == tables | pictures | {"journal.jsonl", "recipe.yaml"}
+    assert {path.name for path in folder.iterdir()} == tables | pictures | {
+        "journal.jsonl",
+        "recipe.yaml",
+    }
     named = [Path(line).name for line in out.splitlines() if line.startswith(str(folder))]
     assert len(named) == 9
     assert set(named) == tables | pictures | {"recipe.yaml"}
@@ -44,7 +49,11 @@ def test_everything(spectrum: Run, tmp_path: Path) -> None:
     assert "spectrum: done" in err
     recipe = read_recipe(folder / "recipe.yaml")
     (lowrank,) = recipe.operations
-    assert (lowrank.name, lowrank.layers, lowrank.parameters["method"]) == ("lowrank", (range(4),), "whitened")
+    assert (lowrank.name, lowrank.layers, lowrank.parameters["method"]) == (
+        "lowrank",
+        (range(4),),
+        "whitened",
+    )
     text = lowrank.parameters["calibration"]
     assert (text["tokens"], text["after"], text["window"]) == (320, 128, 32)
     assert text["hash"] == f"sha256:{record['calibration_hash']}"
@@ -57,7 +66,15 @@ def test_everything(spectrum: Run, tmp_path: Path) -> None:
 
 
 def test_a_budget_on_the_wire(spectrum: Run, tmp_path: Path) -> None:
-    arguments = ("--no-damage", "--weights", "o,down", "--allocation", "energy", "--budget", "wire_bytes=1KB")
+    arguments = (
+        "--no-damage",
+        "--weights",
+        "o,down",
+        "--allocation",
+        "energy",
+        "--budget",
+        "wire_bytes=1KB",
+    )
     code, _, err = spectrum(*arguments)
     assert code == 0, err
     ranks = read_recipe(tmp_path / "out" / "recipe.yaml").operations[0].parameters["ranks"]
@@ -68,11 +85,18 @@ def test_a_budget_on_the_wire(spectrum: Run, tmp_path: Path) -> None:
 
 
 def test_some_matrices_without_damage(spectrum: Run, tmp_path: Path) -> None:
-    code, out, err = spectrum("--no-damage", "--layers", "1:3", "--weights", "down,q", "--calibration-tokens", "32")
+    code, out, err = spectrum(
+        "--no-damage", "--layers", "1:3", "--weights", "down,q", "--calibration-tokens", "32"
+    )
     assert code == 0, err
     assert "divergence" not in out
     table = pd.read_csv(tmp_path / "out" / "spectrum.csv")
-    assert table[["layer", "weight"]].to_numpy().tolist() == [[1, "q"], [1, "down"], [2, "q"], [2, "down"]]
+    assert table[["layer", "weight"]].to_numpy().tolist() == [
+        [1, "q"],
+        [1, "down"],
+        [2, "q"],
+        [2, "down"],
+    ]
     assert not (tmp_path / "out" / "damage.csv").exists()
     assert (
         "warning: the calibration text does not reach all inputs of 2 of 4 matrices (of down of layer 1 32 direc"

@@ -48,7 +48,9 @@ def text(tmp_path: Path) -> Path:
 def train(surgeon_says: Run, tiny_checkpoint: Path, text: Path, tmp_path: Path) -> Any:
     """Trains a model with these operations into the folder "new"."""
 
-    def call(operations: str, *arguments: object, output: str = "new", **changed: str) -> tuple[int, str, str]:
+    def call(
+        operations: str, *arguments: object, output: str = "new", **changed: str
+    ) -> tuple[int, str, str]:
         path = tmp_path / "config.yaml"
         written = CONFIG.format(tokenizer=tiny_checkpoint, operations=operations, data=text)
         for before, after in changed.items():
@@ -67,7 +69,10 @@ def hashed(folder: Path) -> str:
 def test_a_ladder_from_scratch(train: Any, tmp_path: Path) -> None:
     code, out, err = train(LADDER)
     assert (code, out.strip()) == (0, str(tmp_path / "new")), err
-    assert "Llama of 36,768 random weights (seed 0), program >A0 >F0 >A1 >F1; trained on 96 tokens of" in err
+    assert (
+        "Llama of 36,768 random weights (seed 0), program >A0 >F0 >A1 >F1; trained on 96 tokens of"
+        in err
+    )
     assert [line.split()[0] for line in err.splitlines() if "perplexity" in line and "over" in line] == [
         "untrained",
         "trained",
@@ -78,12 +83,20 @@ def test_a_ladder_from_scratch(train: Any, tmp_path: Path) -> None:
     assert report["source"] == {"model": None, "num_layers": 2}
     assert (report["form"], report["program"], report["recipe"]) == ("program", ">A0 >F0 >A1 >F1", None)
     assert report["trained"]["method"] == "all weights, from random ones (seed 0)"
-    assert (report["trained"]["steps"], report["trained"]["tokens"], report["trained"]["data"]) == (3, 96, "long.txt")
+    assert (report["trained"]["steps"], report["trained"]["tokens"], report["trained"]["data"]) == (
+        3,
+        96,
+        "long.txt",
+    )
     assert str(tmp_path) not in (folder / "surgeon.json").read_text()
     assert verify(folder, folder / "surgeon.json") > 3
     said = json.loads((tmp_path / "new.run" / "run.json").read_text())
     assert said["identity"]["task"] == "train"
-    assert said["trained"]["perplexity"] == report["trained"]["trained"]["perplexity"] < said["untrained"]["perplexity"]
+    assert (
+        said["trained"]["perplexity"]
+        == report["trained"]["trained"]["perplexity"]
+        < said["untrained"]["perplexity"]
+    )
     assert said["parameters"] == 36768
     assert not list((tmp_path / "new.run").glob("checkpoint-*"))
     assert str(program_of(surgeon.load(folder))) == ">A0 >F0 >A1 >F1"
@@ -109,10 +122,15 @@ def test_what_others_say_of_it(train: Any, surgeon_says: Run, tmp_path: Path, te
     assert code == 0, err
 
 
-def test_a_plain_one_is_a_model_like_any_other(train: Any, surgeon_says: Run, tmp_path: Path, text: Path) -> None:
+def test_a_plain_one_is_a_model_like_any_other(
+    train: Any, surgeon_says: Run, tmp_path: Path, text: Path
+) -> None:
     assert train("")[0] == 0
     folder = tmp_path / "new"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     assert json.loads((folder / "surgeon.json").read_text())["form"] == "plain"
     assert model.config.vocab_size == len(tokenizer)
     recipe = tmp_path / "recipe.yaml"
@@ -142,7 +160,10 @@ def test_a_killed_run_goes_on_to_the_same_weights(train: Any, tmp_path: Path, mo
     assert code == 130
     assert err.splitlines()[-1] == "interrupted; run the same command again to go on"
     assert not (tmp_path / "cut").exists()
-    assert sorted(path.name for path in (tmp_path / "cut.run").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    assert sorted(path.name for path in (tmp_path / "cut.run").glob("checkpoint-*")) == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]
     monkeypatch.undo()
     torch.manual_seed(99)  # nothing may follow from where random numbers happen to be
     code, _, err = train(LADDER, "--steps", 7, output="cut")
@@ -160,7 +181,9 @@ def test_rack_by_rack(train: Any, surgeon_says: Run, tmp_path: Path) -> None:
     codas = json.loads((folder / "codas" / "codas.json").read_text())
     assert (codas["racks"], codas["depth"]) == (["0:1", "1:2"], 1)
     said = json.loads((folder / "surgeon.json").read_text())["trained"]
-    assert said["method"].startswith("all weights, rack by rack (layers 0:1, 1:2) with codas of 1 layer, from random")
+    assert said["method"].startswith(
+        "all weights, rack by rack (layers 0:1, 1:2) with codas of 1 layer, from random"
+    )
     assert said["racks"]["each"][1]["after"]["perplexity"] == said["trained"]["perplexity"]
     record = json.loads((tmp_path / "new.run" / "run.json").read_text())
     assert record["identity"]["task"] == "train"
@@ -184,7 +207,8 @@ def test_racks_in_processes(train: Any, tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "new.run")
     assert figures[0] == figures[1]
     assert all(
-        averaged["perplexity"] != alone["perplexity"] for averaged, alone in zip(figures[2], figures[1], strict=True)
+        averaged["perplexity"] != alone["perplexity"]
+        for averaged, alone in zip(figures[2], figures[1], strict=True)
     )
 
 
@@ -192,7 +216,10 @@ def test_another_model_is_not_gone_on_with(train: Any) -> None:
     assert train(LADDER)[0] == 0
     code, _, err = train(LADDER, "--overwrite", **{"hidden_size: 32": "hidden_size: 64"})
     assert code == 1
-    assert "its head dim was 8, and now it is 16" in err or "its hidden size was 32, and now it is 64" in err
+    assert (
+        "its head dim was 8, and now it is 16" in err
+        or "its hidden size was 32, and now it is 64" in err
+    )
     code, _, err = train(LADDER)
     assert (code, "exists and is not empty" in err) == (1, True)
     code, _, err = train(LADDER, "--overwrite")
@@ -218,12 +245,20 @@ def test_a_full_disk_leaves_the_run(train: Any, tmp_path: Path, monkeypatch: Any
     ("changed", "message"),
     [
         ({"batch: 2": "batch: 500"}, "config.yaml:6: data: the training text has "),
-        ({"model_type: llama": "model_type: lama"}, "config.yaml:3: model: model_type 'lama' is not supported"),
-        ({"window: 16": "window: 5000"}, "config.yaml:8: window: 5000 tokens are more than the model's 2048 positions"),
+        (
+            {"model_type: llama": "model_type: lama"},
+            "config.yaml:3: model: model_type 'lama' is not supported",
+        ),
+        (
+            {"window: 16": "window: 5000"},
+            "config.yaml:8: window: 5000 tokens are more than the model's 2048 positions",
+        ),
         ({"data: ": "data: /none"}, "/none"),
     ],
 )
-def test_what_does_not_fit_is_refused(changed: dict[str, str], message: str, train: Any, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(
+    changed: dict[str, str], message: str, train: Any, tmp_path: Path
+) -> None:
     code, out, err = train(LADDER, **changed)
     assert (code, out) == (1, "")
     assert message in " ".join(err.split())
@@ -231,7 +266,9 @@ def test_what_does_not_fit_is_refused(changed: dict[str, str], message: str, tra
     assert not (tmp_path / "new").exists()
 
 
-def test_the_configuration_in_the_record_builds_the_same(train: Any, tmp_path: Path, tiny_checkpoint: Path) -> None:
+def test_the_configuration_in_the_record_builds_the_same(
+    train: Any, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
     assert train(LADDER, "--seed", 5)[0] == 0
     said = json.loads((tmp_path / "new" / "surgeon.json").read_text())["trained"]
     config = parse_config(said["configuration"].replace('"tiny-llama"', str(tiny_checkpoint)))
@@ -243,19 +280,25 @@ def test_the_configuration_in_the_record_builds_the_same(train: Any, tmp_path: P
 @pytest.mark.thorough
 def test_from_the_shell(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("surgeon: 1\nmodel: {model_type: llama}\ntokenizer: demo\ndata: demo:train\nwindow: 1\n")
+    path.write_text(
+        "surgeon: 1\nmodel: {model_type: llama}\ntokenizer: demo\ndata: demo:train\nwindow: 1\n"
+    )
     command = [sys.executable, "-m", "surgeon.commands", "train", str(path), "-o", str(tmp_path / "new")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     expected = f"error: {path}:5: window: Input should be greater than or equal to 2, not 1\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
 
 
-def test_all_chat_templates_of_the_tokenizer_go_along(train: Any, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_all_chat_templates_of_the_tokenizer_go_along(
+    train: Any, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     templates = {"default": "{{ messages }}", "rag": "R {{ messages }}"}
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
     tokenizer.chat_template = templates
     tokenizer.save_pretrained(tiny_checkpoint)
-    (tiny_checkpoint / "LICENSE").write_text("of the tokenizer's model, which this one does not come from")
+    (tiny_checkpoint / "LICENSE").write_text(
+        "of the tokenizer's model, which this one does not come from"
+    )
     code, _, err = train("")
     assert code == 0, err
     assert AutoTokenizer.from_pretrained(tmp_path / "new").chat_template == templates
@@ -265,15 +308,34 @@ def test_all_chat_templates_of_the_tokenizer_go_along(train: Any, tiny_checkpoin
 
 
 @pytest.mark.thorough
-def test_a_papers_configuration_small(surgeon_says: Run, text: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_papers_configuration_small(
+    surgeon_says: Run, text: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     """Ladder Residual's 1.2B, as deep and 32 wide, for two steps on a text that is here."""
     config = Path(__file__).resolve().parents[2] / "recipes" / "train" / "papers" / "ladder-1.2b.yaml"
-    (held_out := tmp_path / "other.txt").write_text(text.read_text().replace("sheep and", "cats or")[:900])
-    small = ("--scale", "1/64", "--steps", 2, "--tokenizer", tiny_checkpoint, "--data", text, "--eval-data", held_out)
+    (held_out := tmp_path / "other.txt").write_text(
+        text.read_text().replace("sheep and", "cats or")[:900]
+    )
+    small = (
+        "--scale",
+        "1/64",
+        "--steps",
+        2,
+        "--tokenizer",
+        tiny_checkpoint,
+        "--data",
+        text,
+        "--eval-data",
+        held_out,
+    )
     code, _, err = surgeon_says("train", config, "-o", tmp_path / "new", *small)
     assert code == 0, err
     written = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert (written["num_hidden_layers"], written["hidden_size"], written["num_attention_heads"]) == (22, 32, 16)
+    assert (written["num_hidden_layers"], written["hidden_size"], written["num_attention_heads"]) == (
+        22,
+        32,
+        16,
+    )
     assert "trained on 2,048 tokens" in err
     code, _, err = surgeon_says("train", config, "-o", tmp_path / "none", "--scale", "2")
     assert (code, "a scale is above 0 and at most 1, such as 1/64 or 0.125, not '2'" in err) == (1, True)

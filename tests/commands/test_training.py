@@ -21,12 +21,38 @@ def test_healing_is_what_its_command_writes(tiny_checkpoint: Path, tmp_path: Pat
     assert found is not None
     assert (found.files, found.record["steps"], found.record["tokens"]) == ((tmp_path / "ours",), 2, 64)
     assert found.healing.original is not None
-    assert found.healing.healed.divergence == pytest.approx(found.table()["divergence"].iloc[-1], rel=1e-6)
+    assert found.healing.healed.divergence == pytest.approx(
+        found.table()["divergence"].iloc[-1], rel=1e-6
+    )
     assert 0 < found.healing.healed.greedy_acceptance <= 1
     assert found.plot().axes
-    command = ["heal", str(tiny_checkpoint), "--program", program, "--data", str(text), "--lora", "2", "--batch", "2"]
+    command = [
+        "heal",
+        str(tiny_checkpoint),
+        "--program",
+        program,
+        "--data",
+        str(text),
+        "--lora",
+        "2",
+        "--batch",
+        "2",
+    ]
     assert (
-        main([*command, "--steps", "2", "--window", "16", "--eval-tokens", "64", "-o", str(tmp_path / "theirs")]) == 0
+        main(
+            [
+                *command,
+                "--steps",
+                "2",
+                "--window",
+                "16",
+                "--eval-tokens",
+                "64",
+                "-o",
+                str(tmp_path / "theirs"),
+            ]
+        )
+        == 0
     )
     written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("ours", "theirs")]
     assert written[0] == written[1]

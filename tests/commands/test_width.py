@@ -35,10 +35,14 @@ def test_a_recipe_says_which_units_are_kept(tiny_checkpoint: Path) -> None:
     assert plan.units == by_layer | {("F", 1): RandomUnits(7)}
     assert not plan.is_of_weights
     assert plan.to_json()["units"]["A0"] == "ListedUnits(listed=(1,))"
-    assert plan_factors(recipe_for(tiny_checkpoint, 'width: {layers: "2:3", heads: 0.5}'), model).is_of_weights
+    assert plan_factors(
+        recipe_for(tiny_checkpoint, 'width: {layers: "2:3", heads: 0.5}'), model
+    ).is_of_weights
 
 
-def test_loaded_open_and_exported_models_have_the_same_units(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_loaded_open_and_exported_models_have_the_same_units(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     given = {"layers": "1:3", "heads": [1], "neurons": 10, "by": "random", "seed": 3}
     loaded, ids = surgeon.load(tiny_checkpoint), torch.arange(3, 40)[None]
     weights = loaded.model.layers[1].mlp.up_proj.weight
@@ -62,11 +66,16 @@ def test_loaded_open_and_exported_models_have_the_same_units(tiny_checkpoint: Pa
 def test_it_is_evaluated_with_its_units(tiny_checkpoint: Path, tiny_text: Path) -> None:
     by_weights, one, again, another, untold, by_text, by_wanda = (
         surgeon.evaluate(
-            recipe_for(tiny_checkpoint, f'width: {{layers: "0:4", neurons: 0.5, {by}}}'), tiny_text, **TEXT
+            recipe_for(tiny_checkpoint, f'width: {{layers: "0:4", neurons: 0.5, {by}}}'),
+            tiny_text,
+            **TEXT,
         )
         for by in (
             *("by: magnitude", "by: random", "by: random, seed: 0", "by: random, seed: 1", ""),
-            *(f"{by} calibration: {{data: {tiny_text}, tokens: 64, window: 32}}" for by in ("", "by: wanda,")),
+            *(
+                f"{by} calibration: {{data: {tiny_text}, tokens: 64, window: 32}}"
+                for by in ("", "by: wanda,")
+            ),
         )
     )
     everything = (by_weights, one, again, another, untold, by_text, by_wanda)
@@ -80,10 +89,16 @@ def test_ranks_run_what_follows_from_the_weights(tiny_checkpoint: Path, tmp_path
     model = surgeon.open(tiny_checkpoint)
     edited = surgeon.edit(model, width={"layers": "0:4", "neurons": 0.5, "heads": 1})
     surgeon.export(edited, tmp_path / "narrow")
-    there, exported = (surgeon.generate(one, "The fox", max_new_tokens=6) for one in (edited, tmp_path / "narrow"))
+    there, exported = (
+        surgeon.generate(one, "The fox", max_new_tokens=6) for one in (edited, tmp_path / "narrow")
+    )
     assert there.texts[0].tokens == exported.texts[0].tokens
-    with pytest.raises(ValueError, match="heads or neurons that its matrices alone do not tell; export it"):
-        surgeon.generate(surgeon.edit(model, width={"layers": "0:4", "neurons": 9, "by": "random"}), "The fox")
+    with pytest.raises(
+        ValueError, match="heads or neurons that its matrices alone do not tell; export it"
+    ):
+        surgeon.generate(
+            surgeon.edit(model, width={"layers": "0:4", "neurons": 9, "by": "random"}), "The fox"
+        )
 
 
 def test_what_goes_by_weights_alone_is_exported(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -96,9 +111,13 @@ def test_what_goes_by_weights_alone_is_exported(tiny_checkpoint: Path, tmp_path:
 def test_it_is_healed(tiny_checkpoint: Path, tmp_path: Path, racks: RackOptions | None) -> None:
     text = tmp_path / "long.txt"
     text.write_text(" ".join(f"{number} sheep and {number * 7 % 31} dogs" for number in range(150)))
-    recipe = recipe_for(tiny_checkpoint, 'width: {layers: "0:4", heads: 0.5, neurons: 0.5, by: random, seed: 5}')
+    recipe = recipe_for(
+        tiny_checkpoint, 'width: {layers: "0:4", heads: 0.5, neurons: 0.5, by: random, seed: 5}'
+    )
     settings = surgeon.TrainSettings(batch=2, steps=2, scope="edited" if racks is None else "all")
-    found = surgeon.heal(recipe, text, tmp_path / "healed", settings=settings, window=16, eval_tokens=64, racks=racks)
+    found = surgeon.heal(
+        recipe, text, tmp_path / "healed", settings=settings, window=16, eval_tokens=64, racks=racks
+    )
     assert found is not None
     healed = surgeon.open(tmp_path / "healed")
     assert (str(healed.form), healed.family.units(healed.config)) == (

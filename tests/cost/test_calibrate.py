@@ -77,13 +77,19 @@ def true_round(hardware: Hardware, model: ModelShapes, plan: Plan) -> Round:
     speed = RankSpeed.of(hardware, plan.dtype, plan.ranks)
     found = Round(launches={"operation": 1e-6, "product": TINY_PRODUCT})
     for rows in ROWS:
-        products = [Numbers(4).product("", rows, width, plan.hidden) for width in matrices_of(plan, model)]
+        products = [
+            Numbers(4).product("", rows, width, plan.hidden) for width in matrices_of(plan, model)
+        ]
         found.products[rows] = sum(TINY_PRODUCT + speed.seconds(one) for one in products)
     for layers, own in ((WHOLE, plan), (SHORT, short_plan(plan))):
         ranks = PredictedRanks(model, own, hardware, Deployment(plan.ranks))
         for texts in BATCHES:
-            found.prompts[layers, texts] = ranks.forward(Forward(texts, PROMPT, asked=1), graphs=False).seconds
-            found.passes[layers, texts] = ranks.forward(Forward(texts, 1, PROMPT + NEW // 2), graphs=False).seconds
+            found.prompts[layers, texts] = ranks.forward(
+                Forward(texts, PROMPT, asked=1), graphs=False
+            ).seconds
+            found.passes[layers, texts] = ranks.forward(
+                Forward(texts, 1, PROMPT + NEW // 2), graphs=False
+            ).seconds
     if plan.ranks > 1:
         for size in SIZES:
             once = size / 5e9
@@ -98,13 +104,19 @@ def on_paper(model: ModelShapes, ranks: int = 1) -> Plan:
 
 def test_experts_are_products_too() -> None:
     hardware = parse_hardware(TRUE)
-    model = shapes("qwen3_moe", **WIDE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512})
+    model = shapes(
+        "qwen3_moe", **WIDE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+    )
     plan = on_paper(model)
     assert sum(matrices_of(plan, model)) * plan.hidden > 4 * 2 * 3 * 512 * plan.hidden
     measured = true_round(hardware, model, plan)
-    found = parse_hardware(hardware_text("found", MachineCalibration(model, {1: plan}, ways=()), {1: [measured] * 3}))
+    found = parse_hardware(
+        hardware_text("found", MachineCalibration(model, {1: plan}, ways=()), {1: [measured] * 3})
+    )
     for load in (Workload(1, 64, 16), Workload(8, 64, 16)):
-        expected, again = (predict(model, Program.dense(4), one, load, Deployment()) for one in (hardware, found))
+        expected, again = (
+            predict(model, Program.dense(4), one, load, Deployment()) for one in (hardware, found)
+        )
         assert again.per_token == pytest.approx(expected.per_token, rel=0.15)
         assert again.first_token == pytest.approx(expected.first_token, rel=0.15)
 
@@ -114,13 +126,22 @@ def test_known_hardware_is_found_again_as_far_as_predictions_go() -> None:
     dense = Program.dense(4)
     plans = {ranks: on_paper(model, ranks) for ranks in (1, 2)}
     rounds = {ranks: [true_round(hardware, model, plan)] * 3 for ranks, plan in plans.items()}
-    found = parse_hardware(hardware_text("found", MachineCalibration(model, plans, ways=("shm",)), rounds))
-    programs = [dense, pair(dense, range(4)), ladder(dense, range(4)), fuse_attention_mlp(dense, range(4))]
+    found = parse_hardware(
+        hardware_text("found", MachineCalibration(model, plans, ways=("shm",)), rounds)
+    )
+    programs = [
+        dense,
+        pair(dense, range(4)),
+        ladder(dense, range(4)),
+        fuse_attention_mlp(dense, range(4)),
+    ]
     for ranks in (1, 2):
         for program in programs:
             for batch, prompt in ((1, 16), (8, 16), (32, 16), (4, 100), (1, 400)):
                 workload, deployment = Workload(batch, prompt, 8), Deployment(ranks, "float32")
-                right, own = (predict(model, program, each, workload, deployment) for each in (hardware, found))
+                right, own = (
+                    predict(model, program, each, workload, deployment) for each in (hardware, found)
+                )
                 assert own.first_token == pytest.approx(right.first_token, rel=0.05)
                 assert own.per_token == pytest.approx(right.per_token, rel=0.05)
 
@@ -137,7 +158,9 @@ def test_passes_are_found_again_whatever_their_parts_take() -> None:
     model = shapes(**WIDE)
     plan = on_paper(model)
     measured = true_round(hardware, model, plan)
-    found = parse_hardware(hardware_text("found", MachineCalibration(model, {1: plan}, ways=()), {1: [measured]}))
+    found = parse_hardware(
+        hardware_text("found", MachineCalibration(model, {1: plan}, ways=()), {1: [measured]})
+    )
     ranks = PredictedRanks(model, plan, found, Deployment())
     for texts in BATCHES:
         again = ranks.forward(Forward(texts, 1, PROMPT + NEW // 2), graphs=False).seconds
@@ -198,7 +221,14 @@ def _sizes(folder: Path) -> dict[str, Any]:
     from surgeon.checkpoint.config import open_stored
 
     config = open_stored(folder).config
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    )
     return {name: getattr(config, name) for name in names}
 
 
@@ -224,7 +254,9 @@ def test_launches_that_seem_longer_than_products_make_no_figure_below_nothing() 
     disturbed = replace(
         measured,
         launches={"operation": 1.0, "product": 1.0},
-        passes={key: (0.1 if key[0] == WHOLE else 1.0) * seconds for key, seconds in measured.passes.items()},
+        passes={
+            key: (0.1 if key[0] == WHOLE else 1.0) * seconds for key, seconds in measured.passes.items()
+        },
     )
     host = parse_hardware(hardware_text("found", calibration, {1: [disturbed]})).host
     assert host.launch == 0

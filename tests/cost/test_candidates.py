@@ -79,7 +79,9 @@ def test_a_program_that_a_checkpoint_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_neox", "opt", "phi3", "qwen3"])
-def test_configurations_that_are_saved_are_read(family: str, tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+def test_configurations_that_are_saved_are_read(
+    family: str, tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
     config = tiny_model(family).config
     config.save_pretrained(tmp_path)
     assert ModelShapes.of("x", read_config_only(tmp_path)[0]) == ModelShapes.of("x", config)
@@ -89,9 +91,18 @@ def test_configurations_that_are_saved_are_read(family: str, tiny_model: Callabl
     ("entries", "said"),
     [
         ({"model_type": "bert"}, "architecture 'bert' is not supported"),
-        ({"model_type": "surgeon_fused"}, "in the fused form, and there is no surgeon.json beside it; give the recipe"),
-        ({"surgeon_program": 3, "model_type": "surgeon_llama"}, "surgeon_program: 3, which is no program"),
-        ({"surgeon_program": "A0 Q", "model_type": "surgeon_llama"}, "surgeon_program that is none: cannot read 'Q'"),
+        (
+            {"model_type": "surgeon_fused"},
+            "in the fused form, and there is no surgeon.json beside it; give the recipe",
+        ),
+        (
+            {"surgeon_program": 3, "model_type": "surgeon_llama"},
+            "surgeon_program: 3, which is no program",
+        ),
+        (
+            {"surgeon_program": "A0 Q", "model_type": "surgeon_llama"},
+            "surgeon_program that is none: cannot read 'Q'",
+        ),
         ({"hidden_size": "wide"}, "config.json is not a valid configuration"),
         ({"num_hidden_layers": 0}, "layers must be at least 1, not 0"),
         ({"num_key_value_heads": 3}, "8 heads do not divide among 3 KV heads"),
@@ -104,12 +115,16 @@ def test_configurations_that_are_none(entries: dict[str, Any], said: str, tmp_pa
 
 def test_an_export_in_the_fused_form_is_what_it_was_made_of(tmp_path: Path) -> None:
     small, fused = folder(tmp_path / "small"), folder(tmp_path / "fused", model_type="surgeon_fused")
-    (fused / "surgeon.json").write_text(json.dumps({"source": {"model": str(small)}, "program": "[A0 A1] [F0 F1]"}))
+    (fused / "surgeon.json").write_text(
+        json.dumps({"source": {"model": str(small)}, "program": "[A0 A1] [F0 F1]"})
+    )
     (one,) = open_candidates(str(fused), [])
     assert one.program(2) == Program.parse("[A0 A1] [F0 F1]")
     assert one.model.shapes == replace(shapes(), name="fused")
     (fused / "surgeon.json").write_text(json.dumps({"source": {"model": "./gone"}, "program": "A0 F0"}))
-    with pytest.raises(ValueError, match=r"made of ./gone: there is no model folder ./gone; .*; give the recipe"):
+    with pytest.raises(
+        ValueError, match=r"made of ./gone: there is no model folder ./gone; .*; give the recipe"
+    ):
         open_candidates(str(fused), [])
 
 
@@ -117,7 +132,9 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has no config.json"):
         open_candidates(str(tmp_path), [])
     (tmp_path / "model.bin").touch()
-    with pytest.raises(FileNotFoundError, match=r"model.bin is no config.json; give one, a folder with one"):
+    with pytest.raises(
+        FileNotFoundError, match=r"model.bin is no config.json; give one, a folder with one"
+    ):
         open_candidates(str(tmp_path / "model.bin"), [])
 
 

@@ -53,7 +53,9 @@ def test_a_ladder_hides_one_collective_behind_a_step(seconds: float) -> None:
     """Where collectives queue, as NCCL's of one stream do, its period is the longer of the two."""
     costs = Alike(Burst(1.0), Transfer(shared=seconds))
     dense = clock(DENSE, costs)
-    assert (dense.now, dense.compute, dense.exposed) == pytest.approx((20 * (1 + seconds), 20, 20 * seconds))
+    assert (dense.now, dense.compute, dense.exposed) == pytest.approx(
+        (20 * (1 + seconds), 20, 20 * seconds)
+    )
     late = clock(LADDER, costs)
     assert late.now == pytest.approx(20 * max(1, seconds) + min(1, seconds), abs=1.0)
     assert late.communication == dense.communication == 20 * seconds

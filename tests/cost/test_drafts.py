@@ -73,7 +73,12 @@ def test_pairs_lie_on_ranks_in_slices_beside_the_models_keys() -> None:
         ("A0 F0", Workload(1, 5, 4), 1.2, "an acceptance is a chance from 0 to 1, not 1.2"),
         ("A0 F0", Workload(1, 5, 1), 0.5, "ask for at least 2"),
         ("A0 F0 A7", Workload(1, 5, 4), 0.5, "the draft cannot run beside its model: .*A7"),
-        ("A0 A0 F0", Workload(1, 5, 4), 0.5, "the model and its draft need .* on a rank, and round has .* for it"),
+        (
+            "A0 A0 F0",
+            Workload(1, 5, 4),
+            0.5,
+            "the model and its draft need .* on a rank, and round has .* for it",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(draft: str, load: Workload, acceptance: float, said: str) -> None:

@@ -66,30 +66,46 @@ def test_figures_are_what_the_file_says() -> None:
 
 def test_tables_are_read_between_their_points() -> None:
     share = Figure(((1, 0.25), (16, 0.75)))
-    assert [share.at(rows) for rows in (0.5, 1, 4, 16, 1000)] == pytest.approx([0.25, 0.25, 0.5, 0.75, 0.75])
+    assert [share.at(rows) for rows in (0.5, 1, 4, 16, 1000)] == pytest.approx(
+        [0.25, 0.25, 0.5, 0.75, 0.75]
+    )
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("  bandwidth: 1e11\n", "", "line 3: the figure device.bandwidth is missing; add it .bytes/s of its memory"),
+        (
+            "  bandwidth: 1e11\n",
+            "",
+            "line 3: the figure device.bandwidth is missing; add it .bytes/s of its memory",
+        ),
         (", graph: 0", "", "line 8: the figure host.graph is missing"),
         ("hop: {2: 1e-6, 4: 3e-6}, ", "", "line 12: the figure links.wire.algorithms.0.hop is missing"),
         ("kind: ring", "kind: rnig", "line 12: there is no way 'rnig' of summing; did you mean 'ring'?"),
         ("memory", "memroy", "line 4: there is no entry 'memroy'; did you mean 'memory'?"),
         ("1e9\n  bandw", "many\n  bandw", "line 4: device.memory is a number of at least 0, not 'many'"),
         ("memory: 1e9", "memory: 0", "line 4: device.memory is a number above 0, not 0"),
-        ("{1: 0.25, 16: 0.75}", "{16: 0.25, 1: 0.75}", "line 7: device.shares.flops: .* in ascending order"),
+        (
+            "{1: 0.25, 16: 0.75}",
+            "{16: 0.25, 1: 0.75}",
+            "line 7: device.shares.flops: .* in ascending order",
+        ),
         ("devices: 2", "devices: 0", "line 2: devices is a whole number of at least 1, not 0"),
         ("asynchronous: false", "asynchronous: 3", "line 8: it is true or false, not 3"),
-        (SMALL[SMALL.index("links:") : SMALL.index("intervals")], "links: {}\n", "there is no link between"),
+        (
+            SMALL[SMALL.index("links:") : SMALL.index("intervals")],
+            "links: {}\n",
+            "there is no link between",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(old: str, new: str, said: str) -> None:
     assert old in SMALL
     with pytest.raises(YamlError, match=said):
         parse_hardware(
-            SMALL.replace(old, new).split("intervals")[0] if new == "links: {}\n" else SMALL.replace(old, new)
+            SMALL.replace(old, new).split("intervals")[0]
+            if new == "links: {}\n"
+            else SMALL.replace(old, new)
         )
 
 
@@ -111,7 +127,8 @@ def test_what_is_asked_for_has_to_be_there(tmp_path: Path) -> None:
 def test_launches_are_those_of_a_name_of_a_nature_or_of_anything() -> None:
     host = parse_hardware(SHARED).host
     assert host.launching("norm", "copy", 100) == 5e-6
-    assert host.launching("attention", "attention", 4) == pytest.approx(5e-5)  # between 1 and 16 new tokens
+    # Between 1 and 16 new tokens.
+    assert host.launching("attention", "attention", 4) == pytest.approx(5e-5)
     assert host.launching("q k v", "product", 1) == 1e-6
     assert host.forward.at(8) == 0.004
 
@@ -119,9 +136,17 @@ def test_launches_are_those_of_a_name_of_a_nature_or_of_anything() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("  2:\n", "  1:\n", "ranks that share a device are 2 or more; one alone has device.shares and host"),
+        (
+            "  2:\n",
+            "  1:\n",
+            "ranks that share a device are 2 or more; one alone has device.shares and host",
+        ),
         ("  4:\n", "  four:\n", "sharing.four is a whole number of at least 1, not 'four'"),
-        ("shares: {flops: 0.25, bandwidth: 0.2}", "shares: {flops: 0.25}", "sharing.4.shares.bandwidth is missing"),
+        (
+            "shares: {flops: 0.25, bandwidth: 0.2}",
+            "shares: {flops: 0.25}",
+            "sharing.4.shares.bandwidth is missing",
+        ),
         ("norm: 5e-6", "norm: slow", "host.launches.norm is a number of at least 0, not 'slow'"),
     ],
 )

@@ -26,7 +26,9 @@ def test_a_product_takes_what_it_moves_or_what_it_computes() -> None:
 def test_attention_has_shares_of_its_own_where_there_are_such() -> None:
     kernel = Kernel("attention", "attention", 1e6, 10.0)
     assert SPEED.seconds(kernel) == 1e6 / 100
-    shares = Shares(SPEED.shares.flops, SPEED.shares.bandwidth, Figure.constant(0.5), Figure.constant(1.0))
+    shares = Shares(
+        SPEED.shares.flops, SPEED.shares.bandwidth, Figure.constant(0.5), Figure.constant(1.0)
+    )
     assert RankSpeed(1000.0, 10.0, shares, GPU).seconds(kernel) == 1e6 / 500
     assert RankSpeed(1e9, 10.0, shares, GPU).seconds(kernel) == 1.0
 
@@ -50,7 +52,11 @@ def test_ranks_share_a_device_that_is_shared() -> None:
     shared = parse_hardware(ROUND.replace("devices: 8", "devices: 2") + half)
     alone, two, four = (RankSpeed.of(shared, "float32", ranks) for ranks in (2, 4, 8))
     kernel = Numbers(4).product("wide", 1000, 1000, 1000)
-    assert alone.seconds(kernel) == pytest.approx(two.seconds(kernel) / 2) == pytest.approx(four.seconds(kernel) / 4)
+    assert (
+        alone.seconds(kernel)
+        == pytest.approx(two.seconds(kernel) / 2)
+        == pytest.approx(four.seconds(kernel) / 4)
+    )
     assert (alone.host.launch, two.host.launch, four.host.launch) == (0, 2e-6, 4e-6)
     with pytest.raises(ValueError, match="round has 8 devices in a node, not 9"):
         RankSpeed.of(parse_hardware(ROUND), "float32", 9)

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from surgeon.cost.hardware import MACHINES, Hardware, Interconnect, hardware_of, known_hardware, load_hardware
+from surgeon.cost.hardware import (
+    MACHINES,
+    Hardware,
+    Interconnect,
+    hardware_of,
+    known_hardware,
+    load_hardware,
+)
 
 GPUS = [name for name in known_hardware() if not name.startswith("cpu")]
 FIGURE = re.compile(r":\s*\{?[\w.+-]*\d")
@@ -65,7 +72,10 @@ def test_peaks_and_shares_of_a_gpu_are_of_this_world(name: str) -> None:
 
 def test_gpus_stand_in_the_order_of_their_generations() -> None:
     ampere = ["a100-pcie", "a100-sxm", "a800-sxm"]
-    assert sorted(by_peak("bandwidth")[3:6]) == ampere or sorted(by_peak("bandwidth")[3:7]) == [*ampere, "h100-pcie"]
+    assert sorted(by_peak("bandwidth")[3:6]) == ampere or sorted(by_peak("bandwidth")[3:7]) == [
+        *ampere,
+        "h100-pcie",
+    ]
     assert by_peak("bandwidth")[:3] == ["l4", "rtx-a6000", "rtx-4090"]
     assert by_peak("bandwidth")[-4:] == ["h100-sxm", "h200-sxm", "mi300x", "b200-sxm"]
     assert by_peak("bfloat16")[:3] == ["l4", "rtx-a6000", "rtx-4090"]

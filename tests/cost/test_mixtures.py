@@ -51,7 +51,8 @@ def drawn(experts: int, chosen: int, tokens: int, ranks: int) -> tuple[float, fl
 
 
 @pytest.mark.parametrize(
-    ("experts", "chosen", "tokens", "ranks"), [(8, 2, 1, 2), (7, 3, 1, 2), (8, 4, 1, 4), (6, 2, 3, 2), (8, 2, 2, 4)]
+    ("experts", "chosen", "tokens", "ranks"),
+    [(8, 2, 1, 2), (7, 3, 1, 2), (8, 4, 1, 4), (6, 2, 3, 2), (8, 2, 2, 4)],
 )
 def test_loads_are_the_means_of_all_choices(experts: int, chosen: int, tokens: int, ranks: int) -> None:
     hit, most = drawn(experts, chosen, tokens, ranks)
@@ -78,8 +79,12 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize("program", ["F0", "F0!e0,e1,e3", "F0@gate5,down3", "F2"])
-@pytest.mark.parametrize(("texts", "new", "static"), [(1, 6, False), (2, 1, False), (1, 1, True), (9, 1, True)])
-def test_arithmetic_is_that_of_the_runtime(program: str, texts: int, new: int, static: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("texts", "new", "static"), [(1, 6, False), (2, 1, False), (1, 1, True), (9, 1, True)]
+)
+def test_arithmetic_is_that_of_the_runtime(
+    program: str, texts: int, new: int, static: bool, tmp_path: Path
+) -> None:
     """Of passes that wait for the router, and of those that do not: few tokens, and more of them."""
     model = tiny_model("qwen3_moe", num_layers=3)
     model.save_pretrained(tmp_path)
@@ -87,7 +92,9 @@ def test_arithmetic_is_that_of_the_runtime(program: str, texts: int, new: int, s
     runtime = RankProgram(plan, Peers(Alone()), torch.device("cpu"))
     rank = RankWork(plan, shapes, lambda _: False, static)
     (work,) = rank_work(Program.parse(program), 0, 1)
-    foretold = sum(item.flops for item in rank.items(work, Forward(texts, new)) if isinstance(item, Kernel))
+    foretold = sum(
+        item.flops for item in rank.items(work, Forward(texts, new)) if isinstance(item, Kernel)
+    )
     runtime.load(open_weights(plan.folder, plan.family, plan.head_dim))
     (made,) = runtime.sublayers.values()
     stream = torch.randn(texts * new, HIDDEN)
@@ -112,7 +119,9 @@ def test_arithmetic_is_that_of_the_runtime(program: str, texts: int, new: int, s
         ("deepseek_v3", "F1", 1),  # with shared experts
     ],
 )
-def test_arithmetic_of_other_attentions_and_experts(family: str, program: str, ranks: int, tmp_path: Path) -> None:
+def test_arithmetic_of_other_attentions_and_experts(
+    family: str, program: str, ranks: int, tmp_path: Path
+) -> None:
     """What a rank multiplies with; attending itself is counted elsewhere."""
     model = tiny_model(family, num_layers=2)
     model.save_pretrained(tmp_path)
@@ -167,7 +176,11 @@ COLLECTIVES = ["A0 F0 A1 F1", "[A0 A1] [F0 F1!e0,e3]", "A0 >F0!e0,e1 >F1", "{A0 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(
     ("family", "program"),
-    [*(("qwen3_moe", one) for one in COLLECTIVES), ("gpt_oss", COLLECTIVES[1]), ("deepseek_v3", "A1 >F1!e0,e3")],
+    [
+        *(("qwen3_moe", one) for one in COLLECTIVES),
+        ("gpt_oss", COLLECTIVES[1]),
+        ("deepseek_v3", "A1 >F1!e0,e3"),
+    ],
 )
 def test_collectives_are_those_that_the_runtime_counts(family: str, program: str, ranks: int) -> None:
     config = tiny_model(family).config
@@ -178,14 +191,20 @@ def test_collectives_are_those_that_the_runtime_counts(family: str, program: str
     plan = plan_on_paper(shapes, Program.parse(program), ranks, 8, "float32", "auto", "full")
     routing = shapes.family.mlp.mixture.routing(config)  # type: ignore[union-attr]
     plan = replace(plan, arithmetic=Arithmetic(activation="silu", routing=routing))
-    predicted = PredictedRanks(shapes, plan, hardware(), Deployment(ranks)).forward(Forward(1, 3), graphs=False)
-    assert predicted.layers == counted(config, PredictedRanks(shapes, plan, hardware(), Deployment(ranks)), 0, None)
+    predicted = PredictedRanks(shapes, plan, hardware(), Deployment(ranks)).forward(
+        Forward(1, 3), graphs=False
+    )
+    assert predicted.layers == counted(
+        config, PredictedRanks(shapes, plan, hardware(), Deployment(ranks)), 0, None
+    )
     assert predicted.layers.all_reduces == Program.parse(program).sync_points(ranks)
 
 
 def test_more_texts_read_more_experts() -> None:
     """By hand, of one layer without attention, on a device that moves 1e9 bytes a second and computes at once."""
-    shapes = ModelShapes.of("tiny", AutoConfig.for_model("qwen3_moe", **MIXED | {"num_hidden_layers": 1}))
+    shapes = ModelShapes.of(
+        "tiny", AutoConfig.for_model("qwen3_moe", **MIXED | {"num_hidden_layers": 1})
+    )
     machine = hardware(asynchronous="false", float32="1e30")
 
     def seconds(program: str, texts: int) -> float:
@@ -196,7 +215,10 @@ def test_more_texts_read_more_experts() -> None:
     matrices, hidden, neurons, experts = 3 * 64 * 48, 64, 48, 8
     for texts in (1, 6):
         hit, pairs = sliced_load(8, 2, texts)
-        numbers = hit * matrices + pairs * (3 * (hidden + neurons) + 3 * neurons + hidden) + texts * hidden  # experts
+        # Experts.
+        numbers = (
+            hit * matrices + pairs * (3 * (hidden + neurons) + 3 * neurons + hidden) + texts * hidden
+        )
         numbers += experts * hidden + texts * (hidden + experts)  # the router
         numbers += texts * (experts + 2 * 2) + 5 * texts * hidden  # the choice, norm and sum
         more = seconds("A0 F0", texts) - seconds("A0", texts)
@@ -204,7 +226,9 @@ def test_more_texts_read_more_experts() -> None:
 
 
 def test_whether_ranks_can_share_it() -> None:
-    shapes = ModelShapes.of("tiny", AutoConfig.for_model("qwen3_moe", **MIXED | {"mlp_only_layers": [1]}))
+    shapes = ModelShapes.of(
+        "tiny", AutoConfig.for_model("qwen3_moe", **MIXED | {"mlp_only_layers": [1]})
+    )
     assert divides(shapes, Program.parse("A0 F0 A1 F1"), 4)
     assert not divides(shapes, Program.parse("A0 F0 A1 F1"), 3)  # heads do not
     assert divides(shapes, Program.parse("F0"), 3)  # eight experts, or neurons of each

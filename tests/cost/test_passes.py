@@ -70,7 +70,9 @@ def counted(
     runtime = RankProgram(ranks.plan, Peers(collectives), torch.device("meta"))
     runtime.load(weights_of(config, ranks.program))
     stream = torch.empty(TOKENS, ranks.plan.hidden, device="meta")
-    runtime.stream_after(stream, Pass(lambda _, queries, *__: queries.flatten(1), (), waits=False), places=places)
+    runtime.stream_after(
+        stream, Pass(lambda _, queries, *__: queries.flatten(1), (), waits=False), places=places
+    )
     return runtime.peers.counts.layers
 
 
@@ -99,7 +101,8 @@ def counted_bytes(program: str, count: int, low_rank: LowRankMode) -> int:
     config = AutoConfig.for_model("llama", **SIZES)
     shapes = ModelShapes.of("llama", config)
     plan = replace(
-        plan_on_paper(shapes, Program.parse(program), count, 8, "float32", low_rank, "full"), arithmetic=SILU
+        plan_on_paper(shapes, Program.parse(program), count, 8, "float32", low_rank, "full"),
+        arithmetic=SILU,
     )
     ranks = PredictedRanks(shapes, plan, hardware(), Deployment(count, low_rank=low_rank))
     return counted(config, ranks, 0, None).bytes // TOKENS
@@ -149,8 +152,15 @@ def test_norms_behind_sublayers_keep_the_sums_of_a_step_apart() -> None:
 
 @pytest.mark.parametrize("compress", [None, "int8"])
 def test_norms_of_all_heads_are_one_more_small_sum_where_heads_are_divided(compress: str | None) -> None:
-    for program, ranks, divided in ((WHOLE, 2, 3), ("A0 F0 [A1 A2] [F1 F2]", 2, 1), ("A0 F0 [A1 A2] [F1 F2]", 4, 2)):
-        found, like = check(program, ranks, compress=compress, model="olmo2"), check(program, ranks, compress=compress)
+    for program, ranks, divided in (
+        (WHOLE, 2, 3),
+        ("A0 F0 [A1 A2] [F1 F2]", 2, 1),
+        ("A0 F0 [A1 A2] [F1 F2]", 4, 2),
+    ):
+        found, like = (
+            check(program, ranks, compress=compress, model="olmo2"),
+            check(program, ranks, compress=compress),
+        )
         assert found.all_reduces == like.all_reduces + divided
         # The sublayers of a step that are divided are summed by themselves, because each is normed by itself.
         if compress is None:
@@ -161,7 +171,10 @@ def test_norms_of_all_heads_are_one_more_small_sum_where_heads_are_divided(compr
 @pytest.mark.parametrize("low_rank", ["gather", "replicate", "base"])
 def test_norms_of_all_heads_beside_factors(low_rank: LowRankMode) -> None:
     """In Base every rank has all heads."""
-    extra = check(FACTORED, 2, low_rank, model="olmo2").all_reduces - check(FACTORED, 2, low_rank).all_reduces
+    extra = (
+        check(FACTORED, 2, low_rank, model="olmo2").all_reduces
+        - check(FACTORED, 2, low_rank).all_reduces
+    )
     assert extra == (low_rank != "base")
 
 

@@ -37,12 +37,17 @@ def test_a_configuration_says_what_a_checkpoint_does(
     plan = make_plan(tmp_path, ranks, 32, program)
     own = plan_on_paper(of, Program.parse(program), ranks, 32, "float32", "auto", "full")
     assert footprint(own, of) == footprint(plan)
-    assert [of.matrix(one, "q" if one.kind == "A" else "up").shape for one in Program.parse(program).sublayers()]
+    assert [
+        of.matrix(one, "q" if one.kind == "A" else "up").shape
+        for one in Program.parse(program).sublayers()
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2", "deepseek_v3"])
-def test_sinks_latents_and_experts(family: str, ranks: int, tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+def test_sinks_latents_and_experts(
+    family: str, ranks: int, tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
     tiny_model(family).save_pretrained(tmp_path)
     of, program = ModelShapes.of("tiny", open_stored(tmp_path).config), "A0 F0 [A1 A3] [F1 F3!e0,e2] A2"
     own = plan_on_paper(of, Program.parse(program), ranks, 32, "float32", "auto", "full")
@@ -78,5 +83,7 @@ def test_ranks_on_one_device_share_its_memory() -> None:
     small = shapes()
     plan = plan_on_paper(small, Program.dense(4), 4, 100, "float32", "auto", "full")
     alone = room(small, plan, hardware(), 1, 90)
-    shared = replace(hardware(devices="2"), sharing={2: RankShare(hardware().device.shares, hardware().host)})
+    shared = replace(
+        hardware(devices="2"), sharing={2: RankShare(hardware().device.shares, hardware().host)}
+    )
     assert room(small, plan, shared, 1, 90).there == alone.there // 2

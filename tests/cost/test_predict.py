@@ -106,7 +106,11 @@ def test_collectives_add_up_by_hand() -> None:
     # A ring of two: two messages, and the operand sent once; of embedding and head likewise.
     summed = 9 * (2e-3 + 2 * 64 * 4 / 1e6)
     gathered = 1e-3 + 2 * 16 / 1e6
-    assert both.decode.communication == pytest.approx(both.decode.exposed) == pytest.approx(summed + gathered)
+    assert (
+        both.decode.communication
+        == pytest.approx(both.decode.exposed)
+        == pytest.approx(summed + gathered)
+    )
     assert both.decode.seconds - alone.decode.seconds == pytest.approx(summed + gathered)
     assert alone.decode.exposed == 0
 
@@ -121,7 +125,9 @@ def test_programs_that_wait_less_are_faster_and_no_faster_than_no_waiting(name: 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("narrow", ["A{}#2", "F{}#48"])
-def test_a_narrow_sublayer_saves_the_same_behind_whole_ones_as_before_them(narrow: str, ranks: int) -> None:
+def test_a_narrow_sublayer_saves_the_same_behind_whole_ones_as_before_them(
+    narrow: str, ranks: int
+) -> None:
     def of(*layers: int) -> float:
         text = str(DENSE)
         for layer in layers:
@@ -138,7 +144,10 @@ def test_links_that_take_nothing_make_a_ladder_dense() -> None:
     free = hardware(hop="0").link()
     instant = replace(hardware(), links={"none": replace(free, bandwidth=1e30)})
     ladder = variant("ladder", DENSE, range(4), 4)
-    times = [predict(SMALL, program, instant, Workload(1, 5, 3), Deployment(4)).total for program in (DENSE, ladder)]
+    times = [
+        predict(SMALL, program, instant, Workload(1, 5, 3), Deployment(4)).total
+        for program in (DENSE, ladder)
+    ]
     assert times[0] == pytest.approx(times[1])
 
 
@@ -146,13 +155,15 @@ def test_an_emulated_link_delays_dense_by_each_of_its_collectives() -> None:
     instant = hardware(hop="0")
     slow = Deployment(2, emulated=Link(0.25))
     later = predict(SMALL, DENSE, instant, Workload(1, 5, 2), slow).per_token
-    assert later - predict(SMALL, DENSE, instant, Workload(1, 5, 2), Deployment(2)).per_token == pytest.approx(
-        10 * 0.25, rel=1e-2
-    )
+    assert later - predict(
+        SMALL, DENSE, instant, Workload(1, 5, 2), Deployment(2)
+    ).per_token == pytest.approx(10 * 0.25, rel=1e-2)
 
 
 @pytest.mark.parametrize("texts", [1, 2, 3])
-def test_halves_pay_for_prompts_whose_reductions_take_long_and_not_where_weights_are_read(texts: int) -> None:
+def test_halves_pay_for_prompts_whose_reductions_take_long_and_not_where_weights_are_read(
+    texts: int,
+) -> None:
     load, modes = Workload(texts, 64, 3), ("off", "on")
 
     def over_a_link(flops: str, seconds: float) -> list[Prediction]:
@@ -161,7 +172,9 @@ def test_halves_pay_for_prompts_whose_reductions_take_long_and_not_where_weights
         ways = (Deployment(2, emulated=Link(seconds), halves=mode, graphs=False) for mode in modes)
         return [predict(SMALL, DENSE, instant, load, way) for way in ways]
 
-    computing = predict(SMALL, DENSE, hardware(float32="1e8"), load, Deployment(2, connected=False)).prefill.seconds
+    computing = predict(
+        SMALL, DENSE, hardware(float32="1e8"), load, Deployment(2, connected=False)
+    ).prefill.seconds
     dense, halves = over_a_link("1e8", computing / 8 / 2)  # half as long as a step computes
     assert 1.25 < dense.prefill.seconds / halves.prefill.seconds < 1.5
     assert halves.prefill.layers.all_reduces == 2 * dense.prefill.layers.all_reduces
@@ -174,21 +187,26 @@ def test_halves_pay_for_prompts_whose_reductions_take_long_and_not_where_weights
         assert halves.decode == dense.decode  # a token alone has no halves
     else:
         assert halves.per_token > dense.per_token
-    without = (predict(SMALL, DENSE, hardware(), load, Deployment(1, halves=mode)).total for mode in modes)
+    without = (
+        predict(SMALL, DENSE, hardware(), load, Deployment(1, halves=mode)).total for mode in modes
+    )
     assert len({*without}) == 1
 
 
 def test_launches_count_unless_they_are_captured() -> None:
     slow = hardware(launch="1e-3", graph="1e-5", forward="0.5", collective="1e-2")
     captured, eager = (
-        predict(SMALL, DENSE, slow, Workload(1, 5, 2), Deployment(graphs=graphs)).decode for graphs in (True, False)
+        predict(SMALL, DENSE, slow, Workload(1, 5, 2), Deployment(graphs=graphs)).decode
+        for graphs in (True, False)
     )
     assert captured is not None
     assert eager is not None
     kernels = 4 * (5 + 4) + 4
     assert captured.launches == pytest.approx(0.5 + kernels * 1e-5)
     assert eager.launches == pytest.approx(0.5 + kernels * 1e-3, rel=2e-3)
-    with pytest.raises(ValueError, match="round launches kernels one by one; captured graphs are for GPUs"):
+    with pytest.raises(
+        ValueError, match="round launches kernels one by one; captured graphs are for GPUs"
+    ):
         predict(SMALL, DENSE, hardware(asynchronous="false"), Workload(1, 5, 2), Deployment(graphs=True))
 
 
@@ -225,14 +243,36 @@ def test_ranks_of_several_nodes_wait_for_the_network() -> None:
 @pytest.mark.parametrize(
     ("program", "ranks", "load", "said"),
     [
-        (DENSE, 3, Workload(), "3 ranks cannot share this model: the 8 heads and 4 KV heads .* 1, 2, 4 or 8 can"),
+        (
+            DENSE,
+            3,
+            Workload(),
+            "3 ranks cannot share this model: the 8 heads and 4 KV heads .* 1, 2, 4 or 8 can",
+        ),
         (Program.dense(5), 1, Workload(), "A4 is out of range: the model's layers are 0 to 3"),
-        (Program.parse("F0@up65"), 1, Workload(), "F0@up65: rank 65 of up is above that of a matrix of 96 x 64"),
-        (Program.parse("A0/3:0"), 1, Workload(), "the 8 heads and 4 KV heads of A0 do not divide into 3 slices"),
-        (DENSE, 1, Workload(prompt=4096), "prompt and output together are 4608 tokens, and llama has 4096 positions"),
+        (
+            Program.parse("F0@up65"),
+            1,
+            Workload(),
+            "F0@up65: rank 65 of up is above that of a matrix of 96 x 64",
+        ),
+        (
+            Program.parse("A0/3:0"),
+            1,
+            Workload(),
+            "the 8 heads and 4 KV heads of A0 do not divide into 3 slices",
+        ),
+        (
+            DENSE,
+            1,
+            Workload(prompt=4096),
+            "prompt and output together are 4608 tokens, and llama has 4096 positions",
+        ),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused(program: Program, ranks: int, load: Workload, said: str) -> None:
+def test_what_does_not_fit_the_model_is_refused(
+    program: Program, ranks: int, load: Workload, said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         predict(SMALL, program, hardware(), load, Deployment(ranks))
 

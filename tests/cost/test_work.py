@@ -36,7 +36,9 @@ def test_keys_and_pairs_are_counted(before: int, new: int, window: int, chunked:
     firsts = [place - place % window if chunked else max(0, place - window + 1) for place in places]
     forward = Forward(3, new, before)
     assert forward.keys(window, chunked) == before + new - firsts[0]
-    assert forward.pairs(window, chunked) == sum(place - first + 1 for place, first in zip(places, firsts, strict=True))
+    assert forward.pairs(window, chunked) == sum(
+        place - first + 1 for place, first in zip(places, firsts, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("family", "before", "steps"), CASES)
@@ -49,7 +51,11 @@ def test_launches_are_those_of_the_runtime(family: str, before: str, steps: str,
     def counted(text: str) -> int:
         plan = make_plan(tmp_path, 1, 64, text)
         work = RankWork(plan, shapes, lambda _: False)
-        items = (item for step in rank_work(Program.parse(text), 0, 1) for item in work.items(step, Forward(2, 1, 9)))
+        items = (
+            item
+            for step in rank_work(Program.parse(text), 0, 1)
+            for item in work.items(step, Forward(2, 1, 9))
+        )
         return sum(item.launches for item in items if isinstance(item, Kernel))
 
     whole = f"{before} {steps}"

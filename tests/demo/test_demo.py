@@ -29,10 +29,14 @@ def test_the_model_has_learnt_something() -> None:
     """On a file it has not seen it is far better than guessing among 2,048 tokens, and than a shuffled file allows."""
     model = surgeon.load(surgeon.demo_model())
     tokenizer = AutoTokenizer.from_pretrained(surgeon.demo_model())
-    ids = torch.tensor([tokenizer(text)["input_ids"][:256] for text in surgeon.demo_data() if len(text) > 2000][:8])
+    ids = torch.tensor(
+        [tokenizer(text)["input_ids"][:256] for text in surgeon.demo_data() if len(text) > 2000][:8]
+    )
     shuffled = ids[:, torch.randperm(256, generator=torch.Generator().manual_seed(0))]
     with torch.no_grad():
-        perplexity, of_shuffled = (math.exp(model(input_ids=x, labels=x).loss.item()) for x in (ids, shuffled))
+        perplexity, of_shuffled = (
+            math.exp(model(input_ids=x, labels=x).loss.item()) for x in (ids, shuffled)
+        )
     assert perplexity < 40
     assert of_shuffled > 10 * perplexity
 
@@ -65,4 +69,6 @@ def test_a_python_without_its_sources_says_so(monkeypatch: pytest.MonkeyPatch, t
 
 def test_the_recipe_on_the_page_of_recipes_names_the_demo_model() -> None:
     page = Path(__file__).parents[2] / "docs" / "recipes.md"
-    assert f"weights: sha256:{Checkpoint(surgeon.demo_model()).model_hash()} " in page.read_text(encoding="utf-8")
+    assert f"weights: sha256:{Checkpoint(surgeon.demo_model()).model_hash()} " in page.read_text(
+        encoding="utf-8"
+    )

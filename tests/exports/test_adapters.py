@@ -29,7 +29,9 @@ def adapted(family: str, program: str, targets: Any, **options: Any) -> Any:
 
 
 def put_together(folder: Path) -> Any:
-    base = AutoModelForCausalLM.from_pretrained(folder / "base", trust_remote_code=True, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(
+        folder / "base", trust_remote_code=True, dtype=torch.float32
+    )
     return PeftModel.from_pretrained(base, folder / "adapter").eval()
 
 
@@ -40,13 +42,18 @@ def put_together(folder: Path) -> Any:
         ("gpt2", DROPPED_LADDER, "program"),
         ("llama", "A4 F4 A1 F3 A2 F2", "plain"),  # one layer is made of two
         ("llama", "A4 F4 A1 F3 A4 F4", "program"),  # one runs twice, and is stored once
-        ("llama", "A0 F0 A3@q5,k7 F3 A1~A2 F1", "program"),  # with the adapter on what is stored as it is
+        # With the adapter on what is stored as it is.
+        ("llama", "A0 F0 A3@q5,k7 F3 A1~A2 F1", "program"),
     ],
 )
-def test_base_and_adapter_compute_what_was_trained(family: str, program: str, form: str, tmp_path: Path) -> None:
+def test_base_and_adapter_compute_what_was_trained(
+    family: str, program: str, form: str, tmp_path: Path
+) -> None:
     derived = "~" in program
     targets = (
-        [f"model.layers.{path}" for path in ("0.self_attn.q_proj", "1.mlp.up_proj")] if derived else TARGETS[family]
+        [f"model.layers.{path}" for path in ("0.self_attn.q_proj", "1.mlp.up_proj")]
+        if derived
+        else TARGETS[family]
     )
     model = adapted(family, program, targets)
     with model.disable_adapter():
@@ -57,7 +64,9 @@ def test_base_and_adapter_compute_what_was_trained(family: str, program: str, fo
     found = describe(tmp_path / "kept" / "base")
     assert found.form is not None
     assert found.form.name == form
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "kept" / "base", trust_remote_code=True, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "kept" / "base", trust_remote_code=True, dtype=torch.float32
+    )
     assert relative_error(logits_of(base.eval()), without) < 1e-5
     assert relative_error(without, expected) > 1e-2
     # The model goes on as it was.
@@ -68,15 +77,24 @@ def test_base_and_adapter_compute_what_was_trained(family: str, program: str, fo
 
 def test_ranks_that_differ_by_module(tmp_path: Path) -> None:
     """Patterns that fit modules by their numbers in memory fit others when these are stored."""
-    patterns = {"rank_pattern": {r"layers\.2\.self_attn\.q_proj": 5}, "alpha_pattern": {r"layers\.3\..*": 17}}
-    model = adapted("llama", DROPPED_LADDER, ["q_proj", "up_proj"], layers_to_transform=[2, 3], **patterns)
+    patterns = {
+        "rank_pattern": {r"layers\.2\.self_attn\.q_proj": 5},
+        "alpha_pattern": {r"layers\.3\..*": 17},
+    }
+    model = adapted(
+        "llama", DROPPED_LADDER, ["q_proj", "up_proj"], layers_to_transform=[2, 3], **patterns
+    )
     export_with_adapter(model, tmp_path / "kept")
     assert relative_error(logits_of(put_together(tmp_path / "kept")), logits_of(model)) < 1e-5
 
 
 def test_what_cannot_be_kept_apart_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "target"
-    for program, lies_on in (("A0~A1 F0", "A0~A1"), ("[A0/2:0 A0/2:1] F0", "A0/2:0"), ("A0@q3 F0", "A0@q3")):
+    for program, lies_on in (
+        ("A0~A1 F0", "A0~A1"),
+        ("[A0/2:0 A0/2:1] F0", "A0/2:0"),
+        ("A0@q3 F0", "A0@q3"),
+    ):
         model = adapted("llama", program, r".*self_attn\.v_proj")
         with pytest.raises(ValueError, match=f"the adapter lies on {lies_on}.*leave keep_adapter out"):
             export_with_adapter(model, target)

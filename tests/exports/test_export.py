@@ -117,7 +117,9 @@ def test_cache_padding_and_saving_again(tmp_path: Path, form: str, program: str)
     model = load_written(tmp_path / "target", form)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     cached = model.generate(IDS, attention_mask=torch.ones_like(IDS), **options)
-    assert torch.equal(cached, model.generate(IDS, attention_mask=torch.ones_like(IDS), use_cache=False, **options))
+    assert torch.equal(
+        cached, model.generate(IDS, attention_mask=torch.ones_like(IDS), use_cache=False, **options)
+    )
 
     padded = torch.cat([torch.zeros(2, 4, dtype=torch.long), IDS], dim=1)
     mask = (torch.arange(13) >= 4).long().expand(2, 13)
@@ -129,7 +131,9 @@ def test_cache_padding_and_saving_again(tmp_path: Path, form: str, program: str)
     model.save_pretrained(tmp_path / "again")
     again = type(model).from_pretrained(tmp_path / "again", dtype=torch.float32).eval()
     assert torch.equal(logits_of(again), logits_of(model))
-    assert torch.equal(logits_of(surgeon.load(tmp_path / "again")), logits_of(surgeon.load(tmp_path / "target")))
+    assert torch.equal(
+        logits_of(surgeon.load(tmp_path / "again")), logits_of(surgeon.load(tmp_path / "target"))
+    )
     assert logits_of(model).requires_grad is False
     model.train()(input_ids=IDS, labels=IDS).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -149,18 +153,30 @@ def test_an_attention_that_occurs_twice_has_two_caches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "program"), [("llama", REPEATED), ("gpt_neox", REPEATED_STEPS)])
-def test_layers_that_run_twice_are_stored_once_unless_asked_for(family: str, program: str, tmp_path: Path) -> None:
+def test_layers_that_run_twice_are_stored_once_unless_asked_for(
+    family: str, program: str, tmp_path: Path
+) -> None:
     model = save_source(tmp_path / "source", family, 4)
     run_export(tmp_path / "source", tmp_path / "shared", program)
     run_export(tmp_path / "source", tmp_path / "stock", program, form="plain")
-    shared, stock = (json.loads((tmp_path / name / "surgeon.json").read_text()) for name in ("shared", "stock"))
+    shared, stock = (
+        json.loads((tmp_path / name / "surgeon.json").read_text()) for name in ("shared", "stock")
+    )
     copied = "what runs several times, of layers 1 and 2, is stored as often as it runs"
     assert (shared["form"], stock["form"]) == ("program", "plain")
-    assert f"not plain or fused, because {copied} there; ask for it if other software is to load it" in shared["reason"]
-    assert stock["reason"] == f"the program is a sequence of 5 whole layers, which any software loads; {copied}"
+    assert (
+        f"not plain or fused, because {copied} there; ask for it if other software is to load it"
+        in shared["reason"]
+    )
+    assert (
+        stock["reason"]
+        == f"the program is a sequence of 5 whole layers, which any software loads; {copied}"
+    )
 
     def numbers(name: str) -> list[int]:
-        return [tensor.numel() for key, tensor in weights_of(tmp_path / name).items() if ".layers." in key]
+        return [
+            tensor.numel() for key, tensor in weights_of(tmp_path / name).items() if ".layers." in key
+        ]
 
     assert sum(numbers("stock")) * 3 == sum(numbers("shared")) * 5
     reference = Reference(model)
@@ -206,7 +222,11 @@ def test_a_plan_says_what_every_tensor_is_computed_from(tmp_path: Path) -> None:
     assert copy.sources == (copy.name,)
     assert copy.blocks is not None
     assert not copy.rounded
-    of_pair = [f"model.layers.{k}.{name}.weight" for name in ("self_attn.q_proj", "input_layernorm") for k in (1, 2)]
+    of_pair = [
+        f"model.layers.{k}.{name}.weight"
+        for name in ("self_attn.q_proj", "input_layernorm")
+        for k in (1, 2)
+    ]
     assert folded.sources == tuple(of_pair)
     assert folded.blocks is None
     assert folded.rounded
@@ -223,7 +243,9 @@ def test_folding_a_16_bit_model_is_proven_before_and_after_rounding(tmp_path: Pa
     weights = weights_of(tmp_path / "target")
     source = weights_of(tmp_path / "source")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    assert torch.equal(weights["model.layers.2.mlp.up_proj.weight"], source["model.layers.3.mlp.up_proj.weight"])
+    assert torch.equal(
+        weights["model.layers.2.mlp.up_proj.weight"], source["model.layers.3.mlp.up_proj.weight"]
+    )
     expected = plain_logits(model, PAIRS)
     found = relative_error(logits_of(load_shipped(tmp_path / "target")), expected)
     assert found == pytest.approx(proof.written, rel=2)  # on other tokens
@@ -267,8 +289,15 @@ def test_fused_tensors_are_what_the_equation_says(tmp_path: Path) -> None:
     def at(layer: int, path: str) -> Tensor:
         return old[f"model.layers.{layer}.{path}"]
 
-    fused = {name.removeprefix("model.layers.1."): tensor for name, tensor in new.items() if ".layers.1." in name}
-    for path, norm in (("self_attn.k_proj", "input_layernorm"), ("mlp.up_proj", "post_attention_layernorm")):
+    fused = {
+        name.removeprefix("model.layers.1."): tensor
+        for name, tensor in new.items()
+        if ".layers.1." in name
+    }
+    for path, norm in (
+        ("self_attn.k_proj", "input_layernorm"),
+        ("mlp.up_proj", "post_attention_layernorm"),
+    ):
         folded = [at(k, f"{path}.weight") @ torch.diag(at(k, f"{norm}.weight")) for k in (1, 2)]
         # The two KV groups take turns, that of layer 1 first; neurons do not.
         turns = (2, 8) if "self_attn" in path else (1, -1)
@@ -279,8 +308,11 @@ def test_fused_tensors_are_what_the_equation_says(tmp_path: Path) -> None:
         assert torch.equal(fused[f"{norm}.weight"], torch.ones(32))
     o_proj = [at(k, "self_attn.o_proj.weight").unflatten(1, (2, 16)) for k in (1, 2)]
     assert torch.equal(fused["self_attn.o_proj.weight"], torch.cat(o_proj, dim=2).flatten(1))
-    torch.testing.assert_close(fused["mlp.down_proj.bias"], at(1, "mlp.down_proj.bias") + at(2, "mlp.down_proj.bias"))
-    for path in ("input_layernorm.weight", "mlp.gate_proj.weight"):  # layer 3 stays as it was, now as layer 2
+    torch.testing.assert_close(
+        fused["mlp.down_proj.bias"], at(1, "mlp.down_proj.bias") + at(2, "mlp.down_proj.bias")
+    )
+    # Layer 3 stays as it was, now as layer 2.
+    for path in ("input_layernorm.weight", "mlp.gate_proj.weight"):
         assert torch.equal(new[f"model.layers.2.{path}"], at(3, path))
 
 
@@ -304,12 +336,26 @@ def test_the_fused_config_is_what_vllm_reads(tmp_path: Path) -> None:
 
 
 def test_per_layer_lists_follow_the_layers(tmp_path: Path) -> None:
-    kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"]
-    save_source(tmp_path / "source", "qwen3", 5, layer_types=kinds, sliding_window=4, use_sliding_window=True)
+    kinds = [
+        "sliding_attention",
+        "full_attention",
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+    ]
+    save_source(
+        tmp_path / "source", "qwen3", 5, layer_types=kinds, sliding_window=4, use_sliding_window=True
+    )
     path = tmp_path / "source" / "config.json"
-    stored = json.loads(path.read_text()) | {"own_list": [10, 11, 11, 13, 14], "eos_token_id": [1, 2, 3, 4, 5]}
+    stored = json.loads(path.read_text()) | {
+        "own_list": [10, 11, 11, 13, 14],
+        "eos_token_id": [1, 2, 3, 4, 5],
+    }
     path.write_text(json.dumps(stored))
-    for program, kept in (("A3 F3 A1~A2 F1~F2 A4 F4 A0 F0", [3, 1, 4, 0]), ("A4 F4 >A3 >F3 A1 F1", [1, 3, 4])):
+    for program, kept in (
+        ("A3 F3 A1~A2 F1~F2 A4 F4 A0 F0", [3, 1, 4, 0]),
+        ("A4 F4 >A3 >F3 A1 F1", [1, 3, 4]),
+    ):
         run_export(tmp_path / "source", tmp_path / "target", program, overwrite=True)
         config = json.loads((tmp_path / "target" / "config.json").read_text())
         assert config["layer_types"] == [kinds[k] for k in kept]
@@ -318,7 +364,8 @@ def test_per_layer_lists_follow_the_layers(tmp_path: Path) -> None:
         edited = surgeon.edit(surgeon.load(tmp_path / "source"), program)
         assert relative_error(logits_of(surgeon.load(tmp_path / "target")), logits_of(edited)) < 1e-6
     written = load_shipped(tmp_path / "target")
-    assert written.config.layer_types == [kinds[k] for k in (4, 3, 1)]  # while it runs: one per attention
+    # While it runs: one per attention.
+    assert written.config.layer_types == [kinds[k] for k in (4, 3, 1)]
     assert relative_error(logits_of(written), logits_of(edited)) < 1e-6
 
 
@@ -342,7 +389,9 @@ def test_shards_are_as_large_as_the_sources(tmp_path: Path, program: str) -> Non
 
 def test_the_report_says_what_was_done(tmp_path: Path) -> None:
     save_source(tmp_path / "source")
-    proof = run_export(tmp_path / "source", tmp_path / "target", LADDER_OVER_PAIRS, recipe="surgeon: 1\n")
+    proof = run_export(
+        tmp_path / "source", tmp_path / "target", LADDER_OVER_PAIRS, recipe="surgeon: 1\n"
+    )
     report = json.loads((tmp_path / "target" / "surgeon.json").read_text())
     assert report["surgeon"] == surgeon.__version__
     assert report["program"] == LADDER_OVER_PAIRS

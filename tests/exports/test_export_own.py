@@ -43,11 +43,15 @@ def test_a_recipe_changes_the_tracks(family: str, tmp_path: Path) -> None:
     program = original.program_of(parse_recipe(RECIPE))
     assert str(program) == changed
     write_export(plan_export(original, program), tmp_path / "edited")
-    assert relative_error(logits_of(load_shipped(tmp_path / "edited")), plain_logits(model, changed)) < 1e-4
+    assert (
+        relative_error(logits_of(load_shipped(tmp_path / "edited")), plain_logits(model, changed)) < 1e-4
+    )
     found = describe(tmp_path / "edited")
     assert (str(found.unedited), str(found.program), str(found.form)) == (own, changed, "program")
     assert json.loads((tmp_path / "edited" / "surgeon.json").read_text())["source"]["program"] == own
-    with pytest.raises(ValueError, match="program of its own, which only the program form has; leave form out"):
+    with pytest.raises(
+        ValueError, match="program of its own, which only the program form has; leave form out"
+    ):
         plan_export(original, program, "plain")
     with pytest.raises(ValueError, match="is an edited checkpoint already .program form"):
         check_exportable(open_model(tmp_path / "edited"))  # whose layers are not whole

@@ -64,7 +64,9 @@ def test_damage_while_writing_is_refused(
     def damages_one(planned: PlannedTensor) -> Iterator[memoryview]:
         count[0] += 1
         if count[0] == 9:  # within what rounding to bfloat16 may do to logits
-            return right(replace(planned, rows=lambda: (rows * 1.02 for rows in planned.rows()), blocks=None))
+            return right(
+                replace(planned, rows=lambda: (rows * 1.02 for rows in planned.rows()), blocks=None)
+            )
         return right(planned)
 
     monkeypatch.setattr(write, "content_of", damages_one)
@@ -82,7 +84,9 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "target").exists()
 
 
-def test_the_old_checkpoint_stays_if_the_new_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_checkpoint_stays_if_the_new_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_source(tmp_path / "source")
     run_export(tmp_path / "source", tmp_path / "target", PRUNED)
     before = hash_of(tmp_path / "target")
@@ -130,9 +134,13 @@ def test_missing_and_unknown_tensors_are_said_by_name(tmp_path: Path) -> None:
     save_source(tmp_path / "source")
     weights = weights_of(tmp_path / "source")
     file = tmp_path / "source" / "model.safetensors"
-    less = {name: tensor for name, tensor in weights.items() if name != "model.layers.2.mlp.up_proj.weight"}
+    less = {
+        name: tensor for name, tensor in weights.items() if name != "model.layers.2.mlp.up_proj.weight"
+    }
     save_file(less, file)
-    with pytest.raises(ValueError, match=r"lacks a tensor of its model: model.layers.2.mlp.up_proj.weight"):
+    with pytest.raises(
+        ValueError, match=r"lacks a tensor of its model: model.layers.2.mlp.up_proj.weight"
+    ):
         check_exportable(open_model(tmp_path / "source"))
     save_file(weights | {"model.layers.2.lora.weight": torch.zeros(3)}, file)
     with pytest.raises(ValueError, match=r"model.layers.2.lora.weight is no tensor of Llama"):
@@ -169,6 +177,8 @@ def test_what_rounding_changes_too_much_is_to_be_stored_in_float32(
 ) -> None:
     save_source(tmp_path / "source", dtype=torch.bfloat16)
     monkeypatch.setattr("surgeon.exports.prove.WRITTEN_TOLERANCE", {torch.bfloat16: 1e-9})
-    with pytest.raises(NotProven, match=r"logits as written differ by .*: store it in float32 \(--dtype float32\)"):
+    with pytest.raises(
+        NotProven, match=r"logits as written differ by .*: store it in float32 \(--dtype float32\)"
+    ):
         run_export(tmp_path / "source", tmp_path / "out", PAIRS)
     assert not (tmp_path / "out").exists()

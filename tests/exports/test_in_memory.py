@@ -49,7 +49,9 @@ def trained(family: str, program: str, num_layers: int = 4) -> Any:
 
 
 def loaded_by_others(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float32
+    ).eval()
 
 
 @pytest.mark.sampled
@@ -62,7 +64,8 @@ def test_what_a_model_is_now_is_exported(family: str, program: str, tmp_path: Pa
     assert proof.exact < 1e-5
     report = json.loads((tmp_path / "target" / "surgeon.json").read_text())
     assert (report["form"], report["source"]["model"]) == (FORMS[program], "a model in memory")
-    assert verify(tmp_path / "target", tmp_path / "target" / "surgeon.json") > 3  # with the tokenizer's files
+    # With the tokenizer's files.
+    assert verify(tmp_path / "target", tmp_path / "target" / "surgeon.json") > 3
     assert relative_error(logits_of(surgeon.load(tmp_path / "target")), expected) < 1e-5
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
     # The model in memory is as it was, and can still be restored.
@@ -83,14 +86,20 @@ def test_an_unedited_model_is_exported_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", one_in(8, DENSE_FAMILIES, 0))
 def test_saved_models_load_everywhere(family: str, tmp_path: Path) -> None:
-    program = "A0@v4,o7 F0 >A1~A2 >F1~F2@down5" if FAMILIES[family].mlp.norms_output else f"{SLICED} A2@v4,o7 F2@down5"
+    program = (
+        "A0@v4,o7 F0 >A1~A2 >F1~F2@down5"
+        if FAMILIES[family].mlp.norms_output
+        else f"{SLICED} A2@v4,o7 F2@down5"
+    )
     model = trained(family, program)
     expected = logits_of(model)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits_of(model), expected)
     assert torch.equal(logits_of(surgeon.load(tmp_path)), expected)
     found = logits_of(loaded_by_others(tmp_path))
-    assert torch.equal(found, expected) or (family == "falcon" and relative_error(found, expected) < 1e-6)
+    assert torch.equal(found, expected) or (
+        family == "falcon" and relative_error(found, expected) < 1e-6
+    )
     # A trainer that goes on puts the saved tensors into a model that was edited anew.
     again = edit(tiny_model(family, 4, dropout=0.0), program)
     held = again.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
@@ -108,12 +117,17 @@ def test_slices_have_the_sinks_of_their_heads(tmp_path: Path) -> None:
 def test_a_fused_model_is_saved_with_its_file_and_not_exported_again(tmp_path: Path) -> None:
     surgeon.export(edit(tiny_model("llama"), PAIRED), tmp_path / "fused")
     model = surgeon.load(tmp_path / "fused")
-    with pytest.raises(ValueError, match=r"fused form, which is not edited again; model.save_pretrained\(folder\)"):
+    with pytest.raises(
+        ValueError, match=r"fused form, which is not edited again; model.save_pretrained\(folder\)"
+    ):
         surgeon.export(model, tmp_path / "again")
     model.save_pretrained(tmp_path / "saved")
     for load in (surgeon.load, loaded_by_others):
         assert torch.equal(logits_of(load(tmp_path / "saved")), logits_of(model))
-    auto_maps = [json.loads((tmp_path / name / "config.json").read_text())["auto_map"] for name in ("fused", "saved")]
+    auto_maps = [
+        json.loads((tmp_path / name / "config.json").read_text())["auto_map"]
+        for name in ("fused", "saved")
+    ]
     assert auto_maps[0] == auto_maps[1]  # with AutoModel, by which vLLM loads it
 
 
@@ -178,19 +192,26 @@ def test_a_trainer_goes_on_where_it_was(tmp_path: Path) -> None:
     checkpoint = tmp_path / "parts" / "checkpoint-2"
     assert relative_error(logits_of(loaded_by_others(checkpoint)), logits_of(first.eval())) < 1e-6
     then = edit(tiny_model("llama", 3, seed=9, dropout=0.0), "A0 F0 >A1~A2 >F1~F2")
-    Trainer(then, arguments_of(tmp_path / "parts", 4), train_dataset=data).train(resume_from_checkpoint=str(checkpoint))
+    Trainer(then, arguments_of(tmp_path / "parts", 4), train_dataset=data).train(
+        resume_from_checkpoint=str(checkpoint)
+    )
     assert relative_error(logits_of(then.eval()), logits_of(whole.eval())) < 1e-5
     assert relative_error(logits_of(first), logits_of(whole)) > 1e-3
 
 
 def test_adapters(tmp_path: Path) -> None:
     options = LoraConfig(target_modules=["q_proj", "down_proj"], r=2, init_lora_weights=False)
-    edit(tiny_model("llama", 3, dropout=0.0), "A0 F0 >[A1 A2] >[F1 F2]").save_pretrained(tmp_path / "base")
+    edit(tiny_model("llama", 3, dropout=0.0), "A0 F0 >[A1 A2] >[F1 F2]").save_pretrained(
+        tmp_path / "base"
+    )
     lora = get_peft_model(surgeon.load(tmp_path / "base"), options).eval()
     expected = logits_of(lora)
     lora.save_pretrained(tmp_path / "adapter")
     base = loaded_by_others(tmp_path / "base")
-    assert relative_error(logits_of(PeftModel.from_pretrained(base, tmp_path / "adapter").eval()), expected) < 1e-5
+    assert (
+        relative_error(logits_of(PeftModel.from_pretrained(base, tmp_path / "adapter").eval()), expected)
+        < 1e-5
+    )
     merged = lora.merge_and_unload()
     surgeon.export(merged, tmp_path / "merged")
     assert relative_error(logits_of(load_shipped(tmp_path / "merged")), expected) < 1e-5
@@ -209,9 +230,13 @@ def test_what_cannot_be_stored_is_refused(tmp_path: Path) -> None:
         surgeon.export(model, target, dtype="float8")
     changed = tiny_model("llama", 2)
     changed.model.layers[1].mlp.register_forward_hook(lambda *args: args[2] * 2)
-    with pytest.raises(NotProven, match="the model in memory does not compute what its weights and program say"):
+    with pytest.raises(
+        NotProven, match="the model in memory does not compute what its weights and program say"
+    ):
         surgeon.export(changed, target)
-    lora = get_peft_model(edit(tiny_model("llama", 2), "A0 F0"), LoraConfig(target_modules=["q_proj"], r=2))
+    lora = get_peft_model(
+        edit(tiny_model("llama", 2), "A0 F0"), LoraConfig(target_modules=["q_proj"], r=2)
+    )
     with pytest.raises(ValueError, match="merge adapters into the model first"):
         edit(lora.get_base_model(), "A0~A1 F0")
     assert not list(tmp_path.iterdir())

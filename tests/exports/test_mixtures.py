@@ -44,7 +44,9 @@ def logits(model: Any) -> Tensor:
 
 def exported(model: Any, program: str, folder: Path, form: str = "auto") -> Path:
     restore(model).save_pretrained(folder / "source")
-    write_export(plan_export(open_model(folder / "source"), Program.parse(program), form), folder / "out")
+    write_export(
+        plan_export(open_model(folder / "source"), Program.parse(program), form), folder / "out"
+    )
     return folder / "out"
 
 
@@ -68,7 +70,9 @@ def test_a_token_goes_to_no_more_experts_than_there_are(tmp_path: Path) -> None:
     out = exported(model, "A0 F0!e1 A1 F1!e3", tmp_path)
     config = json.loads((out / "config.json").read_text())
     assert (config["num_local_experts"], config["num_experts_per_tok"]) == (1, 1)
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(out)), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(out)), expected, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.sampled
@@ -80,13 +84,16 @@ def test_everything_else_has_the_program_form(family: str, program: str, tmp_pat
     out = exported(model, program, tmp_path)
     assert open_model(out).form.name == "program"
     again = load(out)
-    assert "e3" not in str(program_of(again)).replace("gate3", "")  # experts count among those that are stored
+    # Experts count among those that are stored.
+    assert "e3" not in str(program_of(again)).replace("gate3", "")
     shipped = PROGRAM.model_class(model.config.model_type, out)
     for written in (again, shipped.from_pretrained(out).eval()):
         torch.testing.assert_close(logits(written), expected, rtol=0, atol=2e-5)
     saved = shipped.from_pretrained(out)
     saved.save_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(logits(shipped.from_pretrained(tmp_path / "saved").eval()), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        logits(shipped.from_pretrained(tmp_path / "saved").eval()), expected, rtol=0, atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -112,7 +119,11 @@ def test_edited_models_in_memory_are_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "program", "reason"),
     [
-        ("fused", "A0 F0 [A1 A3] [F1 F3] A2 F2", "two mixtures are not one: each router weighs its own experts"),
+        (
+            "fused",
+            "A0 F0 [A1 A3] [F1 F3] A2 F2",
+            "two mixtures are not one: each router weighs its own experts",
+        ),
         ("plain", "A0 F0!e0 A1 F1 A2 F2 A3 F3", "its mixtures have from 1 to 4 experts"),
         ("plain", "A0 F0 A1 F2 A2 F1@down2 A3 F3", "has factors in place of matrices"),
     ],
@@ -129,10 +140,14 @@ def test_dense_layers_stay_dense_wherever_they_go(tmp_path: Path) -> None:
     expected = logits(edit(model, program))
     out = exported(model, program, tmp_path)
     assert json.loads((out / "config.json").read_text())["mlp_only_layers"] == [0]
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(out)), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(out)), expected, rtol=0, atol=1e-5
+    )
 
 
-def test_show_says_how_many_experts_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_says_how_many_experts_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = exported(tiny_model("mixtral"), PROGRAMS[0], tmp_path)
     assert main(["show", str(out)]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -23,7 +23,14 @@ from surgeon.checkpoint.write import Writing
 from surgeon.commands.show import facts
 from surgeon.exports.adapters import export_with_adapter
 from surgeon.opened import open_edited
-from tests.checkpoint.helpers import load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
+from tests.checkpoint.helpers import (
+    load_shipped,
+    logits_of,
+    plain_logits,
+    relative_error,
+    run_export,
+    save_source,
+)
 from tests.checkpoint.test_wrapped import pruned_by_hand
 from tests.quantised import SCHEMES, mxfp4, quantise_folder
 from tests.selection import case
@@ -58,7 +65,9 @@ def quantization_of(folder: Path) -> Any:
 def test_plain_exports_are_copies(scheme: str, sources: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="all 14 matrices stored as .* stay so, bit for bit"):
         run_export(source(sources, scheme), tmp_path / "out", "A0 F0 A3 F3")
-    written, stored = (load_file(one / "model.safetensors") for one in (tmp_path / "out", sources / scheme))
+    written, stored = (
+        load_file(one / "model.safetensors") for one in (tmp_path / "out", sources / scheme)
+    )
     assert written.keys() == {name for name in stored if ".1." not in name and ".2." not in name} - {
         name for name in stored if ".3." in name
     } | {name.replace(".3.", ".1.") for name in stored if ".3." in name}
@@ -71,10 +80,14 @@ def test_plain_exports_are_copies(scheme: str, sources: Path, tmp_path: Path) ->
     assert relative_error(logits_of(load(tmp_path / "out")), expected) < 1e-5
 
 
-@pytest.mark.parametrize("scheme", [case(one, default=one == "fp8") for one in ("fp8", "gptq", "int8 rows")])
+@pytest.mark.parametrize(
+    "scheme", [case(one, default=one == "fp8") for one in ("fp8", "gptq", "int8 rows")]
+)
 def test_averages_are_dequantised(scheme: str, sources: Path, tmp_path: Path) -> None:
     program = "A0 F0 A1~A2 F1~F2 A3 F3"
-    with pytest.warns(UserWarning, match="7 matrices made of those stored as .* stored in float32; the other 14 stay"):
+    with pytest.warns(
+        UserWarning, match="7 matrices made of those stored as .* stored in float32; the other 14 stay"
+    ):
         run_export(source(sources, scheme), tmp_path / "out", program)
     found = Checkpoint(tmp_path / "out")
     assert len(found.quantised) == 14
@@ -127,16 +140,24 @@ def test_the_proof_waits_for_what_says_the_shape(
 
 
 def test_another_dtype_dequantises_everything(sources: Path, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="28 matrices .* are dequantised, and stored in bfloat16; none stays so"):
-        run_export(source(sources, "gptq"), tmp_path / "out", "A0 F0 A1 F1 A2 F2 A3 F3", dtype="bfloat16")
+    with pytest.warns(
+        UserWarning, match="28 matrices .* are dequantised, and stored in bfloat16; none stays so"
+    ):
+        run_export(
+            source(sources, "gptq"), tmp_path / "out", "A0 F0 A1 F1 A2 F2 A3 F3", dtype="bfloat16"
+        )
     assert quantization_of(tmp_path / "out") is None
-    written, numbers = (load_file(f / "model.safetensors") for f in (tmp_path / "out", sources / "gptq, dense"))
+    written, numbers = (
+        load_file(f / "model.safetensors") for f in (tmp_path / "out", sources / "gptq, dense")
+    )
     for name, tensor in numbers.items():
         assert torch.equal(written[name], tensor.to(torch.bfloat16)), name
 
 
 @pytest.mark.parametrize("scheme", SOME)
-def test_layers_that_are_fused_side_by_side_are_dequantised(scheme: str, sources: Path, tmp_path: Path) -> None:
+def test_layers_that_are_fused_side_by_side_are_dequantised(
+    scheme: str, sources: Path, tmp_path: Path
+) -> None:
     program = "A0 F0 [A1 A2] [F1 F2] A3 F3"
     run_export(source(sources, scheme), tmp_path / "out", program)
     found = Checkpoint(tmp_path / "out")
@@ -167,8 +188,18 @@ def test_names_of_layers_follow_them(sources: Path, tmp_path: Path) -> None:
     folder = tmp_path / "named"
     shutil.copytree(source(sources, "fp8"), folder)
     config = json.loads((folder / "config.json").read_text())
-    names = ["lm_head", "model.layers.0.x", "re:.*layers\\.3\\..*", "model.layers.13.x", "layers.2", "my_layers.3.x"]
-    config["quantization_config"] |= {"modules_to_not_convert": names, "modules_to_convert": {"model.layers.3.y": [1]}}
+    names = [
+        "lm_head",
+        "model.layers.0.x",
+        "re:.*layers\\.3\\..*",
+        "model.layers.13.x",
+        "layers.2",
+        "my_layers.3.x",
+    ]
+    config["quantization_config"] |= {
+        "modules_to_not_convert": names,
+        "modules_to_convert": {"model.layers.3.y": [1]},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     run_export(folder, tmp_path / "out", "A3 F3 A0 F0 A3 F3", form="plain")
     said = quantization_of(tmp_path / "out")
@@ -205,7 +236,9 @@ def test_an_adapter_beside_a_quantised_base(packed: bool, sources: Path, tmp_pat
     assert len(base.quantised) == 14
     ours, theirs = (f"model.layers.{layer}.mlp.up_proj.qweight" for layer in (1, 3))
     assert torch.equal(base.raw.tensor(ours), stored.raw.tensor(theirs))
-    together = PeftModel.from_pretrained(load(tmp_path / "out" / "base"), str(tmp_path / "out" / "adapter"))
+    together = PeftModel.from_pretrained(
+        load(tmp_path / "out" / "base"), str(tmp_path / "out" / "adapter")
+    )
     assert relative_error(logits_of(together.eval()), expected) < 1e-5
 
 
@@ -258,7 +291,8 @@ def test_check_says_it(sources: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "kept"),
     [
-        ("A0 F0!e0,e3 A1 F1!e1,e2 A2 F2!e0,e1", 3 * (4 + 2 * 3)),  # each expert's matrices are stored for themselves
+        # Each expert's matrices are stored for themselves.
+        ("A0 F0!e0,e3 A1 F1!e1,e2 A2 F2!e0,e1", 3 * (4 + 2 * 3)),
         ("A0 F0 >A1 >F1!e1,e2 A2 F2", 3 * 4),  # the modeling file inside has experts in stacks
     ],
 )
@@ -269,10 +303,14 @@ def test_mixtures(program: str, kept: int, tmp_path: Path) -> None:
     found = surgeon.open(tmp_path / "out")
     assert len(found.checkpoint.quantised) == kept
     is_plain = found.form.name == "plain"
-    left_alone = [] if is_plain else ["lm_head", *(f"model.layers.{layer}.mlp.experts" for layer in range(3))]
+    left_alone = (
+        [] if is_plain else ["lm_head", *(f"model.layers.{layer}.mlp.experts" for layer in range(3))]
+    )
     assert quantization_of(tmp_path / "out").get("modules_to_not_convert", []) == left_alone
     expected = logits_of(surgeon.edit(load(tmp_path / "dense"), program))
-    stock: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32) if is_plain else None
+    stock: Any = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32) if is_plain else None
+    )
     for model in (load(tmp_path / "out"), stock or load_shipped(tmp_path / "out")):
         assert relative_error(logits_of(model.eval()), expected) < 1e-5
 
@@ -292,7 +330,9 @@ def test_experts_left_out_of_stacks(program: str, form: str, tmp_path: Path) -> 
     shutil.copytree(folder, tmp_path / "dense")
     save_file(dense, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "mxfp4"}
+    }
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.warns(UserWarning, match="all 4 matrices stored as MXFP4 stay so, bit for bit"):
         run_export(folder, tmp_path / "out", program, form=form)

@@ -26,7 +26,12 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 EXPORTED = json.dumps(
-    {"surgeon": "0.0", "form": "plain", "program": "A0 F0", "files": {"extra.dat": {}, "licenses/own.txt": {}}}
+    {
+        "surgeon": "0.0",
+        "form": "plain",
+        "program": "A0 F0",
+        "files": {"extra.dat": {}, "licenses/own.txt": {}},
+    }
 )
 MODEL = json.dumps({"model_type": "llama"})
 FILES = {"config.json", "surgeon.json"}
@@ -59,9 +64,13 @@ def current_umask() -> int:
     return mask
 
 
-@pytest.mark.parametrize("error", [ValueError("wrong"), KeyboardInterrupt(), SystemExit(1), OSError(28, "full")])
+@pytest.mark.parametrize(
+    "error", [ValueError("wrong"), KeyboardInterrupt(), SystemExit(1), OSError(28, "full")]
+)
 @pytest.mark.parametrize("exists", [False, True])
-def test_whatever_is_raised_leaves_things_as_they_were(tmp_path: Path, error: BaseException, exists: bool) -> None:
+def test_whatever_is_raised_leaves_things_as_they_were(
+    tmp_path: Path, error: BaseException, exists: bool
+) -> None:
     target = tmp_path / "target"
     if exists:
         write_into(target, "old")
@@ -79,7 +88,9 @@ def test_whatever_is_raised_leaves_things_as_they_were(tmp_path: Path, error: Ba
 
 
 @pytest.mark.parametrize("can_swap", [True, False])
-def test_overwriting_replaces_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_swap: bool) -> None:
+def test_overwriting_replaces_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_swap: bool
+) -> None:
     if not can_swap:
         monkeypatch.setattr(files, "_exchange", lambda *_: False)
     target = tmp_path / "target"
@@ -119,7 +130,12 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
         (tmp_path / name / "thesis.tex").write_text("years of work")
     (tmp_path / "file").write_text("a file")
     (tmp_path / "link").symlink_to("real")
-    refusals = {"folder": "is no checkpoint", "file": "not a folder", "link": "not a folder", "file/in": "in the way"}
+    refusals = {
+        "folder": "is no checkpoint",
+        "file": "not a folder",
+        "link": "not a folder",
+        "file/in": "in the way",
+    }
     for name, said in refusals.items():
         with pytest.raises(OSError, match=said):
             write_into(tmp_path / name, overwrite=True)
@@ -137,7 +153,10 @@ def test_no_permission_is_said_with_the_folder(tmp_path: Path, monkeypatch: pyte
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(PermissionError, match=f"no permission to write in {tmp_path}"), staged(tmp_path / "target"):
+    with (
+        pytest.raises(PermissionError, match=f"no permission to write in {tmp_path}"),
+        staged(tmp_path / "target"),
+    ):
         pass
 
 
@@ -195,7 +214,9 @@ def test_without_locks_folders_are_written_and_nothing_is_removed(
     assert names(tmp_path) == {"target", left.name}
 
 
-def test_a_folder_that_was_taken_for_a_left_one_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_was_taken_for_a_left_one_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right, taken = os.open, []
 
     def slow(path: Path, *rest: int) -> int:
@@ -218,7 +239,9 @@ def test_a_target_moved_aside_by_a_run_that_died_comes_back(tmp_path: Path) -> N
     assert (tmp_path / "target" / "config.json").read_text() == "old"
 
 
-def test_a_target_that_is_being_moved_aside_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_is_being_moved_aside_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, right, seen = tmp_path / "target", Path.rename, []
 
     def watched(path: Path, to: Path) -> Path:
@@ -239,14 +262,26 @@ def test_a_target_that_is_being_moved_aside_is_left_alone(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("files", "folders", "said"),
     [
-        ({"config.json": MODEL}, (), "is no checkpoint: it has no surgeon.json of an export, and no config.json with"),
+        (
+            {"config.json": MODEL},
+            (),
+            "is no checkpoint: it has no surgeon.json of an export, and no config.json with",
+        ),
         ({"config.json": "{}", "a.safetensors": ""}, (), "is no checkpoint"),
         ({"config.json": "{", "a.safetensors": ""}, (), "is no checkpoint"),
         ({"surgeon.json": "{}", "a.safetensors": ""}, (), "is no checkpoint"),
         ({"config.json": MODEL, "a.safetensors": ""}, (), None),
         ({"config.json": MODEL, "a.safetensors": "", "README.md": "", "tokenizer.json": ""}, (), None),
-        ({"config.json": MODEL, "a.safetensors": "", "train.py": ""}, (), r"no part of a checkpoint \(train.py\), so "),
-        ({"config.json": MODEL, "a.safetensors": ""}, (".git", "a", "b", "c"), r"\(.git, a, b and 1 more\), so over"),
+        (
+            {"config.json": MODEL, "a.safetensors": "", "train.py": ""},
+            (),
+            r"no part of a checkpoint \(train.py\), so ",
+        ),
+        (
+            {"config.json": MODEL, "a.safetensors": ""},
+            (".git", "a", "b", "c"),
+            r"\(.git, a, b and 1 more\), so over",
+        ),
         ({"surgeon.json": EXPORTED, "extra.dat": ""}, (), None),
         ({"surgeon.json": EXPORTED, "licenses/own.txt": ""}, (), None),
         (
@@ -254,14 +289,22 @@ def test_a_target_that_is_being_moved_aside_is_left_alone(tmp_path: Path, monkey
             (),
             r"a checkpoint \(licenses\), so",
         ),
-        ({"config.json": MODEL, "a.safetensors": "", "additional_chat_templates/rag.jinja": ""}, (), None),
+        (
+            {"config.json": MODEL, "a.safetensors": "", "additional_chat_templates/rag.jinja": ""},
+            (),
+            None,
+        ),
         (
             {"config.json": MODEL, "a.safetensors": "", "additional_chat_templates/b.txt": ""},
             (),
             r"\(additional_chat_te",
         ),
         ({"surgeon.json": EXPORTED}, (".git",), r"holds what is no part of a checkpoint \(.git\)"),
-        ({"surgeon.json": EXPORTED, "notes.txt": ""}, (), r"\(notes.txt\), so overwrite does not replace it; choose"),
+        (
+            {"surgeon.json": EXPORTED, "notes.txt": ""},
+            (),
+            r"\(notes.txt\), so overwrite does not replace it; choose",
+        ),
     ],
 )
 def test_what_is_a_checkpoint_and_no_more_is_replaced(
@@ -287,7 +330,11 @@ def test_space_is_checked_where_the_folder_will_be(tmp_path: Path) -> None:
     check_space(tmp_path / "not" / "yet", 1000)
     with pytest.raises(OSError, match=r"too full: 1000000\.0 TB are needed"):
         check_space(tmp_path / "not" / "yet", 10**18)
-    assert [show_bytes(n) for n in (999, 12_700_000, 3_000_000_000)] == ["999 bytes", "12.7 MB", "3.0 GB"]
+    assert [show_bytes(n) for n in (999, 12_700_000, 3_000_000_000)] == [
+        "999 bytes",
+        "12.7 MB",
+        "3.0 GB",
+    ]
 
 
 HALFWAY = """
@@ -340,14 +387,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = shutil.which("mount")
     if (
         mount is None
-        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False).returncode
+        or subprocess.run(
+            [mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False
+        ).returncode
     ):
         pytest.skip("needs the right to mount a small disk")
     yield folder
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_real_disk_that_fills_up(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_disk_that_fills_up(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_source(tmp_path / "large", vocab_size=9000)  # over 1 MB of embeddings
     save_source(tmp_path / "small")
     run_export(tmp_path / "small", small_disk / "target", "A0 F0 A2 F2")

@@ -30,12 +30,17 @@ from tests.selection import case
 BIASES_LACK = ("gpt_neo", "stablelm", "gptj")
 CASES: list[tuple[str, dict[str, Any], str]] = [
     *(
-        (family, WINDOWS.get(family, {}), PAIR_AND_TRIPLET if FAMILIES[family].steps_per_layer == 2 else IN_ONE_STEP)
+        (
+            family,
+            WINDOWS.get(family, {}),
+            PAIR_AND_TRIPLET if FAMILIES[family].steps_per_layer == 2 else IN_ONE_STEP,
+        )
         for family in FUSABLE
         if family not in BIASES_LACK
     ),
     ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}, PAIR_AND_TRIPLET),
-    *((family, {}, "A1 F1 A0 F0") for family in ("gpt_neo", "stablelm")),  # whose layers are as they were
+    # Whose layers are as they were.
+    *((family, {}, "A1 F1 A0 F0") for family in ("gpt_neo", "stablelm")),
     ("gptj", {}, "[A1 F1] [A0 F0]"),
     ("falcon", ONE_KV_HEAD | {"parallel_attn": False}, PAIR_AND_TRIPLET),
     ("llama", BIASES | {"head_dim": 16, "rope_parameters": LLAMA3}, "[A0 A1] [F0 F1 F2] [A3 A2 A4] F3"),
@@ -48,7 +53,8 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("family", "overrides", "program"), [case(*each, default=at % 3 == 0) for at, each in enumerate(CASES)]
+    ("family", "overrides", "program"),
+    [case(*each, default=at % 3 == 0) for at, each in enumerate(CASES)],
 )
 def test_it_computes_the_same_and_is_fused_again(
     family: str, overrides: dict[str, Any], program: str, tmp_path: Path
@@ -63,9 +69,12 @@ def test_it_computes_the_same_and_is_fused_again(
     surgeon.export(model, tmp_path / "again", form="fused")
     assert relative_error(logits_of(surgeon.load(tmp_path / "again")), expected) < 1e-5
     # Dropout, which shows in training alone, is the original's too.
-    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("fused", "again"))
+    before, after = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("fused", "again")
+    )
     changed = {key for key in before | after if before.get(key) != after.get(key)}
-    assert changed <= {"o_bias", "up_bias", "down_bias", "logit_scale", ORIGINAL_KEY}  # of which biases are on
+    # Of which biases are on.
+    assert changed <= {"o_bias", "up_bias", "down_bias", "logit_scale", ORIGINAL_KEY}
     assert before["logit_scale"] == pytest.approx(after["logit_scale"])
 
 
@@ -79,7 +88,9 @@ def test_pairs_have_layers_of_their_own(tmp_path: Path) -> None:
     for layer, of in ((layers[1], 1), (layers[2], 0)):
         original = source.model.layers[of]
         gain = original.input_layernorm.weight
-        torch.testing.assert_close(layer.self_attn.q_proj.weight, original.self_attn.q_proj.weight * gain)
+        torch.testing.assert_close(
+            layer.self_attn.q_proj.weight, original.self_attn.q_proj.weight * gain
+        )
         assert torch.equal(layer.self_attn.o_proj.weight, original.self_attn.o_proj.weight)
         assert torch.equal(layer.self_attn.k_norm.weight, original.self_attn.k_norm.weight)
         assert torch.equal(layer.input_layernorm.weight, torch.ones(32))
@@ -102,16 +113,28 @@ def test_what_lies_beside_the_weights_is_found_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "program", "said"),
     [
-        ("llama", "[A0/2:0 A1] [F0 F1]", "layer 0 has 6 heads and 3 KV heads, which are slices of layers"),
+        (
+            "llama",
+            "[A0/2:0 A1] [F0 F1]",
+            "layer 0 has 6 heads and 3 KV heads, which are slices of layers",
+        ),
         ("llama", "[A0/2:0 A1/2:1] [F0/2:0 F1/2:0]", "where that has .A0/2:0 A1/2:1., it has A0"),
         ("qwen3", "[A0/2:0 A1/2:0] F0", "layer 0 has slices of attentions"),
-        ("gpt_neo", "[A0 A2] [F0 F2]", r"GPT-Neo has no transformer.h.0.attn.attention.q_proj.bias, which the shift"),
+        (
+            "gpt_neo",
+            "[A0 A2] [F0 F2]",
+            r"GPT-Neo has no transformer.h.0.attn.attention.q_proj.bias, which the shift",
+        ),
     ],
 )
-def test_what_cannot_be_taken_apart_is_refused(family: str, program: str, said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_taken_apart_is_refused(
+    family: str, program: str, said: str, tmp_path: Path
+) -> None:
     save_source(tmp_path / "source", family, 3)
     run_export(tmp_path / "source", tmp_path / "fused", program, form="fused")
-    with pytest.raises(ValueError, match=f"cannot be taken apart .*{said}.*; use the recipe and the original"):
+    with pytest.raises(
+        ValueError, match=f"cannot be taken apart .*{said}.*; use the recipe and the original"
+    ):
         unfused(tmp_path / "fused")
 
 
@@ -122,9 +145,13 @@ def test_only_fused_checkpoints_are_taken_apart(tmp_path: Path) -> None:
     run_export(tmp_path / "source", tmp_path / "fused", "[A0 A1] [F0 F1]")
     config = json.loads((tmp_path / "fused" / "config.json").read_text())
     (tmp_path / "fused" / "config.json").write_text(json.dumps(config | {"embedding_scale": 2.0}))
-    with pytest.raises(ValueError, match=r"Llama would have embedding_scale: 1.0 in the fused form, and .* has 2.0"):
+    with pytest.raises(
+        ValueError, match=r"Llama would have embedding_scale: 1.0 in the fused form, and .* has 2.0"
+    ):
         unfused(tmp_path / "fused")
     config.pop(ORIGINAL_KEY)  # as 0.2.0 wrote it
     (tmp_path / "fused" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=f"its config.json has no {ORIGINAL_KEY}.*; use the recipe and the original"):
+    with pytest.raises(
+        ValueError, match=f"its config.json has no {ORIGINAL_KEY}.*; use the recipe and the original"
+    ):
         unfused(tmp_path / "fused")

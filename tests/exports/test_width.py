@@ -16,7 +16,15 @@ from surgeon.exports.unfuse import unfused
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
 from surgeon.models.families import family_of
-from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error, run_export, save_source
+from tests.checkpoint.helpers import (
+    IDS,
+    load_shipped,
+    logits_of,
+    plain_logits,
+    relative_error,
+    run_export,
+    save_source,
+)
 from tests.tiny_models import tiny_model
 
 UNIFORM = " ".join(f"A{k}#1 F{k}#20" for k in range(4))
@@ -27,11 +35,31 @@ UNIFORM = " ".join(f"A{k}#1 F{k}#20" for k in range(4))
     [
         ("llama", UNIFORM, "plain", "its 4 layers are all of one width"),
         ("llama", "A0 F0#20 A1 F1#20 A2 F2#20", "plain", "its 3 layers are all of one width"),
-        ("llama", "A0#1 F0 A1 F1", "fused", "1 of 2 layers are narrower than the model's; transformers and vLLM load"),
+        (
+            "llama",
+            "A0#1 F0 A1 F1",
+            "fused",
+            "1 of 2 layers are narrower than the model's; transformers and vLLM load",
+        ),
         ("llama", "A0#1 F0 [A1#1 A2] [F1 F2#5]", "fused", "side by side and 1 of 2 layers are narrower"),
-        ("llama", "A0#1 F0 >A1 >F1", "program", "vLLM needs surgeon's plugin, because its layers are of other widths"),
-        ("llama", "A0#1@q4 F0 A1 F1", "program", "vLLM needs surgeon's plugin, because its layers are of other widths"),
-        ("gpt2", UNIFORM, "fused", "not plain, because all heads of GPT-2 together are as wide as the stream"),
+        (
+            "llama",
+            "A0#1 F0 >A1 >F1",
+            "program",
+            "vLLM needs surgeon's plugin, because its layers are of other widths",
+        ),
+        (
+            "llama",
+            "A0#1@q4 F0 A1 F1",
+            "program",
+            "vLLM needs surgeon's plugin, because its layers are of other widths",
+        ),
+        (
+            "gpt2",
+            UNIFORM,
+            "fused",
+            "not plain, because all heads of GPT-2 together are as wide as the stream",
+        ),
         ("gemma2", "A0#1 F0 A1 F1", "program", "Gemma2 norms what a sublayer adds"),
         ("cohere", "[A0#1 F0#9] [A1#1 F1#9]", "plain", "all of one width"),
         (
@@ -54,12 +82,15 @@ def test_a_configuration_that_cannot_say_it(tmp_path: Path) -> None:
     model = save_source(tmp_path / "source", "llama", 2, num_attention_heads=4, num_key_value_heads=4)
     program = "A0#3 F0 A1#3 F1"
     with pytest.raises(
-        ValueError, match="Llama has no configuration of such layers .*hidden size .32. is not a multiple"
+        ValueError,
+        match="Llama has no configuration of such layers .*hidden size .32. is not a multiple",
     ):
         run_export(tmp_path / "source", tmp_path / "no", program, form="plain")
     run_export(tmp_path / "source", tmp_path / "fused", program)
     assert surgeon.open(tmp_path / "fused").form.name == "fused"
-    assert relative_error(logits_of(surgeon.load(tmp_path / "fused")), plain_logits(model, program)) < 1e-5
+    assert (
+        relative_error(logits_of(surgeon.load(tmp_path / "fused")), plain_logits(model, program)) < 1e-5
+    )
 
 
 @pytest.mark.thorough
@@ -71,7 +102,9 @@ def test_what_is_trained_comes_back(family: str, tmp_path: Path) -> None:
     run_export(tmp_path / "source", tmp_path / "narrow", program)
     loaded = surgeon.load(tmp_path / "narrow")
     mlp = next(p.path for p in family_of(loaded.config).mlp.projections)
-    lora = get_peft_model(loaded, LoraConfig(target_modules=[mlp.split(".")[-1]], r=2, init_lora_weights=False)).eval()
+    lora = get_peft_model(
+        loaded, LoraConfig(target_modules=[mlp.split(".")[-1]], r=2, init_lora_weights=False)
+    ).eval()
     expected = logits_of(lora)
     surgeon.export(lora.merge_and_unload(), tmp_path / "merged")
     assert relative_error(logits_of(load_shipped(tmp_path / "merged")), expected) < 1e-5

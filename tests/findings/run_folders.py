@@ -118,10 +118,18 @@ def make_scan(
 
 def make_similarity(folder: Path, num_layers: int = 6, **more: Any) -> Path:
     folder.mkdir()
-    cka = [float("nan"), 0.2, 0.9, 0.95, 0.7, 0.6, *(0.5 - 0.01 * k for k in range(num_layers))][:num_layers]
+    cka = [float("nan"), 0.2, 0.9, 0.95, 0.7, 0.6, *(0.5 - 0.01 * k for k in range(num_layers))][
+        :num_layers
+    ]
     names = ("cka_attention", "cka_attention_debiased", "cka_mlp", "cka_mlp_debiased")
     layers = [
-        {"layer": k, **dict.fromkeys(names, value), "block_influence": 0.1 + k, "attention_size": 0.2, "mlp_size": 0.3}
+        {
+            "layer": k,
+            **dict.fromkeys(names, value),
+            "block_influence": 0.1 + k,
+            "attention_size": 0.2,
+            "mlp_size": 0.3,
+        }
         for k, value in enumerate(cka)
     ]
     write_csv(folder / "similarity.csv", layers)
@@ -132,7 +140,11 @@ def make_similarity(folder: Path, num_layers: int = 6, **more: Any) -> Path:
         for f, e in stretches
     ]  # fmt: skip
     write_csv(folder / "distances.csv", distances)
-    rho = {("length", ""): (0.5, 0.6), ("block_influence", "sum"): (0.8, 0.7), ("cka_attention", "max"): (0.6, 0.95)}
+    rho = {
+        ("length", ""): (0.5, 0.6),
+        ("block_influence", "sum"): (0.8, 0.7),
+        ("cka_attention", "max"): (0.6, 0.95),
+    }
     proxies = [
         {"operation": operation, "damage": damage, "proxy": proxy, "aggregate": aggregate, "p": 0.1, "n": 9,
          "rho": values[place] * (1 if damage == "divergence" else -1), "rho_at_equal_length": 0.1}
@@ -237,11 +249,21 @@ def held_out(verdicts: tuple[str, ...] = ("not told apart", "better"), winner: i
     """What a search's record says of held-out text: of trial 2, and of trials 1 and 0 beside it."""
     ends = {"not told apart": (-0.02, 0.01), "better": (-0.03, -0.01), "worse": (0.01, 0.02)}
     finalists = [
-        {"trial": trial, "program": paired(first), "seen": quality_of(seen), "unseen": quality_of(seen + 0.02)}
+        {
+            "trial": trial,
+            "program": paired(first),
+            "seen": quality_of(seen),
+            "unseen": quality_of(seen + 0.02),
+        }
         for trial, first, seen in ((2, 3, 0.03), (1, 2, 0.04), (0, 1, 0.05))
     ]
     others = [
-        {"difference": sum(ends[verdict]) / 2, "low": ends[verdict][0], "high": ends[verdict][1], "verdict": verdict}
+        {
+            "difference": sum(ends[verdict]) / 2,
+            "low": ends[verdict][0],
+            "high": ends[verdict][1],
+            "verdict": verdict,
+        }
         for verdict in verdicts
     ]
     last = f"HELD-OUT TEXT OVERTURNS THE SEARCH: trial {winner} is the winner, not trial 2"
@@ -255,7 +277,10 @@ def held_out(verdicts: tuple[str, ...] = ("not told apart", "better"), winner: i
         "overturned": winner != 2,
         "sentences": [
             "trial 2: numbers",
-            *(f"trial 2 is {verdict}: trial {trial}" for trial, verdict in zip((1, 0), verdicts, strict=True)),
+            *(
+                f"trial 2 is {verdict}: trial {trial}"
+                for trial, verdict in zip((1, 0), verdicts, strict=True)
+            ),
             *([last] if winner != 2 else []),
         ],
     }
@@ -291,7 +316,12 @@ def make_evaluation(folder: Path, accuracy: float = 0.25, **more: Any) -> Path:
         "results": {
             "arc": {"alias": "arc", "sample_len": 40, "acc,none": accuracy, "acc_stderr,none": 0.01},
             "group": {"alias": "group", "sample_len": 80, "acc,none": 0.5, "acc_stderr,none": "N/A"},
-            "member": {"alias": "member", "sample_len": 80, "acc,none": 0.123456, "acc_stderr,none": 0.01},
+            "member": {
+                "alias": "member",
+                "sample_len": 80,
+                "acc,none": 0.123456,
+                "acc_stderr,none": 0.01,
+            },
         },
         "groups": {"group": {}},
         "group_subtasks": {"group": ["member"]},
@@ -318,12 +348,16 @@ def make_prediction(folder: Path, **more: Any) -> Path:
             "communication_share": 0.25 / faster,
             "needed_bytes": (16 + batch) * 2.0**30 / ranks,
             "there_bytes": 64 * 2.0**30,
-            **dict.fromkeys(("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup"), faster),
+            **dict.fromkeys(
+                ("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup"), faster
+            ),
         }
         row: Cell = {"program": program, "ranks": ranks, "batch": batch, "prompt": 1024, "new": 512}
         row |= {name: "nan" if none else number for name, number in numbers.items()}
         too_much = numbers["needed_bytes"] > numbers["there_bytes"]
-        rows.append(row | {"fits": int(not none and not too_much), "refused": "no slices" if none else ""})
+        rows.append(
+            row | {"fits": int(not none and not too_much), "refused": "no slices" if none else ""}
+        )
     write_csv(folder / "predict.csv", rows)
     own = {"hardware": "h100-sxm", "heading": "on h100-sxm", "swept": True}
     (folder / "predict.json").write_text(json.dumps(record(**(own | more))))
@@ -342,7 +376,9 @@ def state(perplexity: float, divergence: float | None) -> Cell:
     }
 
 
-def make_healing(folder: Path, ends: tuple[float, float] = (0.4, 0.1), steps: int = 40, **more: Any) -> Path:
+def make_healing(
+    folder: Path, ends: tuple[float, float] = (0.4, 0.1), steps: int = 40, **more: Any
+) -> Path:
     """Training that brings the divergence from the first to the second of `ends`; perplexity is 10 times e to it."""
     folder.mkdir()
     every, (first, last) = 4, ends
@@ -367,7 +403,13 @@ def make_healing(folder: Path, ends: tuple[float, float] = (0.4, 0.1), steps: in
         "healed": state(BASE * math.exp(last), last),
         "program": paired(3),
         "recipe": "surgeon: 1\nmodel: tiny\n",
-        "settings": {"train": "edited", "learning_rate": 1e-4, "lora": None, "warmup_steps": 0, "distill": ["logits"]},
+        "settings": {
+            "train": "edited",
+            "learning_rate": 1e-4,
+            "lora": None,
+            "warmup_steps": 0,
+            "distill": ["logits"],
+        },
         "held_out": "demo",
         "held_out_hash": "e" * 64,
         "steps": steps,
@@ -378,7 +420,9 @@ def make_healing(folder: Path, ends: tuple[float, float] = (0.4, 0.1), steps: in
     return folder
 
 
-def make_from_scratch(folder: Path, seed: int = 0, end: float = 3.0, program: str = "A0 F0", **more: Any) -> Path:
+def make_from_scratch(
+    folder: Path, seed: int = 0, end: float = 3.0, program: str = "A0 F0", **more: Any
+) -> Path:
     """Training that brings the loss from 7 down to `end`, nats per token."""
     losses = [end + (7 - end) * (1 - step / 40) ** 2 for step in range(0, 41, 4)]
     unknown = dict.fromkeys(("divergence", "divergence_low", "divergence_high"), "nan")
@@ -387,9 +431,20 @@ def make_from_scratch(folder: Path, seed: int = 0, end: float = 3.0, program: st
         ppl = math.exp(loss)
         ends = {"perplexity": ppl, "perplexity_low": 0.9 * ppl, "perplexity_high": 1.1 * ppl}
         rows.append({"step": 4 * place, "seconds": 3.0 * place} | ends | unknown)
-    settings = {"steps": 40, "batch": 8, "seed": seed, "learning_rate": 2e-3, "arguments": {"weight_decay": 0.1}}
+    settings = {
+        "steps": 40,
+        "batch": 8,
+        "seed": seed,
+        "learning_rate": 2e-3,
+        "arguments": {"weight_decay": 0.1},
+    }
     own = {
-        "identity": {"task": "train", "model": {"model_type": "llama"}, "program": program, "settings": settings},
+        "identity": {
+            "task": "train",
+            "model": {"model_type": "llama"},
+            "program": program,
+            "settings": settings,
+        },
         "architecture": "llama",
         "configuration": "surgeon: 1\nmodel: {model_type: llama}\n",
         "parameters": 1234567,

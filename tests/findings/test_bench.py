@@ -42,7 +42,9 @@ def measured(per_token: float, waiting: float, decodes: bool = True) -> Measurem
     return Measurement(per_token / 2, 0.4, 3 * per_token, per_token, 1 / per_token, split, split)
 
 
-def result(name: str, per_token: list[float], batch: int = 1, waiting: float = 0.75, decodes: bool = True) -> Result:
+def result(
+    name: str, per_token: list[float], batch: int = 1, waiting: float = 0.75, decodes: bool = True
+) -> Result:
     program = "A0 F0 [A1 F1]" if name == "fused" else PLAN.program
     plan, rounds = replace(PLAN, program=program), [measured(one, waiting, decodes) for one in per_token]
     return Result(name, plan, Workload(batch, 5, 4), name != "upper-bound", rounds)
@@ -55,24 +57,37 @@ def found(table: pd.DataFrame) -> Benchmark:
 def test_medians_over_rounds_and_of_each_rounds_ratio() -> None:
     # The machine is slow in the second round: the ratio of the medians would be 1.
     results = [result("dense", [2.0, 12.0, 4.0]), result("fused", [1.0, 6.0, 4.0])]
-    results += [result(name, [one], batch=8) for name, one in (("dense", 1.0), ("fused", 4.0), ("upper-bound", 0.5))]
+    results += [
+        result(name, [one], batch=8)
+        for name, one in (("dense", 1.0), ("fused", 4.0), ("upper-bound", 0.5))
+    ]
     rows = {(row["program"], row["batch"]): row for _, row in bench_table(results).iterrows()}
     fused = rows["fused", 1]
     assert fused["per_token_ms"] == 4000
     assert fused["first_token_ms"] == 2000
     assert fused["decode_ms"] == 12000
     assert fused["tokens_per_second"] == 0.25
-    assert (fused["per_token_speedup_low"], fused["per_token_speedup"], fused["per_token_speedup_high"]) == (1, 2, 2)
+    assert (
+        fused["per_token_speedup_low"],
+        fused["per_token_speedup"],
+        fused["per_token_speedup_high"],
+    ) == (1, 2, 2)
     assert (fused["effective_depth"], fused["sync_points"]) == (1.5, 3)
     assert rows["fused", 8]["per_token_speedup"] == rows["fused", 8]["tokens_per_second_speedup"] == 0.25
     assert rows["upper-bound", 8]["sync_points"] == 0
     assert (fused["decode_compute_ms"], fused["decode_waiting_ms"]) == (250, 750)
-    assert (fused["decode_all_reduces"], fused["decode_bytes"], fused["decode_vocabulary_collectives"]) == (4, 2048, 2)
+    assert (
+        fused["decode_all_reduces"],
+        fused["decode_bytes"],
+        fused["decode_vocabulary_collectives"],
+    ) == (4, 2048, 2)
 
 
 def test_tables_fit_a_terminal() -> None:
     names = ["a-name-of-18-chars", "another-of-18-long"]
-    results = [result(name, times, 128) for name, times in zip(names, ([99.9, 0.0123], [1.0, 9.0]), strict=True)]
+    results = [
+        result(name, times, 128) for name, times in zip(names, ([99.9, 0.0123], [1.0, 9.0]), strict=True)
+    ]
     text = str(found(bench_table(results)))
     assert max(map(len, text.splitlines())) <= 80
     assert "Times as fast as a-name-of-18-chars" in text
@@ -86,7 +101,9 @@ def test_one_program_is_not_compared() -> None:
 
 
 @pytest.mark.parametrize(("waiting", "decodes"), [(0.75, True), (math.nan, True), (0.75, False)])
-def test_the_picture_and_the_record_take_what_is_not_there(waiting: float, decodes: bool, tmp_path: Path) -> None:
+def test_the_picture_and_the_record_take_what_is_not_there(
+    waiting: float, decodes: bool, tmp_path: Path
+) -> None:
     results = [result(name, [1.0, 2.0], 1, waiting, decodes) for name in ("dense", "fused")]
     table = bench_table(results)
     assert (NO_VALUE in str(found(table))) == (math.isnan(waiting) or not decodes)

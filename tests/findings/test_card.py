@@ -72,7 +72,10 @@ def test_what_it_says_of_each_form(form: str, exported: dict[str, Path]) -> None
     words = " ".join(text.split())
     assert "Its `LICENSE` lies in this folder." in words
     assert "`other` ([my terms](<LICENSE>))" in words
-    assert ("--trust-remote-code" in text, "PATH_OF_SURGEON\nvllm" in text) == (form == "fused", form == "program")
+    assert ("--trust-remote-code" in text, "PATH_OF_SURGEON\nvllm" in text) == (
+        form == "fused",
+        form == "program",
+    )
     assert ("trust_remote_code=True" in text) == (form != "plain")
     assert (f"`modeling_surgeon_{form}.py`" in words) == (form != "plain")
     assert ("`LlamaForCausalLM`" in text) == (form == "plain")
@@ -89,8 +92,14 @@ def test_ranks_are_said_once_for_equal_layers(tmp_path: Path) -> None:
     text = card_of(tmp_path / "edited")
     assert "- layers 0 to 1: q 5; o 6; up 7\n- layer 2: up 8\n" in text
     words = " ".join(text.split())
-    assert "`F4@up64,down96` has two factors in place of matrices, of rank 64 for up and 96 for down." in words
-    parameters = [sum(p.numel() for p in surgeon.load(folder).parameters()) for folder in (tmp_path / "edited", source)]
+    assert (
+        "`F4@up64,down96` has two factors in place of matrices, of rank 64 for up and 96 for down."
+        in words
+    )
+    parameters = [
+        sum(p.numel() for p in surgeon.load(folder).parameters())
+        for folder in (tmp_path / "edited", source)
+    ]
     assert f"| parameters | {parameters[0]:,} | {parameters[1]:,} |" in text
     assert "Unmodified vLLM, without surgeon, by the modeling file in this folder:" in words
     assert "vllm serve edited --trust-remote-code\n```" in text
@@ -112,16 +121,26 @@ def test_narrow_layers_are_said(program: str, name: str, serve: str, tmp_path: P
     text = card_of(tmp_path / "edited")
     assert f"It is in surgeon's {name} form" in text or name == "plain"
     assert f"{serve}\n```" in text
-    assert ("- layer 0: KV groups 1" in text or "- layers 0 to 1: KV groups 1" in text) == ("A0#1" in program)
+    assert ("- layer 0: KV groups 1" in text or "- layers 0 to 1: KV groups 1" in text) == (
+        "A0#1" in program
+    )
     assert ("`F4#344` 344 of its neurons" in " ".join(text.split())) == ("#" in program)
 
 
 def test_what_runs_again_is_said(tmp_path: Path) -> None:
-    run_export(save_checkpoint(tmp_path / "tiny", num_layers=3), tmp_path / "edited", "A0 F0 A1 F1 A1 F1 A2 F2")
+    run_export(
+        save_checkpoint(tmp_path / "tiny", num_layers=3), tmp_path / "edited", "A0 F0 A1 F1 A1 F1 A2 F2"
+    )
     words = " ".join(card_of(tmp_path / "edited").split())
-    assert "feed-forward of layer 4; what is there several times runs again, with the same weights." in words
+    assert (
+        "feed-forward of layer 4; what is there several times runs again, with the same weights."
+        in words
+    )
     assert "`modeling_surgeon_program.py`" in words
-    assert "not plain or fused, because what runs several times, of layer 1, is stored as often as it runs" in words
+    assert (
+        "not plain or fused, because what runs several times, of layer 1, is stored as often as it runs"
+        in words
+    )
 
 
 def test_factors_that_vllm_cannot_divide_are_left_to_the_plugin(tmp_path: Path) -> None:
@@ -129,7 +148,8 @@ def test_factors_that_vllm_cannot_divide_are_left_to_the_plugin(tmp_path: Path) 
     run_export(source, tmp_path / "edited", "A0@q5,o6 F0 A1 F1@up7")
     words = " ".join(card_of(tmp_path / "edited").split())
     assert (
-        "vLLM needs surgeon's plugin, because OPT's attention in transformers goes by the number of all heads" in words
+        "vLLM needs surgeon's plugin, because OPT's attention in transformers goes by the number of all heads"
+        in words
     )
     assert "PATH_OF_SURGEON vllm serve edited ```" in words
     assert "Unmodified" not in words
@@ -147,7 +167,9 @@ def test_the_code_in_it_loads_the_model(
     exec(code.replace("print(", "said = ("), found)
     assert found["said"].startswith("<s>Once upon a time")
     ids = torch.arange(2, 12).view(1, -1)
-    torch.testing.assert_close(logits_of(found["model"], ids), logits_of(surgeon.load(exported[form]), ids))
+    torch.testing.assert_close(
+        logits_of(found["model"], ids), logits_of(surgeon.load(exported[form]), ids)
+    )
 
 
 # -- what the base model's card said --
@@ -167,7 +189,10 @@ def test_terms_and_names_are_carried_on(copied: Path, tmp_path: Path) -> None:
     assert "[org/base](https://huggingface.co/org/base)" in text
     assert (data["license"], data["language"], data["datasets"]) == ("llama2", ["en", "de"], "a/b")
     assert data["tags"] == ["chat", "surgeon"]
-    assert (data["extra_gated_prompt"], data["extra_gated_fields"]) == ("You agree:\nto all\n", {"Name": "text"})
+    assert (data["extra_gated_prompt"], data["extra_gated_fields"]) == (
+        "You agree:\nto all\n",
+        {"Name": "text"},
+    )
     assert "widget" not in data
     assert "terms have to be accepted" in text
     assert "lies in this folder" not in text
@@ -178,14 +203,29 @@ def test_terms_and_names_are_carried_on(copied: Path, tmp_path: Path) -> None:
     [
         (None, ""),
         (b"no front matter", ""),
-        (b"---\nlanguage: no\n---\n", "Its README.md has language: False, which is not what belongs there."),
+        (
+            b"---\nlanguage: no\n---\n",
+            "Its README.md has language: False, which is not what belongs there.",
+        ),
         (b"---\nlicense: [1]\n---\n", "Its README.md has license: [1], which is"),
-        (b"---\nlicense: [\n---\n", "The front matter of its README.md cannot be read (line 3: not valid YAML: "),
+        (
+            b"---\nlicense: [\n---\n",
+            "The front matter of its README.md cannot be read (line 3: not valid YAML: ",
+        ),
         (b"---\n- a list\n---\n", "cannot be read (it is no mapping)"),
         (b"---\nlicense: \xff\n---\n", "cannot be read ('utf-8' codec"),
-        (b"---\nlicense: 2023-99-12\n---\n", "cannot be read (line 2: '2023-99-12' is no valid timestamp"),
-        (b"---\nextra_gated_x: &a [*a, *a]\n---\n", "cannot be read (line 2: *a is an alias; write out what is meant"),
-        (b'---\nlicense: "\\ud800"\n---\n', "cannot be read (line 2: '\\ud800' has characters that are none"),
+        (
+            b"---\nlicense: 2023-99-12\n---\n",
+            "cannot be read (line 2: '2023-99-12' is no valid timestamp",
+        ),
+        (
+            b"---\nextra_gated_x: &a [*a, *a]\n---\n",
+            "cannot be read (line 2: *a is an alias; write out what is meant",
+        ),
+        (
+            b'---\nlicense: "\\ud800"\n---\n',
+            "cannot be read (line 2: '\\ud800' has characters that are none",
+        ),
         (b"---\nlicense: mit\n---\n" + b" " * (1 << 20), "cannot be read (the file has more than"),
     ],
 )
@@ -236,7 +276,12 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 
 def on_text(model_hash: str, program: str, **more: Any) -> dict[str, Any]:
-    numbers = {"perplexity": 7.5, "perplexity_interval": [7, 8], "divergence": None, "divergence_interval": None}
+    numbers = {
+        "perplexity": 7.5,
+        "perplexity_interval": [7, 8],
+        "divergence": None,
+        "divergence_interval": None,
+    }
     data = {"data": "/home/me/secret/wiki.txt", "data_hash": "d", "tokens": 1000}
     return {"model_hash": model_hash, "program": program, **numbers, **data, **more}
 
@@ -254,7 +299,11 @@ def test_quality_of_the_checkpoint_and_of_its_source(
     lm_eval = {"group_subtasks": {}, "higher_is_better": {"piqa": {"acc": True}}, "n-shot": {"piqa": 0}}
     values = {"alias": "piqa", "sample_len": 1838, "acc,none": 0.75, "acc_stderr,none": 0.01}
     provenance = {"model_hash": identity.source_hash, "program": PROGRAMS["fused"]}
-    tasks = {"results": {"piqa": values}, "surgeon": provenance, "configs": {"piqa": {"dataset_path": "ybisk/piqa"}}}
+    tasks = {
+        "results": {"piqa": values},
+        "surgeon": provenance,
+        "configs": {"piqa": {"dataset_path": "ybisk/piqa"}},
+    }
     files = [
         write("text.json", **own).parent,
         write("text.json", **on_text(identity.source_hash, DENSE, perplexity=7.0)),
@@ -263,16 +312,29 @@ def test_quality_of_the_checkpoint_and_of_its_source(
     write_card(copied, "mine", read_measured(files, identity))
     rows = quality_rows(copied)
     assert rows["perplexity (wiki.txt, 1,000 tokens)"] == ["7.5 (7 to 8)", "7 (7 to 8)"]
-    assert rows["divergence from the original, nats per token (wiki.txt, 1,000 tokens)"] == ["0.25 (0.2 to 0.3)", ""]
+    assert rows["divergence from the original, nats per token (wiki.txt, 1,000 tokens)"] == [
+        "0.25 (0.2 to 0.3)",
+        "",
+    ]
     assert rows["acc (piqa, 0-shot, 1,838 rows)"] == ["0.75 ± 0.01", ""]
     assert "secret" not in card_of(copied)
 
 
-def test_a_search_brings_the_original_along(copied: Path, identity: Identity, write: Callable[..., Path]) -> None:
-    numbers = {"perplexity": 9.5, "divergence": 0.5, "divergence_low": None, "divergence_high": None, "tokens": 500}
+def test_a_search_brings_the_original_along(
+    copied: Path, identity: Identity, write: Callable[..., Path]
+) -> None:
+    numbers = {
+        "perplexity": 9.5,
+        "divergence": 0.5,
+        "divergence_low": None,
+        "divergence_high": None,
+        "tokens": 500,
+    }
     best = {"trial": 3, "program": PROGRAMS["fused"], **numbers}
     record = {"model_hash": identity.source_hash, "data": "wikitext:wikitext-2-raw-v1", "data_hash": "d"}
-    path = write("search.json", **record, best=best, original=numbers | {"perplexity": 9, "divergence": 0})
+    path = write(
+        "search.json", **record, best=best, original=numbers | {"perplexity": 9, "divergence": 0}
+    )
     unwritten = replace(identity, model_hash=None)
     write_card(copied, "mine", read_measured([path], unwritten))
     on = "(wikitext:wikitext-2-raw-v1, 500 tokens)"
@@ -284,8 +346,20 @@ def test_a_search_gives_its_numbers_on_text_that_it_did_not_see(
     copied: Path, identity: Identity, write: Callable[..., Path]
 ) -> None:
     """Those of the winner that held-out text left, with the original's on the same text."""
-    seen = {"perplexity": 9.5, "divergence": 0.5, "divergence_low": 0.4, "divergence_high": 0.6, "tokens": 500}
-    unseen = {"perplexity": 12.5, "divergence": 0.75, "divergence_low": 0.7, "divergence_high": 0.8, "tokens": 300}
+    seen = {
+        "perplexity": 9.5,
+        "divergence": 0.5,
+        "divergence_low": 0.4,
+        "divergence_high": 0.6,
+        "tokens": 500,
+    }
+    unseen = {
+        "perplexity": 12.5,
+        "divergence": 0.75,
+        "divergence_low": 0.7,
+        "divergence_high": 0.8,
+        "tokens": 300,
+    }
     program = PROGRAMS["fused"]
     others = [{"trial": 1, "program": program, "seen": seen, "unseen": unseen, "verdict": "worse"}]
     held = {
@@ -303,7 +377,9 @@ def test_a_search_gives_its_numbers_on_text_that_it_did_not_see(
     assert not any("500 tokens" in name for name in rows)
     # Where healing has changed the choice, those of the winner then, as it was before.
     overturned = held | {"winner": 3, "searched": held["searched"] | {"unseen": seen | {"tokens": 300}}}
-    path = write("search.json", **record, best=best, original=seen, held_out=overturned, healing={"winner": 1})
+    path = write(
+        "search.json", **record, best=best, original=seen, held_out=overturned, healing={"winner": 1}
+    )
     write_card(copied, "mine", read_measured([path], replace(identity, model_hash=None)))
     assert quality_rows(copied)[f"perplexity {on}"] == ["12.5", "12"]
 
@@ -316,13 +392,21 @@ def test_a_search_gives_its_numbers_on_text_that_it_did_not_see(
             on_text(HASH, DENSE),
             r"measured on another model \(sha256:000000000000...\) than fused: it has",
         ),
-        ("text.json", on_text("SOURCE", "A0 F0"), "measured under another program than that of fused: A0 F0$"),
+        (
+            "text.json",
+            on_text("SOURCE", "A0 F0"),
+            "measured under another program than that of fused: A0 F0$",
+        ),
         (
             "text.json",
             on_text("SOURCE", DENSE, tokens="many"),
             r"holds what surgeon eval --data does not write \(ValueError: .*many",
         ),
-        ("text.json", {"perplexity": 3}, r"holds what surgeon eval --data does not write \(KeyError: 'model_hash'\)"),
+        (
+            "text.json",
+            {"perplexity": 3},
+            r"holds what surgeon eval --data does not write \(KeyError: 'model_hash'\)",
+        ),
         ("search.json", {"model_hash": "SOURCE", "best": {"program": "A9"}}, "another program"),
         ("scan.json", {"model_hash": HASH}, "holds no results of surgeon eval or search"),
     ],
@@ -343,11 +427,15 @@ def test_results_that_are_none(identity: Identity, tmp_path: Path) -> None:
         read_measured([tmp_path], identity)
     for text in ("{", "[]", "\udcff"):
         (tmp_path / "text.json").write_text(text, errors="surrogateescape")
-        with pytest.raises(ValueError, match="is not valid JSON|should hold a JSON object|is no UTF-8 text"):
+        with pytest.raises(
+            ValueError, match="is not valid JSON|should hold a JSON object|is no UTF-8 text"
+        ):
             read_measured([tmp_path], identity)
     unwritten = replace(identity, model_hash=None)
     (tmp_path / "text.json").write_text(json.dumps(on_text(identity.model_hash, "A0 F0 A1 F1")))
-    with pytest.raises(ValueError, match="what was measured on an exported checkpoint itself is for surgeon card"):
+    with pytest.raises(
+        ValueError, match="what was measured on an exported checkpoint itself is for surgeon card"
+    ):
         read_measured([tmp_path], unwritten)
 
 
@@ -358,7 +446,9 @@ def test_only_its_own_card_is_replaced(copied: Path) -> None:
     require_own_card(copied)
     path = copied / "README.md"
     path.write_text(path.read_text().replace("Licence", "Licence (I asked)"))
-    with pytest.raises(FileExistsError, match="was not written by surgeon, or was changed since.*pass overwrite"):
+    with pytest.raises(
+        FileExistsError, match="was not written by surgeon, or was changed since.*pass overwrite"
+    ):
         require_own_card(copied)
     write_card(copied, "mine")
     require_own_card(copied)

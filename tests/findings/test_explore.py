@@ -11,17 +11,30 @@ from surgeon.provenance import FORMAT
 
 LONG = "surgeon heal runs/explore/knee.yaml --data a.txt --distill logits --steps 100 --eval-tokens 1024 -o runs/healed"
 STEPS = [
-    NextStep("Write it", "It " + "is written so that others load it, " * 4 + "too.", "surgeon export a.yaml -o b"),
+    NextStep(
+        "Write it",
+        "It " + "is written so that others load it, " * 4 + "too.",
+        "surgeon export a.yaml -o b",
+    ),
     NextStep("Train back what it costs", "More steps bring back more.", LONG),
 ]
 
 
 def exploration(**more: object) -> Exploration:
     rows = [
-        ("scan", "216 cells of shuffle, prune, merge, parallel, 2-parallel, lp, stretches of every 2 layers", 61.2),
+        (
+            "scan",
+            "216 cells of shuffle, prune, merge, parallel, 2-parallel, lp, stretches of every 2 layers",
+            61.2,
+        ),
         ("on this-machine", "knee: 1.5 times the tokens/s", 2.0),
     ]
-    record = {"format": FORMAT, "command": "surgeon explore", "model": "tiny", "model_hash": "a" * 64} | more
+    record = {
+        "format": FORMAT,
+        "command": "surgeon explore",
+        "model": "tiny",
+        "model_hash": "a" * 64,
+    } | more
     record |= {"minutes": 10.0, "spent": 245.0, "data": "a.txt", "plan": {"tokens": 4096}}
     record |= {"left_out": ["search: it has no layers"], "next": [vars(one) for one in STEPS]}
     return Exploration(pd.DataFrame(rows, columns=["step", "did", "seconds"]), record=record)
@@ -33,7 +46,10 @@ def test_on_a_terminal_only_commands_are_long() -> None:
     commands = [f"   {one.command}" for one in STEPS]
     assert max(len(line) for line in said.splitlines() if line not in commands) <= 80
     assert all(line in said.splitlines() for line in commands)
-    assert "on this-machine  knee: 1.5 times the tokens/s\nleft out         search: it has no layers" in said
+    assert (
+        "on this-machine  knee: 1.5 times the tokens/s\nleft out         search: it has no layers"
+        in said
+    )
 
 
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:

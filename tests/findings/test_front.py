@@ -38,7 +38,9 @@ def table(trials: list[Trial]) -> pd.DataFrame:
 def test_a_front_shows_its_points_and_how_many_trials_lie_far(tmp_path: Path) -> None:
     far = trial(9, pairs(0, 2, 4, 6), [math.inf] * 4), trial(10, pairs(2), [90.0] * 4)
     every = [*TRIALS, *far]
-    front = write_front(tmp_path, pareto_front(every, QUESTION.traded, PRICING), QUESTION, "demo", "h" * 64)
+    front = write_front(
+        tmp_path, pareto_front(every, QUESTION.traded, PRICING), QUESTION, "demo", "h" * 64
+    )
     found = SearchResult(table(every), front=front, record={"num_layers": 8})
     figure = found.plot("front")
     (axes,) = figure.axes
@@ -54,7 +56,9 @@ def test_curves_and_knees_are_drawn(tmp_path: Path) -> None:
     curves = quality_curves(DEPTH, TRIALS, ORIGINAL, PRICING, resamples=50)
     written = quality_table(curves)
     SearchResult.TABLES["quality"].write(tmp_path, written)
-    found = SearchResult(table(TRIALS), quality=SearchResult.TABLES["quality"].read(tmp_path), record={"num_layers": 8})
+    found = SearchResult(
+        table(TRIALS), quality=SearchResult.TABLES["quality"].read(tmp_path), record={"num_layers": 8}
+    )
     (quality,) = found.plot("quality-against-depth").axes
     measured = [[7, pytest.approx(0.015)], [6, pytest.approx(0.03)], [5, 0.5]]
     assert quality.lines[0].get_xydata().tolist() == measured  # type: ignore[union-attr]
@@ -63,5 +67,6 @@ def test_curves_and_knees_are_drawn(tmp_path: Path) -> None:
     sure = {curve.name: curve.knee for curve in curves if curve.knee.cost is not None}
     rows = written[written["knee"]].set_index("space")
     assert {name: (knee.low, knee.high, knee.share) for name, knee in sure.items()} == {
-        str(name): (row["knee_low"], row["knee_high"], row["knee_share"]) for name, row in rows.iterrows()
+        str(name): (row["knee_low"], row["knee_high"], row["knee_share"])
+        for name, row in rows.iterrows()
     }

@@ -33,7 +33,8 @@ def test_what_the_summary_says(tmp_path: Path) -> None:
     assert "75% of the edit's divergence regained by healing" in text.replace("75%of", "75% of")
     assert (
         "perplexity from 14.92 to 11.05, the original's being 10.00, and its divergence from 0.4000 to 0.1000: "
-        "75% of what was lost in log-perplexity is back and 75% of what was lost in divergence is back." in text
+        "75% of what was lost in log-perplexity is back and 75% of what was lost in divergence is back."
+        in text
     )
     assert "No healing" not in text
 
@@ -41,13 +42,22 @@ def test_what_the_summary_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ({"edited": state(9.0, 0.4), "healed": state(8.5, 0.1)}, "0.1000: 75% of what was lost in divergence is back."),
-        ({"healed": state(20.0, 0.6)}, "training has made its log-perplexity worse and training has made its divergen"),
+        (
+            {"edited": state(9.0, 0.4), "healed": state(8.5, 0.1)},
+            "0.1000: 75% of what was lost in divergence is back.",
+        ),
+        (
+            {"healed": state(20.0, 0.6)},
+            "training has made its log-perplexity worse and training has made its divergen",
+        ),
         (
             {"healed": state(9.9, 1e-4)},
             "all of what was lost in log-perplexity is back and all of what was lost in divergence is back.",
         ),
-        ({"edited": state(10.0, 0.0), "healed": state(10.0, 0.0)}, "nothing was lost of which a share could be told."),
+        (
+            {"edited": state(10.0, 0.0), "healed": state(10.0, 0.0)},
+            "nothing was lost of which a share could be told.",
+        ),
     ],
 )
 def test_shares_in_words(entries: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -56,7 +66,9 @@ def test_shares_in_words(entries: dict[str, Any], said: str, tmp_path: Path) -> 
 
 
 def test_shares_by_hand() -> None:
-    healing = Healing.of({"original": state(10, None), "edited": state(40, 0.8), "healed": state(20, 0.6)})
+    healing = Healing.of(
+        {"original": state(10, None), "edited": state(40, 0.8), "healed": state(20, 0.6)}
+    )
     assert healing.of_perplexity == pytest.approx(0.5)  # a factor of 2 of a factor of 4
     assert healing.of_divergence == pytest.approx(0.25)
     worse = Healing.of({"original": None, "edited": state(40, 0.8), "healed": state(20, 1)})
@@ -68,19 +80,27 @@ def test_the_curves_hold_the_tables_numbers(tmp_path: Path) -> None:
     folder = make_healing(tmp_path / "pairs.run")
     html = render([folder])
     for name in ("perplexity", "divergence"):
-        chart = re.search(rf'aria-label="{name.capitalize()} on held-out text".*?</svg>', html, re.DOTALL)
+        chart = re.search(
+            rf'aria-label="{name.capitalize()} on held-out text".*?</svg>', html, re.DOTALL
+        )
         assert chart is not None
-        tips = re.findall(rf"<title>pairs.run, step (\d+): {name} ([\d.]+) \(95%: ([\d.]+) to ([\d.]+)\)", chart[0])
+        tips = re.findall(
+            rf"<title>pairs.run, step (\d+): {name} ([\d.]+) \(95%: ([\d.]+) to ([\d.]+)\)", chart[0]
+        )
         rows = read_csv(folder / "held_out.csv")
         assert len(tips) == len(rows)
         for row, (step, *values) in zip(rows, tips, strict=True):
             assert step == row["step"]
             wanted = [float(row[name + end]) for end in ("", "_low", "_high")]
             assert [float(value) for value in values] == pytest.approx(wanted, rel=6e-4)
-        heights = [y for _, y, _, _ in marks_in(drawing_of(html, f"{name.capitalize()} on held-out text"))]
+        heights = [
+            y for _, y, _, _ in marks_in(drawing_of(html, f"{name.capitalize()} on held-out text"))
+        ]
         assert heights == sorted(heights), "less lies further down"
         assert len(re.findall(BAND, chart[0])) == 1
-        assert ('stroke="var(--soft)" stroke-width="1.2"' in chart[0]) == (name == "perplexity"), "the original's"
+        assert ('stroke="var(--soft)" stroke-width="1.2"' in chart[0]) == (name == "perplexity"), (
+            "the original's"
+        )
     assert "Dashed: the original&#39;s perplexity, 10.00." in html
 
 
@@ -98,9 +118,13 @@ def test_intervals_that_would_hide_the_curve_are_told_not_drawn(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("steps", "smoothed"), [(40, False), (120, True)])
-def test_the_loss_is_smoothed_where_there_are_many_rows(steps: int, smoothed: bool, tmp_path: Path) -> None:
+def test_the_loss_is_smoothed_where_there_are_many_rows(
+    steps: int, smoothed: bool, tmp_path: Path
+) -> None:
     folder = make_healing(tmp_path / "pairs.run", steps=steps)
-    rows = [{**row, "logits": 1.0, "hidden": 0.5, "text": ""} for row in read_csv(folder / "training.csv")]
+    rows = [
+        {**row, "logits": 1.0, "hidden": 0.5, "text": ""} for row in read_csv(folder / "training.csv")
+    ]
     write_csv(folder / "training.csv", rows)
     page = page_of(folder)
     assert ("loss, mean of 3 rows" in page.text()) == smoothed
@@ -124,7 +148,9 @@ def test_several_runs_of_one_edit_side_by_side(tmp_path: Path) -> None:
     assert len(re.findall(r"edited ?14\.92", table)) == 1
     assert re.search(r"lora\.run ?20,480 ?11\.05 ?9\.947 to 12\.16 ?75%", table)
     assert re.search(r"full\.run ?20,480 ?12\.21 ?10\.99 to 13\.44 ?50%", table)
-    chart = re.search(r'aria-label="Divergence on held-out text, all healings".*?</svg>', page.html, re.DOTALL)
+    chart = re.search(
+        r'aria-label="Divergence on held-out text, all healings".*?</svg>', page.html, re.DOTALL
+    )
     assert chart is not None
     assert len(re.findall(BAND, chart[0])) == 2
     assert ">step<" in chart[0]
@@ -137,7 +163,9 @@ def test_runs_with_other_batches_lie_by_tokens(tmp_path: Path) -> None:
         for place, tokens in enumerate((20480, 40960, 20481, 20482))
     ]
     html = render(runs)
-    chart = re.search(r'aria-label="Divergence on held-out text, all healings".*?</svg>', html, re.DOTALL)
+    chart = re.search(
+        r'aria-label="Divergence on held-out text, all healings".*?</svg>', html, re.DOTALL
+    )
     assert chart is not None
     assert ">tokens trained on<" in chart[0]
     assert not re.search(BAND, chart[0]), "four areas could not be told apart"
@@ -184,9 +212,13 @@ def test_without_the_original(tmp_path: Path) -> None:
     folders = [make_healing(tmp_path / f"{name}.run", **alone, original=None) for name in ("one", "two")]
     for folder in folders:
         none = {f"divergence{end}": "nan" for end in ("", "_low", "_high")}
-        write_csv(folder / "held_out.csv", [{**row, **none} for row in read_csv(folder / "held_out.csv")])
+        write_csv(
+            folder / "held_out.csv", [{**row, **none} for row in read_csv(folder / "held_out.csv")]
+        )
     page = page_of(*folders)
-    assert "perplexity from 14.00 to 11.00: what was lost is not known without the original." in page.text()
+    assert (
+        "perplexity from 14.00 to 11.00: what was lost is not known without the original." in page.text()
+    )
     assert "The original is not known" in page.text()
     assert "Divergence on held-out text" not in page.html
     assert "Dashed" not in page.html
@@ -196,14 +228,18 @@ def test_without_the_original(tmp_path: Path) -> None:
 def test_a_run_that_has_not_ended(tmp_path: Path) -> None:
     folder = make_healing(tmp_path / "pairs.run")
     (folder / "run.json").write_text(json.dumps({"identity": {"original": "a" * 64}}))
-    with pytest.raises(ValueError, match=r"run.json is of a run that has not ended; give the same surgeon heal"):
+    with pytest.raises(
+        ValueError, match=r"run.json is of a run that has not ended; give the same surgeon heal"
+    ):
         render([folder])
 
 
 def test_a_run_without_its_files(tmp_path: Path) -> None:
     folder = make_healing(tmp_path / "pairs.run")
     (folder / "training.csv").unlink()
-    with pytest.raises(FileNotFoundError, match=r"has run.json but no training.csv; run surgeon heal to its end"):
+    with pytest.raises(
+        FileNotFoundError, match=r"has run.json but no training.csv; run surgeon heal to its end"
+    ):
         render([folder])
     (folder / "run.json").unlink()
     with pytest.raises(ValueError, match="holds no run of a surgeon command"):
@@ -212,8 +248,12 @@ def test_a_run_without_its_files(tmp_path: Path) -> None:
 
 def test_numbers_that_are_none_are_shown_as_none(tmp_path: Path) -> None:
     """Training that ended in nonsense."""
-    folder = make_healing(tmp_path / "pairs.run", healed=json.loads(json.dumps(state(math.inf, math.inf))))
+    folder = make_healing(
+        tmp_path / "pairs.run", healed=json.loads(json.dumps(state(math.inf, math.inf)))
+    )
     rows = read_csv(folder / "held_out.csv")
-    write_csv(folder / "held_out.csv", [*rows[:-1], rows[-1] | {"perplexity": "inf", "divergence": "inf"}])
+    write_csv(
+        folder / "held_out.csv", [*rows[:-1], rows[-1] | {"perplexity": "inf", "divergence": "inf"}]
+    )
     text = page_of(folder).text()
     assert re.search("healed ?∞ ?∞ to ∞ ?\N{EN DASH} ?∞", text)

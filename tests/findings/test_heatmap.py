@@ -24,7 +24,9 @@ BASE = 10.0
 OVER_STRETCHES = tuple(name for name, one in HEATMAPS.items() if one.varied is None)
 
 
-def table(num_layers: int, operations: tuple[str, ...] = ("prune",), worst: float = 100.0) -> pd.DataFrame:
+def table(
+    num_layers: int, operations: tuple[str, ...] = ("prune",), worst: float = 100.0
+) -> pd.DataFrame:
     """A longer stretch is worse; the whole model is the worst cell."""
     rows = []
     for name in operations:
@@ -72,7 +74,11 @@ def test_layers_between_two_ranges_stay_free() -> None:
 
 def test_a_parameter_has_its_values_across() -> None:
     keeps = [0.9, 0.6, 0.2]
-    rows = [("lowrank", k, k, keep, BASE * (1 + 0.01 * k + (1 - keep) / 10)) for k in (2, 3, 4) for keep in keeps]
+    rows = [
+        ("lowrank", k, k, keep, BASE * (1 + 0.01 * k + (1 - keep) / 10))
+        for k in (2, 3, 4)
+        for keep in keeps
+    ]
     cells = pd.DataFrame(rows, columns=["operation", "first", "last", "keep", "perplexity"])
     cells = cells.assign(divergence=0.1, tokens=100)
     everything = pd.concat([table(5, ("prune", "lp")), cells])
@@ -91,7 +97,9 @@ def test_ten_operations_make_rows() -> None:
     figures = pictures(table(4, OVER_STRETCHES[:10]))
     figures[-1].draw_without_rendering()
     panels = [axes for axes in figures[-1].axes if axes.images]
-    assert [axes.get_title(loc="left") for axes in panels] == [HEATMAPS[name].title for name in OVER_STRETCHES[:10]]
+    assert [axes.get_title(loc="left") for axes in panels] == [
+        HEATMAPS[name].title for name in OVER_STRETCHES[:10]
+    ]
     places = {(round(axes.get_position().x0, 3), round(axes.get_position().y0, 3)) for axes in panels}
     assert [len({place[axis] for place in places}) for axis in (0, 1)] == [4, 3]
 
@@ -129,7 +137,9 @@ def said(bar: Axes) -> str:
     return bar.get_ylabel().replace("\n", " ")
 
 
-@pytest.mark.parametrize(("worst", "end"), [(100.0, 30.0), (20.0, 20.0), (12.007, 12.007), (10.01, 11.0)])
+@pytest.mark.parametrize(
+    ("worst", "end"), [(100.0, 30.0), (20.0, 20.0), (12.007, 12.007), (10.01, 11.0)]
+)
 def test_colours_end_where_they_still_tell_cells_apart(worst: float, end: float) -> None:
     cells = table(6, worst=worst)
     cells["perplexity"] = cells["perplexity"].clip(upper=worst)
@@ -160,16 +170,26 @@ def test_infinite_cells_have_the_colour_of_capped_ones() -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("operations", [("prune",), ("prune", "merge")])
-@pytest.mark.parametrize(("worst", "bad"), [(100.0, 500.0), (20.0, 20.0), (10.8, 500.0), (10.8, math.inf), (9.9, 9.9)])
+@pytest.mark.parametrize(
+    ("worst", "bad"), [(100.0, 500.0), (20.0, 20.0), (10.8, 500.0), (10.8, math.inf), (9.9, 9.9)]
+)
 def test_the_page_has_the_same_colours(operations: tuple[str, ...], worst: float, bad: float) -> None:
     cells = table(12, operations, worst)
     cells.loc[(cells["operation"] == "prune") & (cells["first"] == 0), "perplexity"] = bad
     cells = pd.concat(
-        [cells, cells.iloc[-9:], pd.DataFrame([("lowrank", 0, 0, 90.0, 0.1, 100, 0.5)], columns=[*cells, "keep"])]
+        [
+            cells,
+            cells.iloc[-9:],
+            pd.DataFrame([("lowrank", 0, 0, 90.0, 0.1, 100, 0.5)], columns=[*cells, "keep"]),
+        ]
     )
     figures = pictures(cells)
     found = Scan(cells, BASE, record={"num_layers": 12, "steps_per_layer": 2})
-    picture = next(block for block in found.section() if isinstance(block, Picture) and isinstance(block.items[0], Map))
+    picture = next(
+        block
+        for block in found.section()
+        if isinstance(block, Picture) and isinstance(block.items[0], Map)
+    )
     figure = figures[-1] if len(operations) > 1 else figures[0]
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == len(picture.items) == len(operations)

@@ -64,12 +64,17 @@ def test_nothing_that_a_page_should_not_hold() -> None:
 
 
 def test_a_map_is_an_image_of_a_pixel_for_each_cell() -> None:
-    values = pd.DataFrame([[0.0, 1.0, math.nan], [0.5, math.inf, 0.2]], index=["a", "b"], columns=[0, 1, 2])
+    values = pd.DataFrame(
+        [[0.0, 1.0, math.nan], [0.5, math.inf, 0.2]], index=["a", "b"], columns=[0, 1, 2]
+    )
     figure = Map("a map", values, Normalize(0, 1), ("layer", ""), {}, limit=0.5, flat=300.0).figure
     root = ElementTree.fromstring(str(inline_svg(figure, "a map")))
     (image,) = root.iter("image")
     assert (image.get("width"), image.get("height")) == ("3", "2")
-    place = {name: float(str(root.get(f"data-{name}"))) for name in ("left", "top", "w", "h", "across", "down")}
+    place = {
+        name: float(str(root.get(f"data-{name}")))
+        for name in ("left", "top", "w", "h", "across", "down")
+    }
     assert place["left"] + 3 * place["w"] == pytest.approx(300, abs=1e-3)
     assert (place["h"], place["across"], place["down"]) == (pytest.approx(22, abs=1e-3), 3, 2)
     assert sum(rect.get("class") == "here" for rect in root.iter("rect")) == 1

@@ -45,9 +45,15 @@ def items(program: Program, steps_per_layer: int = 2) -> list[str]:
         (Program.parse("A0 F0 A2 F2 A1 F1 A3 F3"), "A0, F0, A2, F2, A1, F1, A3, F3, no 4-7"),
         (Program.parse("A0~A1 F0~F1 A2 F2 A3 F3"), "A0~A1, F0~F1, A2, F2, A3, F3, no 4-7"),
         (Program.parse("A0 F0 A1 F1 A1 F1"), "A0, F0, A1, F1, A1, F1, no 2-7"),
-        (lowrank(DENSE, range(2, 6), ranks={"q": 3}, shapes=SHAPES), "A0, F0, A1, F1, 2-5@, A6, F6, A7, F7"),
+        (
+            lowrank(DENSE, range(2, 6), ranks={"q": 3}, shapes=SHAPES),
+            "A0, F0, A1, F1, 2-5@, A6, F6, A7, F7",
+        ),
         (lowrank(DENSE, range(8), ranks={"q": [3] * 4 + [2] * 4}, shapes=SHAPES), "0-3@, 4-7@"),
-        (lowrank(DENSE, range(5, 7), ranks={"up": 3}, shapes=SHAPES), "0-4, A5, F5@up3, A6, F6@up3, A7, F7"),
+        (
+            lowrank(DENSE, range(5, 7), ranks={"up": 3}, shapes=SHAPES),
+            "0-4, A5, F5@up3, A6, F6@up3, A7, F7",
+        ),
     ],
 )
 def test_outlines(program: Program, expected: str) -> None:
@@ -55,7 +61,9 @@ def test_outlines(program: Program, expected: str) -> None:
 
 
 def test_in_words_ranks_stand_aside() -> None:
-    program = Program.parse("A0@q3 F0 [A1@k2 A2] [F1 F2] A3@q2 F3@up4 A4@q2 F4@up4 A5@q2 F5@up4 A6 F6 A7 F7")
+    program = Program.parse(
+        "A0@q3 F0 [A1@k2 A2] [F1 F2] A3@q2 F3@up4 A4@q2 F4@up4 A5@q2 F5@up4 A6 F6 A7 F7"
+    )
     expected = "A0 F0 [A1 A2] [F1 F2] (layers 3-5 low-rank) A6 F6 A7 F7"
     assert outline_text(program, 8, 2) == expected
     narrow = Program.parse(" ".join(f"A{k}#2 F{k}@up3" for k in range(8)))

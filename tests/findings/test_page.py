@@ -70,7 +70,9 @@ def test_several_runs_of_one_kind(tmp_path: Path) -> None:
     assert "Scan: wiki" in page.text("h2")
     assert "Scan: code" in page.text("h2")
     assert page.text().count("As it is (wiki).") == 1
-    assert sum(a.get("class") == "run" for _, a in page.tags) == 2, "a run that is named twice is shown once"
+    assert sum(a.get("class") == "run" for _, a in page.tags) == 2, (
+        "a run that is named twice is shown once"
+    )
 
 
 def test_models_are_kept_apart(tmp_path: Path) -> None:
@@ -80,7 +82,13 @@ def test_models_are_kept_apart(tmp_path: Path) -> None:
 
     one = make_scan(tmp_path / "one", ("prune",), 5, model="first-model")
     two = make_scan(
-        tmp_path / "two", ("prune",), 5, worse, model="second-model", model_hash="b" * 64, base_perplexity=1000.0
+        tmp_path / "two",
+        ("prune",),
+        5,
+        worse,
+        model="second-model",
+        model_hash="b" * 64,
+        base_perplexity=1000.0,
     )
     search = make_search(tmp_path / "search", model="first-model")
     page = page_of(one, two, search)
@@ -153,7 +161,9 @@ def test_what_files_say_is_text(page: Page, tmp_path: Path) -> None:
     assert own == page.count("script") - len(page.data) == 1
     assert not [tag for tag, attributes in bad.tags if any(name.startswith("on") for name in attributes)]
     assert BAD in bad.text()
-    assert "alert('x')" not in re.sub(r"<script type=.*?</script>", "", bad.html), "no bare quotes either"
+    assert "alert('x')" not in re.sub(r"<script type=.*?</script>", "", bad.html), (
+        "no bare quotes either"
+    )
 
 
 def test_headings_tables_and_drawings_can_be_read_out(page: Page) -> None:
@@ -170,7 +180,9 @@ def test_headings_tables_and_drawings_can_be_read_out(page: Page) -> None:
     assert ("html", {"lang": "en"}) in page.tags
 
 
-@pytest.mark.parametrize(("num_layers", "megabytes"), [(32, 1.5), pytest.param(80, 5.0, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("num_layers", "megabytes"), [(32, 1.5), pytest.param(80, 5.0, marks=pytest.mark.thorough)]
+)
 def test_size(num_layers: int, megabytes: float, tmp_path: Path) -> None:
     folder = make_scan(tmp_path / "scan", ALL, num_layers, steps_per_layer=2)
     assert len(render([folder]).encode()) < megabytes * 1e6
@@ -197,13 +209,17 @@ def test_numbers_of_an_older_version_are_refused(tmp_path: Path) -> None:
     folder = make_scan(tmp_path / "old")
     old = json.loads((folder / "scan.json").read_text())
     (folder / "scan.json").write_text(json.dumps(old | {"format": 2}))
-    with pytest.raises(ValueError, match=r"scan.json .* \(format 2, not 3\).* dropout wrongly; run surgeon scan again"):
+    with pytest.raises(
+        ValueError, match=r"scan.json .* \(format 2, not 3\).* dropout wrongly; run surgeon scan again"
+    ):
         render([folder])
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"holds no run .* looked for explore.json, scan.json, similarity.json"):
+    with pytest.raises(
+        ValueError, match=r"holds no run .* looked for explore.json, scan.json, similarity.json"
+    ):
         render([tmp_path])
     with pytest.raises(FileNotFoundError, match="no folder"):
         render([tmp_path / "nothing"])
@@ -216,7 +232,10 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
         (lambda text: text.splitlines()[0] + "\n", "cells.csv has no rows"),
         (lambda _: "", "cells.csv is no table"),
         (lambda text: text + "prune,1,2,3,4,5,6,7,8,9,10,11,12\n", "cells.csv is no table"),
-        (lambda text: text.replace("prune,1,1,", "prune,1,1,oops", 1), r"'oops.* in column perplexity, line \d+"),
+        (
+            lambda text: text.replace("prune,1,1,", "prune,1,1,oops", 1),
+            r"'oops.* in column perplexity, line \d+",
+        ),
         (lambda text: text.replace("prune,1,1,", "prune,1.5,1,", 1), r"1.5 in column first, line \d+"),
         (lambda text: text.replace("prune,1,1,", "prune,-1,1,", 1), "-1 in column first"),
         (lambda text: text.replace("prune,1,1,", "prune,1,99999999,", 1), "99999999 in column last"),
@@ -225,8 +244,14 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
             lambda text: text.replace("prune,1,1,", "prun,1,1,", 1),
             r"'prun' in column operation, line \d+; did you mean",
         ),
-        (lambda text: text.replace("prune,", "0-parallel,"), r"'0-parallel' in column operation, line 2; did you mean"),
-        (lambda text: text.replace("prune,1,1,", "99999999999-parallel,1,1,", 1), "in column operation, line"),
+        (
+            lambda text: text.replace("prune,", "0-parallel,"),
+            r"'0-parallel' in column operation, line 2; did you mean",
+        ),
+        (
+            lambda text: text.replace("prune,1,1,", "99999999999-parallel,1,1,", 1),
+            "in column operation, line",
+        ),
     ],
 )
 def test_a_damaged_table(damage: Any, message: str, tmp_path: Path) -> None:
@@ -241,8 +266,16 @@ def test_odd_intervals_and_numbers(tmp_path: Path) -> None:
     folder = make_scan(tmp_path / "scan", ("prune",), 4)
     rows = read_csv(folder / "cells.csv")
     for column, value, message in (
-        ("perplexity_low", "x", "cells.csv has 'x' in column perplexity_low, line 2, where a number should be"),
-        ("tokens", "inf", r"scan.json, or a table beside it, holds what surgeon scan does not write \(OverflowError"),
+        (
+            "perplexity_low",
+            "x",
+            "cells.csv has 'x' in column perplexity_low, line 2, where a number should be",
+        ),
+        (
+            "tokens",
+            "inf",
+            r"scan.json, or a table beside it, holds what surgeon scan does not write \(OverflowError",
+        ),
     ):
         write_csv(folder / "cells.csv", [rows[0] | {column: value}, *rows[1:]])
         with pytest.raises(ValueError, match=message):
@@ -266,7 +299,9 @@ def test_odd_intervals_and_numbers(tmp_path: Path) -> None:
         (make_checkpoint, "surgeon.json", {"source": 5}),
     ],
 )
-def test_a_record_with_odd_entries(make: Any, name: str, entries: dict[str, Any], tmp_path: Path) -> None:
+def test_a_record_with_odd_entries(
+    make: Any, name: str, entries: dict[str, Any], tmp_path: Path
+) -> None:
     path = make(tmp_path / "run") / name
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
     with pytest.raises(ValueError, match=f"{name}|null byte"):
@@ -285,7 +320,9 @@ def test_a_damaged_record(tmp_path: Path) -> None:
             render([folder])
     (folder / "scan.json").write_text(json.dumps(record(base_perplexity=BASE)))
     (folder / "cells.csv").unlink()
-    with pytest.raises(FileNotFoundError, match=r"has scan.json but no cells.csv; run surgeon scan to its end"):
+    with pytest.raises(
+        FileNotFoundError, match=r"has scan.json but no cells.csv; run surgeon scan to its end"
+    ):
         render([folder])
 
 

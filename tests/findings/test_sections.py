@@ -47,7 +47,9 @@ def test_every_cell_of_a_scan_is_in_its_map(tmp_path: Path) -> None:
             cell = wanted[cells["rows"][row], cells["columns"][column]]
             for field in cells["fields"]:
                 for key, ending in (("values", ""), ("low", "_low"), ("high", "_high")):
-                    assert field[key][index] == pytest.approx(float(cell[field["label"] + ending]), rel=6e-4)
+                    assert field[key][index] == pytest.approx(
+                        float(cell[field["label"] + ending]), rel=6e-4
+                    )
             assert cells["tokens"] == 4000
 
 
@@ -56,9 +58,16 @@ def test_a_map_over_a_parameter(others: tuple[str, ...], tmp_path: Path) -> None
     keeps = ("0.9", "0.6", "0.2")
 
     def with_keeps(cells: list[Cell]) -> None:
-        layers = [cell for cell in cells if cell["operation"] == "prune" and cell["first"] == cell["last"]]
+        layers = [
+            cell for cell in cells if cell["operation"] == "prune" and cell["first"] == cell["last"]
+        ]
         added = [
-            cell | {"operation": "lowrank", "keep": keep, "perplexity": 10 * (1.5 - 0.5 * float(keep)) + cell["first"]}
+            cell
+            | {
+                "operation": "lowrank",
+                "keep": keep,
+                "perplexity": 10 * (1.5 - 0.5 * float(keep)) + cell["first"],
+            }
             for cell in layers
             for keep in keeps
         ]
@@ -71,7 +80,9 @@ def test_a_map_over_a_parameter(others: tuple[str, ...], tmp_path: Path) -> None
     wanted = [10 * (1.5 - 0.5 * float(keep)) + layer for layer in range(5) for keep in keeps]
     assert cells["fields"][0]["values"] == pytest.approx(wanted)
     assert cells["title"] == "{row}, keep {column}"
-    named = "a stretch of layers or a layer and a value of keep" if others else "a layer and a value of keep"
+    named = (
+        "a stretch of layers or a layer and a value of keep" if others else "a layer and a value of keep"
+    )
     text = " ".join(re.sub(r"<[^>]*>", " ", render([tmp_path / "scan"])).split())
     assert f"cells, each {named}; " in text
     assert ("First layer of the stretch down" in text) == bool(others)
@@ -81,10 +92,13 @@ def test_a_map_over_a_parameter(others: tuple[str, ...], tmp_path: Path) -> None
 def test_values_can_be_read_without_a_pointer(tmp_path: Path) -> None:
     folder = make_scan(tmp_path / "scan", ("prune",), 5)
     html = render([folder])
-    table = re.search(r"<summary>Prune: perplexity of every stretch</summary>(.*?)</details>", html, re.DOTALL)
+    table = re.search(
+        r"<summary>Prune: perplexity of every stretch</summary>(.*?)</details>", html, re.DOTALL
+    )
     assert table is not None
     shown = [
-        re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table[1], re.DOTALL)
+        re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", row)
+        for row in re.findall(r"<tr>(.*?)</tr>", table[1], re.DOTALL)
     ]
     assert shown[0][1:] == ["0", "1", "2", "3", "4"]
     for row in read_csv(folder / "cells.csv"):
@@ -116,7 +130,9 @@ def test_colours_follow_the_perplexity(tmp_path: Path) -> None:
         place = math.sqrt(max(0.0, math.log(ratio)) / math.log(3))
         near = [scale(max(0.0, min(1.0, place + shift / 256))) for shift in (-1, 0, 1)]
         assert min(np.abs(colour - one).max() for one in near) < 1.5 / 255, (row, colour)
-    assert image[1, 1] == pytest.approx(scale(0.0), abs=1.5 / 255), "better than the base is as good as the base"
+    assert image[1, 1] == pytest.approx(scale(0.0), abs=1.5 / 255), (
+        "better than the base is as good as the base"
+    )
 
 
 def test_points_of_a_chart(tmp_path: Path) -> None:
@@ -124,7 +140,9 @@ def test_points_of_a_chart(tmp_path: Path) -> None:
     folder = make_scan(tmp_path / "scan", ("lp",), 10)
     html = render([folder])
     marks = marks_in(drawing_of(html, "LP pairs: where the stretch ends"))
-    rows = {(row["first"], row["last"]): float(row["perplexity"]) for row in read_csv(folder / "cells.csv")}
+    rows = {
+        (row["first"], row["last"]): float(row["perplexity"]) for row in read_csv(folder / "cells.csv")
+    }
     assert len(marks) == sum(10 - length + 1 for length in (2, 4, 6, 8, 10))
     inside, hollow = [], []
     for _, y, is_hollow, tip in marks:
@@ -157,13 +175,21 @@ def test_layers_that_were_not_scanned_are_not_judged(tmp_path: Path) -> None:
     def part(cells: list[Cell]) -> None:
         cells[:] = [cell for cell in cells if cell["first"] >= 2 and cell["last"] <= 6]
 
-    page = page_of(make_scan(tmp_path / "scan", ("prune",), 10, part, layers="2:7", every=1, max_length=5))
+    page = page_of(
+        make_scan(tmp_path / "scan", ("prune",), 10, part, layers="2:7", every=1, max_length=5)
+    )
     assert "Only layers 2 to 6 were scanned." in page.text()
     assert "has 10 layers" in page.text()
     said = page.text("model-1")
     assert "Layer 5: no measured change that includes it" in said
     assert not re.search(r"Layers? (0|1|7|8|9)\b", said)
-    assert {place % 10 for place in map_named(page, "What each layer tolerates")["at"]} == {2, 3, 4, 5, 6}
+    assert {place % 10 for place in map_named(page, "What each layer tolerates")["at"]} == {
+        2,
+        3,
+        4,
+        5,
+        6,
+    }
 
 
 def test_permutations(tmp_path: Path) -> None:
@@ -187,9 +213,16 @@ def test_similarity(tmp_path: Path) -> None:
     # 1, 0.2 is least; 3, 0.95 is most; 6 layers have 5 with a layer before them, two of which are named.
     assert "Layers 2 and 3 depend least on the layer before them" in text
     assert "layers 1 and 5 most (down to 0.200)" in text
-    best = {"length": 0.55, "block influence (sum)": 0.75, "1 \N{MINUS SIGN} CKA, attention (max)": 0.775}
+    best = {
+        "length": 0.55,
+        "block influence (sum)": 0.75,
+        "1 \N{MINUS SIGN} CKA, attention (max)": 0.775,
+    }
     name = max(best, key=lambda key: best[key])
-    assert f"{name} orders the stretches most like their measured divergence: rank correlation 0.775" in text
+    assert (
+        f"{name} orders the stretches most like their measured divergence: rank correlation 0.775"
+        in text
+    )
     assert "the mere length of the stretch has 0.550" in text
     cells = map_named(page, "Angle between the streams before and after a stretch")
     values = dict(zip(cells["at"], cells["fields"][0]["values"], strict=True))
@@ -206,7 +239,10 @@ def test_no_proxies_no_claim(tmp_path: Path) -> None:
 
 def test_sensitivity(tmp_path: Path) -> None:
     text = page_of(make_sensitivity(tmp_path / "sensitivity")).text()
-    assert "As a single LP pair, 4+5 (0.010) and 3+4 (0.020) change the predictions least, 0+1 (0.50) and 1+2" in text
+    assert (
+        "As a single LP pair, 4+5 (0.010) and 3+4 (0.020) change the predictions least, 0+1 (0.50) and 1+2"
+        in text
+    )
     assert "below the paper's bound in 10 of 10 measurements; the bound is 20 times the error" in text
     assert re.search(r"first order ?0\.990", text)
 
@@ -214,8 +250,14 @@ def test_sensitivity(tmp_path: Path) -> None:
 def test_spectrum(tmp_path: Path) -> None:
     page = page_of(make_spectrum(tmp_path / "spectrum"))
     text = page.text()
-    assert "q needs least rank for 95% of its energy (12% of the full rank on average), down most (25%)" in text
-    assert "1/8 of the rank (whitened) +8.0% (at most +58%, layer 2, down) and 1/2 of the rank (whitened) +2.0%" in text
+    assert (
+        "q needs least rank for 95% of its energy (12% of the full rank on average), down most (25%)"
+        in text
+    )
+    assert (
+        "1/8 of the rank (whitened) +8.0% (at most +58%, layer 2, down) and 1/2 of the rank (whitened) +2.0%"
+        in text
+    )
     cells = map_named(page, "One matrix cut down to 1/8 of the rank (whitened)")
     place = cells["rows"].index("down") * len(cells["columns"]) + 2
     assert cells["fields"][0]["values"][cells["at"].index(place)] == pytest.approx(15.8)
@@ -256,8 +298,14 @@ def test_search(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("verdicts", "said"),
     [
-        (("not told apart", "not told apart"), "On held-out text trial 2 is not told apart: trial 1; trial 2 is not"),
-        (("better", "better"), "On held-out text trial 2 is better: trial 1; trial 2 is better: trial 0."),
+        (
+            ("not told apart", "not told apart"),
+            "On held-out text trial 2 is not told apart: trial 1; trial 2 is not",
+        ),
+        (
+            ("better", "better"),
+            "On held-out text trial 2 is better: trial 1; trial 2 is better: trial 0.",
+        ),
     ],
 )
 def test_a_search_is_ahead_only_where_its_interval_excludes_0(
@@ -270,7 +318,9 @@ def test_a_search_is_ahead_only_where_its_interval_excludes_0(
 
 
 def test_a_search_that_held_out_text_overturned(tmp_path: Path) -> None:
-    text = page_of(make_search(tmp_path / "search", held_out=held_out(("worse", "not told apart"), 1))).text()
+    text = page_of(
+        make_search(tmp_path / "search", held_out=held_out(("worse", "not told apart"), 1))
+    ).text()
     assert text.count("HELD-OUT TEXT OVERTURNS THE SEARCH: trial 1 is the winner, not trial 2.") == 2
     assert "and 0.06000" in text, "the number on held-out text is the winner's"
 
@@ -281,7 +331,12 @@ def test_a_search_that_healed_its_candidates(tmp_path: Path) -> None:
         for trial, seen, after in ((2, 0.03, 0.021), (1, 0.04, 0.011), (0, 0.05, 0.031))
     ]
     last = "HEALING CHANGES THE CHOICE: trial 1 is the winner"
-    healing = {"candidates": candidates, "winner": 1, "changed": True, "sentences": ["healed for 9 steps", last]}
+    healing = {
+        "candidates": candidates,
+        "winner": 1,
+        "changed": True,
+        "sentences": ["healed for 9 steps", last],
+    }
     text = page_of(make_search(tmp_path / "search", healing=healing)).text()
     assert text.count(f"{last}.") == 2
     assert "healed for 9 steps. HEALING" in text
@@ -302,8 +357,17 @@ def test_a_search_without_held_out_text_or_terms(tmp_path: Path) -> None:
 def test_a_front_and_a_curve(tmp_path: Path) -> None:
     folder = make_search(tmp_path / "search", knees=["pair: the knee is at depth 4 of 6"])
     rows = read_csv(folder / "trials.csv")
-    write_csv(folder / "trials.csv", [{**row, "latency@cpu-2": f"{2 - 0.1 * k}"} for k, row in enumerate(rows)])
-    point = {"divergence": 0.03, "latency@cpu-2": 1.8, "trial": 2, "depth": 5, "edits": "pair 3:5", "program": "A0"}
+    write_csv(
+        folder / "trials.csv", [{**row, "latency@cpu-2": f"{2 - 0.1 * k}"} for k, row in enumerate(rows)]
+    )
+    point = {
+        "divergence": 0.03,
+        "latency@cpu-2": 1.8,
+        "trial": 2,
+        "depth": 5,
+        "edits": "pair 3:5",
+        "program": "A0",
+    }
     write_csv(folder / "front.csv", [{"point": 1, **point}])
     ends = {"divergence_low": 0.02, "divergence_high": 0.04}
     quality: list[Cell] = [

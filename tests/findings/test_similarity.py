@@ -25,7 +25,9 @@ def pixels_of(path: Path, colour: str) -> int:
 
 
 def layers(cka: list[float], debiased: list[float]) -> pd.DataFrame:
-    table = pd.DataFrame({"layer": range(len(cka)), "cka_attention": cka, "cka_mlp": [math.nan] * len(cka)})
+    table = pd.DataFrame(
+        {"layer": range(len(cka)), "cka_attention": cka, "cka_mlp": [math.nan] * len(cka)}
+    )
     table["cka_attention_debiased"], table["cka_mlp_debiased"] = debiased, math.nan
     return table.assign(block_influence=0.1, attention_size=math.nan, mlp_size=math.nan)
 
@@ -56,14 +58,20 @@ def test_distances_beyond_those_of_the_other_layers_are_pale(
     table = table.assign(angular_distance_last_token=0.1)
     path = save(Similarity(layers([1.0], [1.0]), table).plot("distances"), tmp_path / "d.png")
     assert (pixels_of(path, PALE) > 10_000) == is_beyond
-    alone = save(Similarity(layers([1.0], [1.0]), table[:1].assign(last=0)).plot("distances"), tmp_path / "alone.png")
+    alone = save(
+        Similarity(layers([1.0], [1.0]), table[:1].assign(last=0)).plot("distances"),
+        tmp_path / "alone.png",
+    )
     assert pixels_of(alone, PALE) < 100
 
 
 def test_the_best_proxy_of_each_operation_is_printed() -> None:
     rows = [
         (operation, damage, proxy, aggregate, rho, 0.01, 9, equal)
-        for operation, values in (("prune", (0.5, 0.9, 0.99, math.nan)), ("merge", (0.8, 0.7, 0.99, -0.1)))
+        for operation, values in (
+            ("prune", (0.5, 0.9, 0.99, math.nan)),
+            ("merge", (0.8, 0.7, 0.99, -0.1)),
+        )
         for (proxy, aggregate), rho, equal in zip(
             (("length", ""), ("block_influence", "sum"), ("cka_mlp_debiased", "sum"), ("bound", "max")),
             values,
@@ -76,7 +84,9 @@ def test_the_best_proxy_of_each_operation_is_printed() -> None:
     found = Similarity(pd.DataFrame(), proxies=pd.DataFrame(rows, columns=columns))
     lines = str(found).splitlines()
     assert max(map(len, lines)) <= 80
-    (prune,), (merge,) = ([line for line in lines if line.startswith(name)] for name in ("prune", "merge"))
+    (prune,), (merge,) = (
+        [line for line in lines if line.startswith(name)] for name in ("prune", "merge")
+    )
     assert prune.split() == ["prune", "9", "block_influence", "0.900", "0.500", "bound,", "max", "0.400"]
     assert merge.split() == ["merge", "9", "length", "0.800", "0.800", "bound,", "max", "0.400"]
 
@@ -84,9 +94,15 @@ def test_the_best_proxy_of_each_operation_is_printed() -> None:
 def test_pairs_with_nothing_to_show_on_a_logarithmic_scale() -> None:
     names = ("bound", "attention_shift", "next_mlp_shift", "first_order", "error", "attention_jacobian")
     table = pd.DataFrame({"first": range(3), **{name: [3.0, 1.0, 2.0] for name in names}})
-    table = table.assign(mlp_shift=0.0, mlp_jacobian=1.0, next_mlp_jacobian=1.0, divergence=[0.0, 0.1, math.inf])
-    table = table.assign(divergence_low=[-math.inf, 0.05, math.inf], divergence_high=[math.inf, 0.2, math.inf])
-    table = table.assign(last=table["first"] + 1, relative_bound=0.3, relative_first_order=0.2, relative_error=0.1)
+    table = table.assign(
+        mlp_shift=0.0, mlp_jacobian=1.0, next_mlp_jacobian=1.0, divergence=[0.0, 0.1, math.inf]
+    )
+    table = table.assign(
+        divergence_low=[-math.inf, 0.05, math.inf], divergence_high=[math.inf, 0.2, math.inf]
+    )
+    table = table.assign(
+        last=table["first"] + 1, relative_bound=0.3, relative_first_order=0.2, relative_error=0.1
+    )
     table = table.assign(perplexity=9.0)
     correlations = pd.DataFrame(
         [("bound", "divergence", 0.5, 0.25, 3), ("error", "divergence", math.nan, math.nan, 3)],

@@ -53,7 +53,9 @@ def test_damage_is_shown_at_its_layer_and_matrix() -> None:
     figure = example().plot("damage")
     panels = [axes for axes in figure.axes if axes.images]
     titles = ["1/4 of the rank (whitened)", "1/2 of the rank (whitened)", "rank 3 (whitened)"]
-    assert [panel.get_title(loc="left") for panel in panels] == [f"One matrix cut down to {name}" for name in titles]
+    assert [panel.get_title(loc="left") for panel in panels] == [
+        f"One matrix cut down to {name}" for name in titles
+    ]
     for panel, rank in zip(panels, parse_ranks(RANKS), strict=True):
         shown = panel.images[0].get_array()
         for layer in range(3):
@@ -111,7 +113,11 @@ def test_a_line_for_each_layer() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "damage"),
-    [case(n, damage, default=n == 3 or (n == 70 and damage)) for n in (1, 3, 70) for damage in (True, False)],
+    [
+        case(n, damage, default=n == 3 or (n == 70 and damage))
+        for n in (1, 3, 70)
+        for damage in (True, False)
+    ],
 )
 def test_all_files(layers: int, damage: bool, tmp_path: Path) -> None:
     found = example(layers, damage)

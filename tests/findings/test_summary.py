@@ -10,7 +10,9 @@ from tests.findings.run_folders import BASE, Cell, make_scan, read_csv
 
 
 def plain(rows: list[dict[str, str]]) -> list[tuple[str, int, int, float]]:
-    return [(r["operation"], int(r["first"]), int(r["last"]), float(r["perplexity"]) / BASE) for r in rows]
+    return [
+        (r["operation"], int(r["first"]), int(r["last"]), float(r["perplexity"]) / BASE) for r in rows
+    ]
 
 
 def test_the_longest_stretch_of_pairs(tmp_path: Path) -> None:
@@ -19,7 +21,11 @@ def test_the_longest_stretch_of_pairs(tmp_path: Path) -> None:
     cells = [cell for cell in plain(read_csv(folder / "cells.csv")) if cell[0] == "lp"]
     found: dict[tuple[int, int], list[int]] = {}
     for percent in (5, 10, 25):
-        within = [((e - s + 1) // 2, -ratio, -s) for _, s, e, ratio in cells if e > s and ratio <= 1 + percent / 100]
+        within = [
+            ((e - s + 1) // 2, -ratio, -s)
+            for _, s, e, ratio in cells
+            if e > s and ratio <= 1 + percent / 100
+        ]
         pairs, _, negative = max(within)
         found.setdefault((-negative, pairs), []).append(percent)
     assert len(found) > 1, "the made-up numbers are meant to tell tolerances apart"
@@ -30,8 +36,9 @@ def test_the_longest_stretch_of_pairs(tmp_path: Path) -> None:
             f"depth of {12 - pairs} of 12{more}." in text
         )
     at_ten = next(pairs for (_, pairs), allowed in found.items() if 10 in allowed)
-    assert f"{12 - at_ten} of 12effective depth with layers run as LP pairs, within +10%" in text.replace(
-        "12 effective", "12effective"
+    assert (
+        f"{12 - at_ten} of 12effective depth with layers run as LP pairs, within +10%"
+        in text.replace("12 effective", "12effective")
     )
 
 
@@ -42,7 +49,10 @@ def test_tolerances_that_reach_no_further_are_said_once(tmp_path: Path) -> None:
             cell["perplexity"] = BASE * (1.01 if good else 2.0)
 
     text = page_of(make_scan(tmp_path / "scan", ("lp",), 8, change)).text()
-    assert "layers 2 to 5, for an effective depth of 6 of 8; allowing +10% or +25% reaches no further." in text
+    assert (
+        "layers 2 to 5, for an effective depth of 6 of 8; allowing +10% or +25% reaches no further."
+        in text
+    )
 
 
 def test_no_stretch_of_pairs_will_do(tmp_path: Path) -> None:
@@ -80,7 +90,9 @@ def test_layers_never_to_touch(tmp_path: Path) -> None:
     assert never == {"prune": {0, 5}, "lp": {0}}, "what the made-up numbers are meant to say"
     assert "Layer 0: no measured change that includes it stays within +25% of the perplexity." in text
     assert "Layer 5: no Prune that includes it stays within +25% of the perplexity." in text
-    assert re.search(r"layer 0 ?is never to be touched: no measured way to remove or pair it within \+25%", text)
+    assert re.search(
+        r"layer 0 ?is never to be touched: no measured way to remove or pair it within \+25%", text
+    )
 
 
 def test_how_far_each_change_goes(tmp_path: Path) -> None:
@@ -99,7 +111,9 @@ def test_how_far_each_change_goes(tmp_path: Path) -> None:
             within = [
                 ((e - s + 1) // size * size, -ratio, -s)
                 for name, s, e, ratio in cells
-                if name == operation and ratio <= tolerance and not (ratio == 1 and (s == e or operation != "prune"))
+                if name == operation
+                and ratio <= tolerance
+                and not (ratio == 1 and (s == e or operation != "prune"))
             ]
             if not within:
                 assert said == "none"
@@ -114,7 +128,8 @@ def test_how_far_each_change_goes(tmp_path: Path) -> None:
 def test_what_was_not_scanned_is_said_and_nothing_else_of_it(tmp_path: Path) -> None:
     text = page_of(make_scan(tmp_path / "scan", ("prune",), 6)).text("model-1")
     assert (
-        "Not scanned, so nothing is said about it: Shuffle, Merge, Parallel, 2-Parallel, 3-Parallel, LP pairs" in text
+        "Not scanned, so nothing is said about it: Shuffle, Merge, Parallel, 2-Parallel, 3-Parallel, LP pairs"
+        in text
     )
     assert "No search: whether scattered edits do better" in text
     assert "as LP pairs" not in text.replace("LP pairs, Ladder", "")

@@ -108,7 +108,9 @@ def test_the_csv_has_the_numbers_of_the_table(results: dict[str, Any], tmp_path:
         ("l", "perplexity", "none"): results["results"]["l"]["perplexity,none"],
         ("l", "acc", "none"): results["results"]["l"]["acc,none"],
         ("g", "exact_match", "strict-match"): 0.0,
-        ("g", "exact_match", "flexible-extract"): results["results"]["g"]["exact_match,flexible-extract"],
+        ("g", "exact_match", "flexible-extract"): results["results"]["g"][
+            "exact_match,flexible-extract"
+        ],
     }
     assert [row["rows"] for row in rows] == ["4", "4", "2", "2", "3", "3"]
     assert [row["higher_is_better"] for row in rows[1:3]] == ["True", "False"]
@@ -132,7 +134,9 @@ class Unwritable:
         raise ZeroDivisionError
 
 
-def test_nothing_is_left_of_results_that_cannot_be_written(results: dict[str, Any], tmp_path: Path) -> None:
+def test_nothing_is_left_of_results_that_cannot_be_written(
+    results: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(ZeroDivisionError):
         write_results(tmp_path / "out", results, {"broken": Unwritable()})
     assert [path.suffix for path in (tmp_path / "out").iterdir()] == [".csv"]

@@ -13,7 +13,9 @@ from tests.findings.run_folders import BASE, scan_cells
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("operation", [name for name, heatmap in HEATMAPS.items() if heatmap.varied is None])
+@pytest.mark.parametrize(
+    "operation", [name for name, heatmap in HEATMAPS.items() if heatmap.varied is None]
+)
 def test_depth_is_that_of_the_whole_program(operation: str, steps: int) -> None:
     dense = Program.dense(9, steps)
     for first, last in ((0, 8), (2, 2), (2, 3), (3, 7), (1, 6)):

@@ -52,20 +52,30 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     assert "loss minus dense.run's" in table
     assert re.search(r"dense\.run ?A0 F0 ?1,234,567 ?40,960 ?1 ?3\.100 ?22\.20", table)
     assert re.search(r"ladder\.run ?>A0 >F0 ?1,234,567 ?40,960 ?0 ?3\.200 ?24\.53 ?\+0\.100", table)
-    chart = re.search(r'aria-label="Perplexity on held-out text, side by side".*?</svg>', page.html, re.DOTALL)
+    chart = re.search(
+        r'aria-label="Perplexity on held-out text, side by side".*?</svg>', page.html, re.DOTALL
+    )
     assert chart is not None
     assert f"dense.run, step 40: perplexity {math.exp(3.1):.2f}" in chart[0]
 
 
 def test_other_texts_are_not_compared(tmp_path: Path) -> None:
-    runs = [make_from_scratch(tmp_path / name, program=name, held_out_hash=name) for name in ("A0", "F0")]
+    runs = [
+        make_from_scratch(tmp_path / name, program=name, held_out_hash=name) for name in ("A0", "F0")
+    ]
     assert "measured on different texts, and cannot be compared" in page_of(*runs).text()
 
 
 def test_a_checkpoint_from_scratch_stands_with_its_run(tmp_path: Path) -> None:
     exported = next(path for path in everything(tmp_path) if path.name == "fused")
     report = json.loads((exported / "surgeon.json").read_text())
-    trained = {"method": "all weights", "steps": 40, "tokens": 40960, "data": "demo:train", "data_hash": "d"}
+    trained = {
+        "method": "all weights",
+        "steps": 40,
+        "tokens": 40960,
+        "data": "demo:train",
+        "data_hash": "d",
+    }
     (exported / "surgeon.json").write_text(
         json.dumps(report | {"source": {"model": None, "num_layers": 6}, "trained": trained})
     )
@@ -78,5 +88,7 @@ def test_a_checkpoint_from_scratch_stands_with_its_run(tmp_path: Path) -> None:
 def test_a_run_that_has_not_ended(tmp_path: Path) -> None:
     folder = make_from_scratch(tmp_path / "dense.run")
     (folder / "run.json").write_text(json.dumps({"identity": {"task": "train"}}))
-    with pytest.raises(ValueError, match=r"run.json is of a run that has not ended; give the same surgeon train"):
+    with pytest.raises(
+        ValueError, match=r"run.json is of a run that has not ended; give the same surgeon train"
+    ):
         render([folder])

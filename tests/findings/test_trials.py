@@ -85,7 +85,9 @@ def test_odd_numbers_are_no_trouble(tmp_path: Path) -> None:
         [(4.0, "pair 0:2", math.inf, True, True), (5.0, "pair 1:3", 0.5, False, False)],
     ):
         table = trials(rows)
-        SearchResult(table.table.assign(depth=5.0, perplexity=9.0), record={"num_layers": 6}).draw(tmp_path)
+        SearchResult(table.table.assign(depth=5.0, perplexity=9.0), record={"num_layers": 6}).draw(
+            tmp_path
+        )
         height, width = imread(tmp_path / "search.png").shape[:2]
         assert width > height > 500
         assert len(table.best_so_far) == len(rows)

@@ -176,6 +176,10 @@ def test_what_finishes_an_output_lands_with_it() -> None:
     machine = Finishing()
     y = x + 2 * A(0, x)
     expected = y + 2 * A(1, x)
-    torch.testing.assert_close(run(Program.parse("A0 >A1"), x, machine), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        run(Program.parse("A0 >A1"), x, machine), expected, rtol=1e-12, atol=1e-12
+    )
     forked = x + 2 * A(0, x) + 2 * A(1, x)  # what a fork joins is finished already
-    torch.testing.assert_close(run(Program.parse("{A0 | A1}"), x, machine), forked, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        run(Program.parse("{A0 | A1}"), x, machine), forked, rtol=1e-12, atol=1e-12
+    )

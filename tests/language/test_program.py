@@ -18,16 +18,20 @@ def sublayers(draw: st.DrawFn) -> Sublayer:
     width = draw(st.sampled_from((None, None, 1, 12))) if len(layers) == 1 else None
     chosen = draw(st.integers(0, 15))
     ranks = tuple((role, 3**place) for place, role in enumerate(ROLES[kind]) if chosen >> place & 1)
-    experts = draw(st.sampled_from((None, None, (0,), (1, 3, 127)))) if kind == "F" and len(layers) == 1 else None
+    experts = (
+        draw(st.sampled_from((None, None, (0,), (1, 3, 127))))
+        if kind == "F" and len(layers) == 1
+        else None
+    )
     return Sublayer(kind, layers, piece, ranks[::-1], width, experts)
 
 
 steps = st.builds(Step, st.lists(sublayers(), min_size=1, max_size=3).map(tuple), st.booleans())
 nodes = st.recursive(
     steps,
-    lambda inner: st.lists(st.lists(inner, min_size=1, max_size=3).map(tuple), min_size=1, max_size=4).map(
-        lambda branches: Fork(tuple(branches))
-    ),
+    lambda inner: st.lists(
+        st.lists(inner, min_size=1, max_size=3).map(tuple), min_size=1, max_size=4
+    ).map(lambda branches: Fork(tuple(branches))),
     max_leaves=8,
 )
 programs = st.lists(nodes, max_size=6).map(lambda found: Program(tuple(found)))
@@ -41,12 +45,19 @@ few = settings(max_examples=50, deadline=None)  # drawing a program takes longer
 def test_parse_is_the_inverse_of_str_whatever_the_white_space(program: Program) -> None:
     assert Program.parse(str(program)) == program
     spread = (
-        str(program).replace("[", " [ ").replace("{", "\n{ ").replace("|", "  |").replace("]", " ] ").replace(">", "> ")
+        str(program)
+        .replace("[", " [ ")
+        .replace("{", "\n{ ")
+        .replace("|", "  |")
+        .replace("]", " ] ")
+        .replace(">", "> ")
     )
     assert Program.parse(spread) == program
 
 
-def dependency_edges(found: tuple[Node, ...], edges: list[tuple[int, int]], start: int, fresh: list[int]) -> int:
+def dependency_edges(
+    found: tuple[Node, ...], edges: list[tuple[int, int]], start: int, fresh: list[int]
+) -> int:
     """Build the graph: every step is an edge of weight 1 to a new vertex; a fork's branches join in one vertex."""
     here = start
     for node in found:
@@ -84,7 +95,9 @@ def syncs_of_each_rank(found: tuple[Node, ...], ranks: list[int]) -> dict[int, i
         if isinstance(node, Fork) and len(node.branches) < len(ranks):
             width = len(ranks) // len(node.branches)
             for index, branch in enumerate(node.branches):
-                for rank, count in syncs_of_each_rank(branch, ranks[index * width : (index + 1) * width]).items():
+                for rank, count in syncs_of_each_rank(
+                    branch, ranks[index * width : (index + 1) * width]
+                ).items():
                     counts[rank] += count
             longest = max(counts.values())
             counts = dict.fromkeys(ranks, longest)  # the join: everybody waits for the slowest
@@ -143,7 +156,11 @@ def test_where_the_last_attention_is(text: str, nodes: int) -> None:
 )
 def test_depth_and_syncs_of_the_published_programs(text: str, depth: float, syncs: int) -> None:
     program = Program.parse(text)
-    assert (program.effective_depth(), program.sync_points(2), program.sync_points(1)) == (depth, syncs, 0)
+    assert (program.effective_depth(), program.sync_points(2), program.sync_points(1)) == (
+        depth,
+        syncs,
+        0,
+    )
 
 
 def test_a_layer_of_one_step_counts_as_one() -> None:
@@ -197,7 +214,10 @@ def test_notebooks_show_a_program_as_its_text_and_as_a_picture() -> None:
     program = Program.parse("A0 F0 >[A1 A2/2:0] {F1@up8 | F2~F3}")
     assert repr(program) == "Program.parse('A0 F0 >[A1 A2/2:0] {F1@up8 | F2~F3}')"
     assert eval(repr(program)) == program
-    assert [repr(node) for node in program.nodes[2:]] == ["Step('>[A1 A2/2:0]')", "Fork('{F1@up8 | F2~F3}')"]
+    assert [repr(node) for node in program.nodes[2:]] == [
+        "Step('>[A1 A2/2:0]')",
+        "Fork('{F1@up8 | F2~F3}')",
+    ]
     assert repr(program.nodes[0].sublayers[0]) == "Sublayer('A0')"  # type: ignore[union-attr]
     html = program._repr_html_()
     assert all(f">{sublayer}</span>" in html for sublayer in program.sublayers())

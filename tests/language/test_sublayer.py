@@ -15,14 +15,26 @@ def test_ranks_are_part_of_what_a_sublayer_is() -> None:
     program = Program.parse("[A0@o8,q64 A1] F1/2:0@up3")
     assert str(program) == "[A0@q64,o8 A1] F1/2:0@up3"
     ranked, whole, sliced = program.sublayers()
-    assert (ranked.rank("q"), ranked.rank("k"), whole.rank("q"), sliced.rank("up")) == (64, None, None, 3)
+    assert (ranked.rank("q"), ranked.rank("k"), whole.rank("q"), sliced.rank("up")) == (
+        64,
+        None,
+        None,
+        3,
+    )
     assert ranked == Sublayer("A", (0,), None, (("q", 64), ("o", 8)))
     assert len({ranked, whole, Sublayer("A", (0,))}) == 3
     assert (program.effective_depth(), program.sync_points(2)) == (1, 2)
 
 
 SHAPES = LayerShapes(
-    matrices={"q": (32, 24), "k": (16, 24), "v": (16, 24), "o": (24, 32), "up": (48, 24), "down": (24, 48)},
+    matrices={
+        "q": (32, 24),
+        "k": (16, 24),
+        "v": (16, 24),
+        "o": (24, 32),
+        "up": (48, 24),
+        "down": (24, 48),
+    },
     biases={"q": 32, "o": 24, "up": 48, "down": 24},
     norms={"A": 24, "F": 48},
     units={"A": 4, "F": 48},
@@ -38,10 +50,16 @@ def counted(sublayer: Sublayer) -> int:
         matrix, bias = torch.empty(SHAPES.matrices[role]), torch.empty(SHAPES.biases.get(role, 0))
         if sublayer.width is not None:  # a KV group of q has 8 rows, of k and v 4
             dim, units = int(role in ("o", "down")), 4 if sublayer.kind == "A" else 48
-            matrix = matrix.unflatten(dim, (units, -1)).narrow(dim, 0, sublayer.width).flatten(dim, dim + 1)
+            matrix = (
+                matrix.unflatten(dim, (units, -1)).narrow(dim, 0, sublayer.width).flatten(dim, dim + 1)
+            )
             bias = bias if dim or not len(bias) else bias.view(units, -1)[: sublayer.width].flatten()
         rank = sublayer.rank(role)
-        left, right = (matrix, None) if rank is None else (matrix[:, :1].expand(-1, rank), matrix[:1].expand(rank, -1))
+        left, right = (
+            (matrix, None)
+            if rank is None
+            else (matrix[:, :1].expand(-1, rank), matrix[:1].expand(rank, -1))
+        )
         if sublayer.piece is not None:
             index, count = sublayer.piece
             if role not in ("o", "down"):  # the rows are divided: of the left factor only
@@ -49,7 +67,9 @@ def counted(sublayer: Sublayer) -> int:
             else:
                 bias = bias if index == 0 else bias[:0]
                 left, right = (
-                    (left.chunk(count, 1)[index], None) if right is None else (left, right.chunk(count, 1)[index])
+                    (left.chunk(count, 1)[index], None)
+                    if right is None
+                    else (left, right.chunk(count, 1)[index])
                 )
         total += left.numel() + (0 if right is None else right.numel()) + bias.numel()
     return total
@@ -99,21 +119,37 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 def test_widths_are_part_of_what_a_sublayer_is() -> None:
     program = Program.parse("[A0#3 A1] F1#12/2:0@up3")
     narrow, whole, sliced = program.sublayers()
-    assert (narrow.width, whole.width, sliced.width, sliced.piece, sliced.rank("up")) == (3, None, 12, (0, 2), 3)
+    assert (narrow.width, whole.width, sliced.width, sliced.piece, sliced.rank("up")) == (
+        3,
+        None,
+        12,
+        (0, 2),
+        3,
+    )
     assert str(program) == "[A0#3 A1] F1#12/2:0@up3"
     assert narrow != Sublayer("A", (0,))
     assert (program.effective_depth(), program.sync_points(2)) == (1, 2)
 
 
 MIXTURE = LayerShapes(
-    {"q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8), "gate": (12, 8), "up": (12, 8), "down": (8, 12)},
+    {
+        "q": (8, 8),
+        "k": (4, 8),
+        "v": (4, 8),
+        "o": (8, 8),
+        "gate": (12, 8),
+        "up": (12, 8),
+        "down": (8, 12),
+    },
     units={"A": 2, "F": 12},
     mixture=MixtureShapes(experts=4, top_k=2, router=8),
     others={1: LayerShapes({"gate": (20, 8), "up": (20, 8), "down": (8, 20)}, units={"F": 20})},
 )
 
 
-@pytest.mark.parametrize("text", ["A0 F0!e0,e3", ">[F0!e2/2:1@gate4 F3!e0,e1,e2]", "{F1!e0 | F1!e1@down2}"])
+@pytest.mark.parametrize(
+    "text", ["A0 F0!e0,e3", ">[F0!e2/2:1@gate4 F3!e0,e1,e2]", "{F1!e0 | F1!e1@down2}"]
+)
 def test_experts_are_text(text: str) -> None:
     assert str(Program.parse(text)) == text
 

@@ -17,7 +17,10 @@ from surgeon.language.yaml import MOST_NODES, YamlError, read_yaml
         ("a: &a {b: {c: *a}}", r"line 1: \*a is an alias; write out what is meant"),
         ("a: {<<: {b: 1}}", "line 1: << merges nothing here; write out what is meant"),
         ("- a\n" * MOST_NODES, "it has more than 10,000 entries"),
-        (" " * (1 << 20) + "a", "line 1: the text has 1,048,577 characters, and at most 1,048,576 are read"),
+        (
+            " " * (1 << 20) + "a",
+            "line 1: the text has 1,048,577 characters, and at most 1,048,576 are read",
+        ),
         ("[" * 100_000, "lie more than 50 deep in each other"),
         ("- " * 100_000, "lie more than 50 deep in each other"),
         ("a: 1\na: 2", "line 2: 'a' is there twice; keep one of them"),

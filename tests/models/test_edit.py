@@ -77,7 +77,9 @@ def test_parameters_keep_their_names(model: PreTrainedModel) -> None:
         ("A0/3:1", "do not divide into 3"),
     ],
 )
-def test_programs_that_do_not_fit_leave_the_model_alone(model: PreTrainedModel, text: str, said: str) -> None:
+def test_programs_that_do_not_fit_leave_the_model_alone(
+    model: PreTrainedModel, text: str, said: str
+) -> None:
     before = logits(model)
     with pytest.raises(ValueError, match=said):
         edit(model, text)
@@ -89,7 +91,9 @@ def test_an_unsupported_architecture_says_which_are() -> None:
     from transformers import BloomConfig, BloomForCausalLM
 
     bloom = BloomForCausalLM(BloomConfig(hidden_size=8, n_layer=1, n_head=1, vocab_size=10))
-    with pytest.raises(ValueError, match=r"'bloom' is not supported \(supported: Cohere, .*, StarCoder2\).*Adding a f"):
+    with pytest.raises(
+        ValueError, match=r"'bloom' is not supported \(supported: Cohere, .*, StarCoder2\).*Adding a f"
+    ):
         edit(bloom, "A0 F0")
 
 
@@ -103,7 +107,9 @@ def test_gradients_reach_every_layer_and_match_finite_differences(model: PreTrai
     edit(model.double(), MIXED)
 
     def loss() -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(logits(model)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(
+            logits(model)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()
+        )
 
     loss().backward()
     for k in (0, 1, 2, 3, 4):
@@ -117,7 +123,9 @@ def test_gradients_reach_every_layer_and_match_finite_differences(model: PreTrai
             weight += sign * step * direction
             losses.append(loss().item())
             weight -= sign * step * direction
-    assert (weight.grad * direction).sum().item() == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-3)
+    assert (weight.grad * direction).sum().item() == pytest.approx(
+        (losses[0] - losses[1]) / (2 * step), rel=1e-3
+    )
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(model: PreTrainedModel) -> None:
@@ -128,7 +136,9 @@ def test_gradient_checkpointing_gives_the_same_gradients(model: PreTrainedModel)
             model.gradient_checkpointing_enable()
         model.zero_grad()
         model(input_ids=IDS, labels=IDS).loss.backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
     assert model.model.layers.gradient_checkpointing
     assert gradients[0].keys() == gradients[1].keys()
     for name in gradients[0]:
@@ -186,7 +196,9 @@ def test_offloading_by_accelerate(model: PreTrainedModel, tmp_path: Path, place:
     edit(offloaded, MIXED)
     with torch.no_grad():
         assert torch.equal(logits(offloaded), expected)
-        tokens = offloaded.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=4, do_sample=False)
+        tokens = offloaded.generate(
+            IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=4, do_sample=False
+        )
     assert tokens.shape == (2, 13)
 
 
@@ -236,14 +248,23 @@ def test_derived_sublayers_lie_where_their_layers_do(program: str, tmp_path: Pat
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("places", [(0, 0, 0, 0), pytest.param((0, 0, 1, 1), marks=pytest.mark.thorough), (1, 0, 1, 0)])
+@pytest.mark.parametrize(
+    "places", [(0, 0, 0, 0), pytest.param((0, 0, 1, 1), marks=pytest.mark.thorough), (1, 0, 1, 0)]
+)
 @pytest.mark.parametrize("program", ["A0 F0 >[A1 A2] >[F1 F2] A3 F3", *DERIVED])
 def test_layers_on_two_gpus(program: str, places: tuple[int, ...], tmp_path: Path) -> None:
     """Each sublayer computes where accelerate has put the (first) layer that it is of, factors of files, too."""
     kept = FactorCache(TruncatedSVD(), tmp_path)
-    expected = logits(edit(tiny_model("llama", num_layers=4, dropout=0.0), program, factors=kept)).detach()
+    expected = logits(
+        edit(tiny_model("llama", num_layers=4, dropout=0.0), program, factors=kept)
+    ).detach()
     where = {f"model.layers.{layer}": f"cuda:{place}" for layer, place in enumerate(places)}
-    where |= {"model.embed_tokens": "cuda:0", "model.rotary_emb": "cuda:0", "model.norm": "cuda:1", "lm_head": "cuda:1"}
+    where |= {
+        "model.embed_tokens": "cuda:0",
+        "model.rotary_emb": "cuda:0",
+        "model.norm": "cuda:1",
+        "lm_head": "cuda:1",
+    }
     with pretended_gpus(2):
         model = tiny_model("llama", num_layers=4, dropout=0.0)
         dispatch_model(model, where, main_device="cuda:0")
@@ -254,7 +275,9 @@ def test_layers_on_two_gpus(program: str, places: tuple[int, ...], tmp_path: Pat
         layers = decoder_layers(model)
         for sublayer in Program.parse(program).sublayers():
             inside = layers.owner(sublayer).parameters()
-            assert {str(parameter.device) for parameter in inside} == {f"cuda:{places[sublayer.layers[0]]}"}
+            assert {str(parameter.device) for parameter in inside} == {
+                f"cuda:{places[sublayer.layers[0]]}"
+            }
 
 
 def test_layers_on_several_devices_are_averaged_where_the_first_one_is() -> None:
@@ -292,10 +315,15 @@ def test_a_repeated_attention_has_a_cache_slot_each(model: PreTrainedModel) -> N
 def test_a_repeated_layer_gets_the_gradients_of_all_its_places(family: str) -> None:
     """As the stock model gives them to layers of their own that have the same weights."""
     untied = tiny_model(family, 5, dropout=0.0)
-    layers, own = untied.get_submodule(family_of(untied.config).layers), tiny_model(family, 4, dropout=0.0)
+    layers, own = (
+        untied.get_submodule(family_of(untied.config).layers),
+        tiny_model(family, 4, dropout=0.0),
+    )
     order = (0, 1, 2, 1, 2)
     own_layers = own.get_submodule(family_of(own.config).layers)
-    untied.load_state_dict({name: own.state_dict().get(name, value) for name, value in untied.state_dict().items()})
+    untied.load_state_dict(
+        {name: own.state_dict().get(name, value) for name, value in untied.state_dict().items()}
+    )
     for place, layer in enumerate(order):
         layers[place].load_state_dict(own_layers[layer].state_dict())
     edit(own, repeat(prune(Program.dense(4), range(3, 4)), range(1, 3)))
@@ -304,7 +332,9 @@ def test_a_repeated_layer_gets_the_gradients_of_all_its_places(family: str) -> N
         loss.backward()
     torch.testing.assert_close(*losses)
     for layer in (0, 1, 2):
-        places = [dict(layers[place].named_parameters()) for place, one in enumerate(order) if one == layer]
+        places = [
+            dict(layers[place].named_parameters()) for place, one in enumerate(order) if one == layer
+        ]
         for name, parameter in own_layers[layer].named_parameters():
             expected = sum(place[name].grad for place in places)
             torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
@@ -326,7 +356,12 @@ def test_saving_an_edited_model_keeps_its_program(model: PreTrainedModel, tmp_pa
 def test_per_layer_attention_types_follow_their_layers() -> None:
     types = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
     model = tiny_model(
-        "qwen3", num_layers=4, layer_types=types, sliding_window=3, use_sliding_window=True, max_window_layers=0
+        "qwen3",
+        num_layers=4,
+        layer_types=types,
+        sliding_window=3,
+        use_sliding_window=True,
+        max_window_layers=0,
     )
     long = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():

@@ -21,7 +21,11 @@ def test_slices_share_what_is_not_divided() -> None:
     named = dict(decoder_layers(model).named_parameters(remove_duplicate=False))
 
     def shared(first: str, other: str) -> set[str]:
-        own = {name.removeprefix(f"{first}."): one for name, one in named.items() if name.startswith(f"{first}.")}
+        own = {
+            name.removeprefix(f"{first}."): one
+            for name, one in named.items()
+            if name.startswith(f"{first}.")
+        }
         return {path for path, one in own.items() if named.get(f"{other}.{path}") is one}
 
     assert shared("A0/2:0", "A0/2:1") == {"ln_1.weight", "ln_1.bias"}
@@ -32,7 +36,9 @@ def test_slices_share_what_is_not_divided() -> None:
     assert shared(first, other) == expected
     # Slices of other numbers are stored as another layer, and those of a layer are not the layer itself.
     assert not shared("A0/2:0", "A0/4:0")
-    assert not any(named[f"0.ln_1.{part}"] is named[f"A0/2:0.ln_1.{part}"] for part in ("weight", "bias"))
+    assert not any(
+        named[f"0.ln_1.{part}"] is named[f"A0/2:0.ln_1.{part}"] for part in ("weight", "bias")
+    )
 
 
 def test_gradients_of_slices_add_up_and_one_of_them_has_the_bias() -> None:

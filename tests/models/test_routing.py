@@ -19,7 +19,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from surgeon.models.routing import Routing, route
 
 EXPERTS, TOP, HIDDEN, TOKENS = 16, 4, 8, 50
-CONFIG = {"num_experts": EXPERTS, "num_local_experts": EXPERTS, "num_experts_per_tok": TOP, "hidden_size": HIDDEN}
+CONFIG = {
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": TOP,
+    "hidden_size": HIDDEN,
+}
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 CASES: dict[str, tuple[Any, dict[str, Any], Routing]] = {
     "mixtral": (MixtralTopKRouter, {}, Routing(TOP, normalise=True)),
@@ -75,7 +80,11 @@ def test_fewer_experts_than_a_token_is_sent_to() -> None:
 
 
 def test_groups_have_equally_many() -> None:
-    with pytest.raises(ValueError, match="15 experts do not divide into 4 groups of 1 or more; keep equally many"):
+    with pytest.raises(
+        ValueError, match="15 experts do not divide into 4 groups of 1 or more; keep equally many"
+    ):
         route(torch.zeros(1, 15), Routing(2, groups=4, top_groups=2))
-    with pytest.raises(ValueError, match="2 groups of 2 experts have fewer than the 6 that a token is sent to"):
+    with pytest.raises(
+        ValueError, match="2 groups of 2 experts have fewer than the 6 that a token is sent to"
+    ):
         route(torch.zeros(1, 8), Routing(6, groups=4, top_groups=2))

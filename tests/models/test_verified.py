@@ -41,12 +41,15 @@ def drafted(original: Any, model: Any, program: Program) -> Tensor:
                 kept = (tensor.chunk(count, 1)[index] for tensor in (parts.keys, parts.values))
                 cache.update(*kept, slot)
         for place in range(first, min(first + ROUND, IDS.shape[1])):
-            found.append(model(input_ids=IDS[:, place : place + 1], past_key_values=cache, use_cache=True).logits)
+            found.append(
+                model(input_ids=IDS[:, place : place + 1], past_key_values=cache, use_cache=True).logits
+            )
     return torch.cat(found, 1)
 
 
 @pytest.mark.parametrize(
-    "draft", ["tracks", *(pytest.param(name, marks=pytest.mark.thorough) for name in DRAFTS if name != "tracks")]
+    "draft",
+    ["tracks", *(pytest.param(name, marks=pytest.mark.thorough) for name in DRAFTS if name != "tracks")],
 )
 def test_text_in_one_pass_is_as_drafted(draft: str) -> None:
     original, model = (tiny_model("llama").eval() for _ in range(2))
@@ -77,7 +80,9 @@ def test_the_models_own_program_predicts_as_the_model(family: str) -> None:
     edit(model, Program.dense(4, FAMILIES[family].steps_per_layer))
     logits, keys = VerifiedKeys.of(original, IDS)
     with torch.no_grad(), drafting(model, keys):
-        torch.testing.assert_close(model(input_ids=IDS, use_cache=False).logits, logits, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            model(input_ids=IDS, use_cache=False).logits, logits, rtol=1e-3, atol=1e-3
+        )
 
 
 def test_gradients_when_passes_are_made_again() -> None:
@@ -120,7 +125,11 @@ def test_averages_read_their_own_keys() -> None:
 
 def test_acceptance_on_text_is_that_of_what_is_drafted() -> None:
     """Divergence and perplexity stay those of the edited model by itself."""
-    original, model, program = tiny_model("llama").eval(), tiny_model("llama").eval(), Program.parse(DRAFTS["tracks"])
+    original, model, program = (
+        tiny_model("llama").eval(),
+        tiny_model("llama").eval(),
+        Program.parse(DRAFTS["tracks"]),
+    )
     both = draft_on_text(model, program)
     found = text_quality(logits_of(model), IDS, bar=False, draft=both)
     own = text_quality(logits_of(model), IDS, logits_of(original), bar=False)
@@ -128,7 +137,9 @@ def test_acceptance_on_text_is_that_of_what_is_drafted() -> None:
         p = original(input_ids=IDS).logits[:, :-1].softmax(-1)
         q = drafted(original, model, program)[:, :-1].softmax(-1)
     assert found.greedy_acceptance == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
-    assert found.sampled_acceptance == pytest.approx(float(1 - (p - q).abs().sum(-1).mean() / 2), abs=1e-5)
+    assert found.sampled_acceptance == pytest.approx(
+        float(1 - (p - q).abs().sum(-1).mean() / 2), abs=1e-5
+    )
     assert own.sampled_acceptance != pytest.approx(found.sampled_acceptance, abs=1e-4)
     assert (found.perplexity, found.divergence) == (own.perplexity, pytest.approx(own.divergence))
     assert found.as_draft().endswith("sampled, by verified keys and values")

@@ -77,7 +77,11 @@ def test_how_it_ended(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("of an earlier one\n")
     endings = {}
-    for code in ("import sys; print(1); sys.exit('error: no')", "raise SystemExit(3)", "import time; time.sleep(60)"):
+    for code in (
+        "import sys; print(1); sys.exit('error: no')",
+        "raise SystemExit(3)",
+        "import time; time.sleep(60)",
+    ):
         child = Child(["-c", code], log, 1)
         if "sleep" in code:
             assert child.poll() is None

@@ -92,7 +92,9 @@ def test_one_has_it_until_it_is_closed(tmp_path: Path, kind: str) -> None:
 
 def test_others_wait_and_a_kill_lets_them_go_on(tmp_path: Path) -> None:
     path, passed = tmp_path / ".lock", list[str]()
-    with subprocess.Popen([sys.executable, "-c", HOLD, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"locked\n"
 

@@ -15,7 +15,9 @@ SHEEP = {"of": "sheep", "seed": 3}
 class Count(Journal):
     """Keeps the numbers of its lines."""
 
-    def __init__(self, path: Path | None, identity: dict[str, Any] | None = SHEEP, work: str = "count") -> None:
+    def __init__(
+        self, path: Path | None, identity: dict[str, Any] | None = SHEEP, work: str = "count"
+    ) -> None:
         self.numbers: list[Any] = []
         super().__init__(path, work, identity)
 
@@ -58,7 +60,9 @@ def test_empty_lines_mean_nothing_and_what_is_damaged_has_its_number(path: Path)
     with Count(path) as count:
         assert count.numbers == [1, 2, 3]
     path.write_bytes(b"\n" + first + b"\n" + rest[0][:-3] + b"\n")
-    with pytest.raises(ValueError, match=r"journal\.jsonl is damaged in line 4; delete the file to begin again"):
+    with pytest.raises(
+        ValueError, match=r"journal\.jsonl is damaged in line 4; delete the file to begin again"
+    ):
         Count(path)
 
 
@@ -93,13 +97,19 @@ def test_two_at_a_time_are_refused(path: Path) -> None:
 def test_what_belongs_to_something_else_is_refused(path: Path) -> None:
     Count(path).close()
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="holds a count of another seed: 3, now 4; use another output folder"):
+    with pytest.raises(
+        ValueError, match="holds a count of another seed: 3, now 4; use another output folder"
+    ):
         Count(path, SHEEP | {"seed": 4})
     with pytest.raises(ValueError, match="another of: sheep, now " + "x" * 12 + r"\.\.\.;"):
         Count(path, SHEEP | {"of": "x" * 64})
-    with pytest.raises(ValueError, match="of an earlier version, which does not say its window size; use"):
+    with pytest.raises(
+        ValueError, match="of an earlier version, which does not say its window size; use"
+    ):
         Count(path, SHEEP | {"window": 8})
-    with pytest.raises(ValueError, match="journal.jsonl was not written by surgeon poll; use another output folder"):
+    with pytest.raises(
+        ValueError, match="journal.jsonl was not written by surgeon poll; use another output folder"
+    ):
         Count(path, work="poll")
     assert path.read_bytes() == before
     Count(path).close()  # those that were refused hold no lock
@@ -111,12 +121,15 @@ def test_a_damaged_line_is_named(damage: bytes, path: Path) -> None:
         count.append({"number": 1})
     path.write_bytes(path.read_bytes() + damage + b'\n{"number":2}\n')
     for _ in range(2):
-        with pytest.raises(ValueError, match="journal.jsonl is damaged in line 3; delete the file to begin again"):
+        with pytest.raises(
+            ValueError, match="journal.jsonl is damaged in line 3; delete the file to begin again"
+        ):
             Count(path)
 
 
 @pytest.mark.parametrize(
-    ("first", "message"), [("{", "damaged in line 1"), ("[1]", "not written by"), ('{"count":1}', "not written by")]
+    ("first", "message"),
+    [("{", "damaged in line 1"), ("[1]", "not written by"), ('{"count":1}', "not written by")],
 )
 def test_a_damaged_first_line(first: str, message: str, path: Path) -> None:
     path.parent.mkdir()

@@ -66,7 +66,11 @@ def listening_addresses() -> set[str]:
     """Where this process listens on TCP, as the kernel has it."""
     import psutil
 
-    return {each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    return {
+        each.laddr.ip
+        for each in psutil.Process().net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
 
 
 def test_a_rank_joins_and_is_heard(torchrun: TorchrunEnvironment) -> None:
@@ -79,7 +83,8 @@ def test_a_rank_joins_and_is_heard(torchrun: TorchrunEnvironment) -> None:
     hello = connections["commands"].hello
     assert (hello.rank, hello.ranks, hello.host, hello.pid) == (1, 2, socket.gethostname(), os.getpid())
     assert hello.location == RankLocation(1, 2, interface_of("127.0.0.1"))
-    assert 0 <= connections["commands"].lag < PATIENCE  # the clocks are the same; what is left is the way here
+    # The clocks are the same; what is left is the way here.
+    assert 0 <= connections["commands"].lag < PATIENCE
     for purpose in PURPOSES:
         ends[purpose].send_bytes(purpose.encode())
         assert connections[purpose].connection.recv_bytes() == purpose.encode()
@@ -87,7 +92,9 @@ def test_a_rank_joins_and_is_heard(torchrun: TorchrunEnvironment) -> None:
         rendezvous.accept()
 
 
-def test_every_rank_that_is_missing_is_named(torchrun: TorchrunEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_that_is_missing_is_named(
+    torchrun: TorchrunEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The time that they have is over as soon as one of them has joined."""
     torchrun = replace(torchrun, ranks=4, local_ranks=4)
     rendezvous = Rendezvous(replace(torchrun, patience=1000.5))
@@ -101,7 +108,9 @@ def test_every_rank_that_is_missing_is_named(torchrun: TorchrunEnvironment, monk
     monkeypatch.setattr(rendezvous, "_admit", noting)
     monkeypatch.setattr("surgeon.processes.rendezvous.time", clock)
     joining = Aside(join, other(torchrun, 2))
-    with pytest.raises(TimeoutError, match=r"^ranks 1, 3 of 4 did not join rank 0 at 127\.0\.0\.1 within 1000\.5 s"):
+    with pytest.raises(
+        TimeoutError, match=r"^ranks 1, 3 of 4 did not join rank 0 at 127\.0\.0\.1 within 1000\.5 s"
+    ):
         rendezvous.accept()
     lifeline = joining.outcome()["lifeline"]
     assert lifeline.recv_bytes().startswith(b"ranks 1, 3 of 4 did not join")
@@ -109,7 +118,8 @@ def test_every_rank_that_is_missing_is_named(torchrun: TorchrunEnvironment, monk
 
 def test_nobody_has_rank_0(torchrun: TorchrunEnvironment) -> None:
     with pytest.raises(
-        TimeoutError, match=rf"^rank 1 did not find rank 0 at 127.0.0.1, port {torchrun.port}, within 1 s"
+        TimeoutError,
+        match=rf"^rank 1 did not find rank 0 at 127.0.0.1, port {torchrun.port}, within 1 s",
     ):
         find_rank0(replace(other(torchrun), patience=1.0))
 
@@ -139,7 +149,9 @@ def test_contradictions(changes: dict[str, Any], message: str, torchrun: Torchru
     assert re.match(message, joining.outcome().recv_bytes().decode())
 
 
-def test_a_rank_that_is_there_twice(torchrun: TorchrunEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_there_twice(
+    torchrun: TorchrunEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rendezvous = Rendezvous(replace(torchrun, ranks=3))
     rank0 = find_rank0(replace(other(torchrun), ranks=3))
     waiting = Aside(rendezvous.accept)
@@ -156,9 +168,13 @@ def test_another_version(torchrun: TorchrunEnvironment, monkeypatch: pytest.Monk
     rendezvous = Rendezvous(torchrun)
     waiting = Aside(rendezvous.accept)
     send = Connection.send
-    monkeypatch.setattr(Connection, "send", lambda end, hello: send(end, replace(hello, version="0.0.7")))
+    monkeypatch.setattr(
+        Connection, "send", lambda end, hello: send(end, replace(hello, version="0.0.7"))
+    )
     find_rank0(other(torchrun)).connect("lifeline")
-    assert re.match(r"rank 1 on .* runs surgeon 0.0.7, and rank 0 .*; install the same", str(waiting.outcome()))
+    assert re.match(
+        r"rank 1 on .* runs surgeon 0.0.7, and rank 0 .*; install the same", str(waiting.outcome())
+    )
 
 
 class Loaded:
@@ -211,16 +227,23 @@ def test_ranks_know_that_it_is_rank_0(torchrun: TorchrunEnvironment) -> None:
 
 
 def test_addresses_that_are_not_here(torchrun: TorchrunEnvironment) -> None:
-    with pytest.raises(ValueError, match=r"^MASTER_ADDR '192\.0\.2\.1' \(192\.0\.2\.1\) is no address of .*"):
+    with pytest.raises(
+        ValueError, match=r"^MASTER_ADDR '192\.0\.2\.1' \(192\.0\.2\.1\) is no address of .*"
+    ):
         Rendezvous(replace(torchrun, address="192.0.2.1"))  # RFC 5737: nobody's
-    with pytest.raises(ValueError, match="^MASTER_ADDR 'no.such.host.invalid' cannot be found from here"):
+    with pytest.raises(
+        ValueError, match="^MASTER_ADDR 'no.such.host.invalid' cannot be found from here"
+    ):
         Rendezvous(replace(torchrun, address="no.such.host.invalid"))
 
 
 def test_a_port_in_use(torchrun: TorchrunEnvironment) -> None:
     with (
         socket.create_server(("127.0.0.1", torchrun.port)),
-        pytest.raises(OSError, match=rf"^rank 0 cannot listen at 127\.0\.0\.1, MASTER_PORT {torchrun.port}: .* in use"),
+        pytest.raises(
+            OSError,
+            match=rf"^rank 0 cannot listen at 127\.0\.0\.1, MASTER_PORT {torchrun.port}: .* in use",
+        ),
     ):
         Rendezvous(torchrun)
 

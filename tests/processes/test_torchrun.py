@@ -18,7 +18,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgeon.commands.app import main
-from surgeon.processes.torchrun import HOSTED, VARIABLES, TorchrunEnvironment, ranks_of_this_machine, read_environment
+from surgeon.processes.torchrun import (
+    HOSTED,
+    VARIABLES,
+    TorchrunEnvironment,
+    ranks_of_this_machine,
+    read_environment,
+)
 from surgeon.runtime.worker.options import RankOptions, choose_collectives, choose_device
 from surgeon.runtime.worker.ranks import Ranks
 from tests import warm
@@ -86,11 +92,15 @@ def expected(tiny_checkpoint: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
     ids = torch.tensor([tokenizer(PROMPT).input_ids])
-    text = tokenizer.decode(model.generate(ids, max_new_tokens=12, do_sample=False)[0], skip_special_tokens=True)
+    text = tokenizer.decode(
+        model.generate(ids, max_new_tokens=12, do_sample=False)[0], skip_special_tokens=True
+    )
     return str(text).removeprefix(PROMPT) + "\n"
 
 
-def test_two_processes_write_what_one_model_writes(start: Start, tiny_checkpoint: Path, expected: str) -> None:
+def test_two_processes_write_what_one_model_writes(
+    start: Start, tiny_checkpoint: Path, expected: str
+) -> None:
     arguments = ["generate", tiny_checkpoint, "--prompt", PROMPT, "--max-new-tokens", "12"]
     other, first = start(1, *arguments), start(0, *arguments)
     code, out, err = ended(first)
@@ -106,7 +116,17 @@ def test_under_torchrun_itself(tiny_checkpoint: Path, expected: str) -> None:
     own = {name: value for name, value in os.environ.items() if name not in PLACE}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
     meeting = ["--master-addr", "127.0.0.1", "--master-port", free_port(), "--no-python"]
-    command = [*COMMAND, "generate", tiny_checkpoint, "--prompt", PROMPT, "--max-new-tokens", "12", "--tp", "2"]
+    command = [
+        *COMMAND,
+        "generate",
+        tiny_checkpoint,
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        "12",
+        "--tp",
+        "2",
+    ]
     run = subprocess.run(
         [*torchrun, *meeting, *command],
         cwd=REPOSITORY,
@@ -139,7 +159,9 @@ def test_a_server(start: Start, tiny_checkpoint: Path) -> None:
 def endless(folder: Path) -> list[object]:
     """A command that is in the middle of its work for long."""
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192, "eos_token_id": None}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": 8192, "eos_token_id": None})
+    )
     (folder / "generation_config.json").write_text('{"eos_token_id": null}')
     return ["generate", folder, "--prompt", PROMPT, "--max-new-tokens", "8000"]
 
@@ -209,7 +231,9 @@ def test_places(environment: Callable[..., None]) -> None:
     environment(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1")
     assert read_environment() == TorchrunEnvironment(3, 4, 1, 2, "127.0.0.1", 29500)
     assert ranks_of_this_machine(4) == 2
-    environment(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="2", SURGEON_JOIN_SECONDS="7.5")
+    environment(
+        TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="2", SURGEON_JOIN_SECONDS="7.5"
+    )
     assert read_environment() == TorchrunEnvironment(
         0, 2, 0, 2, "127.0.0.1", 29500, hosted=True, attempt=2, patience=7.5
     )
@@ -228,7 +252,10 @@ def test_places(environment: Callable[..., None]) -> None:
         ({"RANK": "2"}, "^RANK must be less than WORLD_SIZE, which is 2, not 2"),
         ({"LOCAL_RANK": "5"}, "^LOCAL_RANK must be less than LOCAL_WORLD_SIZE, which is 2, not 5"),
         ({"MASTER_PORT": "70000"}, r"^MASTER_PORT must lie in 1\.\.65535, not 70000"),
-        ({"SURGEON_JOIN_SECONDS": "soon"}, "^SURGEON_JOIN_SECONDS must be a number of seconds, not 'soon'"),
+        (
+            {"SURGEON_JOIN_SECONDS": "soon"},
+            "^SURGEON_JOIN_SECONDS must be a number of seconds, not 'soon'",
+        ),
         ({"SURGEON_JOIN_SECONDS": "0"}, "^SURGEON_JOIN_SECONDS must be a number of seconds, not '0'"),
     ],
 )
@@ -250,7 +277,9 @@ def test_another_number_of_ranks(
     with pytest.raises(ValueError, match="WORLD_SIZE 2"):
         Ranks(RankOptions(3))
     environment(RANK="1", LOCAL_RANK="1")
-    with pytest.raises(ValueError, match="this process has RANK 1 of torchrun's, and only that with RANK 0 has ranks"):
+    with pytest.raises(
+        ValueError, match="this process has RANK 1 of torchrun's, and only that with RANK 0 has ranks"
+    ):
         Ranks(RankOptions(2))
 
 
@@ -268,11 +297,15 @@ def test_ranks_that_do_not_come(
         assert re.fullmatch(f"error: {message}\n", err)
 
 
-def test_choices_under_torchrun(environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_under_torchrun(
+    environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment(WORLD_SIZE="8")
     assert choose_collectives("auto", "cpu") == "gloo"
     assert choose_collectives("auto", "cuda") == "nccl"
-    with pytest.raises(ValueError, match="shm connects only ranks that surgeon starts itself; under torchrun use gloo"):
+    with pytest.raises(
+        ValueError, match="shm connects only ranks that surgeon starts itself; under torchrun use gloo"
+    ):
         choose_collectives("shm", "cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("auto", 8) == "cuda"  # there are two ranks on each machine

@@ -92,7 +92,9 @@ def test_time_that_nobody_watched_does_not_count(watchdog: Watchdog) -> None:
 def test_an_engine_gets_on_within_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step by step, whatever they are, and from pass to pass; branches of a fork are steps, too."""
     tiny_model("llama").save_pretrained(tmp_path / "tiny")
-    engine = RankEngine(make_plan(tmp_path / "tiny", 1, 64, "A0 F0 {A1 F1 | A2} [A3 F3]"), Alone(), torch.device("cpu"))
+    engine = RankEngine(
+        make_plan(tmp_path / "tiny", 1, 64, "A0 F0 {A1 F1 | A2} [A3 F3]"), Alone(), torch.device("cpu")
+    )
     found = []
     reduce = RankMachine.reduce
 

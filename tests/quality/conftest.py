@@ -16,6 +16,8 @@ def write(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[list[Row]
 
     def write(rows: list[Row]) -> Path:
         path = tmp_path / request.param
-        return write_parquet(path, rows) if path.suffix.lower() == ".parquet" else write_jsonl(path, rows)
+        return (
+            write_parquet(path, rows) if path.suffix.lower() == ".parquet" else write_jsonl(path, rows)
+        )
 
     return write

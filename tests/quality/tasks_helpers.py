@@ -12,14 +12,26 @@ from surgeon.quality.tasks_load import load_tasks
 Row = dict[str, Any]
 
 CHOICES = [
-    {"query": "Question: What is lazy?\n", "choices": ["the dog", "the lazy brown dog", "it"], "gold": 1},
+    {
+        "query": "Question: What is lazy?\n",
+        "choices": ["the dog", "the lazy brown dog", "it"],
+        "gold": 1,
+    },
     {"query": "The dog went on ", "choices": ["sleeping", "jumping over the fox"], "gold": 0},
     {"query": "Question: Who had seen it? Answer:", "choices": ["the dog", "1234567890"], "gold": 0},
     {"query": "The lazy dog", "choices": ["o", "a", "over", "and the dog"], "gold": 3},
 ]
 CONTEXTS = [
-    {"context_options": ["The fox saw it, and the dog", "The fox saw it, and it "], "continuation": "jumps", "gold": 0},
-    {"context_options": ["the quick", "the brown", "the lazy"], "continuation": " went on sleeping", "gold": 2},
+    {
+        "context_options": ["The fox saw it, and the dog", "The fox saw it, and it "],
+        "continuation": "jumps",
+        "gold": 0,
+    },
+    {
+        "context_options": ["the quick", "the brown", "the lazy"],
+        "continuation": " went on sleeping",
+        "gold": 2,
+    },
 ]
 CONTINUATIONS = [
     {"context": "The quick brown fox", "continuation": "jumps"},
@@ -38,7 +50,12 @@ def write_rows(path: Path, rows: list[Row]) -> Path:
 
 
 def evaluate(
-    model: Any, tokenizer: Any, *paths: Path, shots: int | None = None, answers: Answers | None = None, **settings: Any
+    model: Any,
+    tokenizer: Any,
+    *paths: Path,
+    shots: int | None = None,
+    answers: Answers | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """The results of task files."""
     tasks = load_tasks([str(path) for path in paths], model.config.max_position_embeddings, shots)

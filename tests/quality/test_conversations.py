@@ -28,7 +28,8 @@ MARKED = (
     "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CLOSED = CHATML + "{% if not add_generation_prompt %}</s>{% endif %}"  # as Phi-3 ends whatever it renders
+# As Phi-3 ends whatever it renders.
+CLOSED = CHATML + "{% if not add_generation_prompt %}</s>{% endif %}"
 REWRITTEN = (  # as Qwen3 has it: an answer that is not the last one is written without what was thought
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
@@ -39,8 +40,14 @@ STRICT = (
     "[{{ m.role }}] {{ m.content }}</s>{% endfor %}"
 )
 SYSTEM = {"role": "system", "content": "be quick"}
-ASKED, ANSWERED = {"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "The quick fox: é."}
-AGAIN, MORE = {"role": "user", "content": "and the dog"}, {"role": "assistant", "content": "it went on sleeping"}
+ASKED, ANSWERED = (
+    {"role": "user", "content": "the fox?"},
+    {"role": "assistant", "content": "The quick fox: é."},
+)
+AGAIN, MORE = (
+    {"role": "user", "content": "and the dog"},
+    {"role": "assistant", "content": "it went on sleeping"},
+)
 TWO_TURNS = [SYSTEM, ASKED, ANSWERED, AGAIN, MORE]
 
 
@@ -61,7 +68,10 @@ def pieces(*parts: tuple[str, int]) -> tuple[list[int], list[int]]:
     return [token for ids, _ in coded for token in ids], [mark for ids, mark in coded for _ in ids]
 
 
-HEAD = ("<|im_start|>system\nbe quick<|im_end|>\n<|im_start|>user\nthe fox?<|im_end|>\n<|im_start|>assistant\n", 0)
+HEAD = (
+    "<|im_start|>system\nbe quick<|im_end|>\n<|im_start|>user\nthe fox?<|im_end|>\n<|im_start|>assistant\n",
+    0,
+)
 FIRST = ("The quick fox: é.<|im_end|>", 1)
 MIDDLE = ("<|im_start|>user\nand the dog<|im_end|>\n<|im_start|>assistant\n", 0)
 SECOND = ("it went on sleeping<|im_end|>", 1)
@@ -91,8 +101,11 @@ def test_columns_of_conversations(names: list[str], found: tuple[str, ...]) -> N
         (CLOSED, [HEAD, FIRST, ("\n", 1), MIDDLE, SECOND, ("\n", 1), ("</s>", 1)]),
     ],
 )
-def test_answers_of_several_turns_with_the_ends_of_their_turns(template: str, parts: list[tuple[str, int]]) -> None:
-    found = reader(template)({"messages": [*TWO_TURNS, AGAIN]}, "row 1")  # nothing answers the last message
+def test_answers_of_several_turns_with_the_ends_of_their_turns(
+    template: str, parts: list[tuple[str, int]]
+) -> None:
+    # Nothing answers the last message.
+    found = reader(template)({"messages": [*TWO_TURNS, AGAIN]}, "row 1")
     assert (found.ids, found.answers) == pieces(*parts)
     assert not found.left_out
 
@@ -109,7 +122,8 @@ def test_completions_are_answers_and_what_a_prompt_has_is_not() -> None:
     parts = [HEAD, (f"{FIRST[0]}\n", 0), MIDDLE, SECOND]
     found = reader(CHATML, "prompt", "completion")(row, "row 1")
     assert (found.ids, found.answers) == pieces(*parts, ("\n", 1))
-    found = reader(MARKED, "prompt", "completion")(row, "row 1")  # whose marks are on the prompt's answers, too
+    # Whose marks are on the prompt's answers, too.
+    found = reader(MARKED, "prompt", "completion")(row, "row 1")
     assert (found.ids, found.answers) == pieces(*parts, ("\n", 1))
 
 
@@ -118,8 +132,12 @@ def test_prompts_and_completions_that_are_texts_stand_in_no_template() -> None:
     found = texts({"prompt": "the fox:", "completion": " jumps"}, "row 1")
     assert (found.ids, found.answers) == pieces(("<s>the fox:", 0), (" jumps</s>", 1))
     assert texts({"prompt": "the fox:", "completion": " jumps</s>"}, "row 1") == found
-    assert texts({"prompt": "the fox:", "completion": " "}, "row 1").left_out == {"rows_without_answer": 1}
-    assert texts({"prompt": "the fox:", "completion": "fox " * 20}, "row 1").left_out == {"rows_too_long": 1}
+    assert texts({"prompt": "the fox:", "completion": " "}, "row 1").left_out == {
+        "rows_without_answer": 1
+    }
+    assert texts({"prompt": "the fox:", "completion": "fox " * 20}, "row 1").left_out == {
+        "rows_too_long": 1
+    }
     across = texts({"prompt": "the fox and the ", "completion": "dog"}, "row 1")
     whole = texts({"prompt": "the fox and the", "completion": " dog"}, "row 1")
     assert (across.ids, across.answers) == (whole.ids, whole.answers)
@@ -138,7 +156,9 @@ def test_answers_that_are_preferred_are_trained_on() -> None:
     assert (found.ids, found.answers) == (whole.ids, whole.answers)
     found = preferred({"prompt": "the fox:", "chosen": " jumps", "rejected": " dog"}, "row 1")
     assert (found.ids, found.answers) == pieces(("<s>the fox:", 0), (" jumps</s>", 1))
-    with pytest.raises(ValueError, match="row 7: the prompt is a text, and the chosen is none, nor messages that have"):
+    with pytest.raises(
+        ValueError, match="row 7: the prompt is a text, and the chosen is none, nor messages that have"
+    ):
         preferred({"prompt": "the", "chosen": TWO_TURNS}, "row 7")
 
 
@@ -150,11 +170,17 @@ def test_a_system_prompt_beside_a_conversation_begins_it(column: str) -> None:
     asked = reader(CHATML, "prompt", "completion")
     first = asked({"prompt": TWO_TURNS[:4], "completion": [MORE]}, "row 1")
     assert asked({column: "be quick", "prompt": TWO_TURNS[1:4], "completion": [MORE]}, "row 1") == first
-    with pytest.raises(ValueError, match=rf"row 7: column '{column}' and its first message have different system"):
+    with pytest.raises(
+        ValueError, match=rf"row 7: column '{column}' and its first message have different system"
+    ):
         reader()({column: "be slow", "messages": TWO_TURNS}, "row 7")
-    with pytest.raises(ValueError, match="row 7: column 'system' and column 'system_prompt' have different system"):
+    with pytest.raises(
+        ValueError, match="row 7: column 'system' and column 'system_prompt' have different system"
+    ):
         reader()({"system": "be slow", "system_prompt": "be quick", "messages": TWO_TURNS[1:]}, "row 7")
-    texts = reader(None, "prompt", "completion")({column: "be quick", "prompt": "the", "completion": " fox"}, "row 1")
+    texts = reader(None, "prompt", "completion")(
+        {column: "be quick", "prompt": "the", "completion": " fox"}, "row 1"
+    )
     assert texts.left_out == {f"column '{column}'": 1}
 
 
@@ -183,7 +209,9 @@ def test_calls_of_tools_are_answers_in_the_form_in_which_the_template_writes_the
         answer = {"role": "assistant", "content": None, "tool_calls": [called]}
         found = reader(template)({"messages": [{"role": "user", "content": asked}, answer]}, "row 1")
         assert (found.ids, found.answers) == pieces(("the fox?\n", 0), ('look{"at": "é"}</s>', 1))
-        with pytest.raises(ValueError, match=r"row 7: the chat template .* 2 messages \(it leaves out tool_calls"):
+        with pytest.raises(
+            ValueError, match=r"row 7: the chat template .* 2 messages \(it leaves out tool_calls"
+        ):
             reader()({"messages": [ASKED, answer]}, "row 7")
 
 
@@ -197,7 +225,9 @@ def test_an_answer_that_is_written_anew_is_read_and_not_trained_on() -> None:
 def test_a_token_over_the_border_belongs_to_the_answer() -> None:
     coded, answer = tokenizer(), {"role": "assistant", "content": "dog, the dog"}
     assert len(coded(" dog", add_special_tokens=False)["input_ids"]) == 1
-    found = reader("{% for m in messages %}{{ m.content }} {% endfor %}")({"messages": [ASKED, answer]}, "row 1")
+    found = reader("{% for m in messages %}{{ m.content }} {% endfor %}")(
+        {"messages": [ASKED, answer]}, "row 1"
+    )
     trained = [token for token, mark in zip(found.ids, found.answers, strict=True) if mark]
     assert coded.decode(found.ids) == "the fox? dog, the dog "
     assert coded.decode(trained) == " dog, the dog "
@@ -238,13 +268,19 @@ def test_tools_are_given_to_the_template() -> None:
     tools = [{"name": "fox"}]
     for given in (tools, '[{"name": "fox"}]'):
         found = reader(template)({"messages": TWO_TURNS, "tools": given}, "row 1")
-        assert (found.ids, found.answers) == pieces(("fox ", 0), HEAD, FIRST, ("\n", 1), MIDDLE, SECOND, ("\n", 1))
+        assert (found.ids, found.answers) == pieces(
+            ("fox ", 0), HEAD, FIRST, ("\n", 1), MIDDLE, SECOND, ("\n", 1)
+        )
 
 
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        (STRICT, {"messages": TWO_TURNS}, r"row 7: .*cannot render its first 5 messages \(System role not supported\)"),
+        (
+            STRICT,
+            {"messages": TWO_TURNS},
+            r"row 7: .*cannot render its first 5 messages \(System role not supported\)",
+        ),
         (
             CHATML,
             {"messages": [ASKED, {"role": "bot", "content": "x"}]},
@@ -252,21 +288,41 @@ def test_tools_are_given_to_the_template() -> None:
         ),
         (CHATML, {"messages": [ASKED, "no"]}, r"row 7: .*message 1 has no role .*'no'"),
         (CHATML, {"messages": [{"role": "user"}, MORE]}, r"row 7: .*message 0.content must be a text"),
-        (CHATML, {"messages": [ASKED, MORE], "system": 3}, r"row 7: column 'system' should hold a text, not 3"),
-        (CHATML, {"messages": "the fox"}, r"row 7: column 'messages' should hold a list of messages, not 'the fox'"),
+        (
+            CHATML,
+            {"messages": [ASKED, MORE], "system": 3},
+            r"row 7: column 'system' should hold a text, not 3",
+        ),
+        (
+            CHATML,
+            {"messages": "the fox"},
+            r"row 7: column 'messages' should hold a list of messages, not 'the fox'",
+        ),
         (CHATML, {"messages": TWO_TURNS, "tools": "{"}, r"row 7: column 'tools' is no JSON"),
         (CHATML, {"messages": TWO_TURNS, "tools": "1"}, r"row 7: column 'tools' should hold a list"),
-        (CHATML, {"messages": [ASKED, {**MORE, "content": "\ud800"}]}, r"row 7 is not text in UTF-8 .*U\+D800"),
-        (None, {"messages": TWO_TURNS}, r"row 7 is a conversation, .* no chat template .* chat_template.jinja"),
+        (
+            CHATML,
+            {"messages": [ASKED, {**MORE, "content": "\ud800"}]},
+            r"row 7 is not text in UTF-8 .*U\+D800",
+        ),
+        (
+            None,
+            {"messages": TWO_TURNS},
+            r"row 7 is a conversation, .* no chat template .* chat_template.jinja",
+        ),
     ],
 )
-def test_what_cannot_be_rendered_is_refused(template: str | None, row: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_rendered_is_refused(
+    template: str | None, row: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         reader(template)(row, "row 7")
 
 
 def test_a_prompt_is_a_text_if_its_completion_is_one() -> None:
-    with pytest.raises(ValueError, match="row 7: the prompt is a text, and the completion is none, nor messages"):
+    with pytest.raises(
+        ValueError, match="row 7: the prompt is a text, and the completion is none, nor messages"
+    ):
         reader(None, "prompt", "completion")({"prompt": "the", "completion": [MORE]}, "row 7")
 
 
@@ -294,7 +350,8 @@ def written(folder: Path, rows: list[dict[str, Any]], name: str = "chat.jsonl") 
 @pytest.mark.parametrize("name", ["chat.jsonl", "chat.parquet"])
 def test_tables_of_conversations_are_read_in_order_and_counted(name: str, tmp_path: Path) -> None:
     rows = [
-        {"text": "", "messages": each, "id": "a"} for each in (TWO_TURNS, [ASKED], [ASKED, MORE], [ASKED, ANSWERED])
+        {"text": "", "messages": each, "id": "a"}
+        for each in (TWO_TURNS, [ASKED], [ASKED, MORE], [ASKED, ANSWERED])
     ]
     data, reading = written(tmp_path, rows, name), Reading()
     longest = len(reader()(rows[0], "").ids) - 1
@@ -315,7 +372,10 @@ def test_nulls_that_parquet_puts_into_objects_are_none_of_theirs(tmp_path: Path)
     def row(**arguments: Any) -> dict[str, Any]:
         call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
         kinds = {name: {"type": type(value).__name__} for name, value in arguments.items()}
-        return {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [kinds]}
+        return {
+            "messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}],
+            "tools": [kinds],
+        }
 
     rows = [row(at="a"), row(days=3)]
     lines, table = written(tmp_path, rows), tmp_path / "chat.parquet"
@@ -333,7 +393,9 @@ def test_a_run_that_trains_on_little_of_its_answers_says_so(tmp_path: Path) -> N
     turns = [SYSTEM, *[ASKED, {**ANSWERED, "content": "the fox went on and on " * 8}] * 12, ASKED, MORE]
     for template, few in ((REWRITTEN, True), (CHATML, False)):
         reading = Reading()
-        found = read_conversations(tokenizer(template), written(tmp_path, [{"messages": turns}]), 10000, reading)
+        found = read_conversations(
+            tokenizer(template), written(tmp_path, [{"messages": turns}]), 10000, reading
+        )
         assert found is not None
         (only,) = found
         lines = [line for line in reading.lines("x") if line.startswith("x: only ")]
@@ -342,7 +404,9 @@ def test_a_run_that_trains_on_little_of_its_answers_says_so(tmp_path: Path) -> N
             text = "".join(message["content"] for message in turns if message["role"] == "assistant")
             about = len(text) * len(only.ids) / len(tokenizer().decode(only.ids))
             assert f"only {sum(only.answers)} tokens of answers count, where the answers" in lines[0]
-            assert int(lines[0].split("about ")[1].split(";")[0].replace(",", "")) == pytest.approx(about, rel=0.01)
+            assert int(lines[0].split("about ")[1].split(";")[0].replace(",", "")) == pytest.approx(
+                about, rel=0.01
+            )
 
 
 def test_a_column_of_lists_is_one_of_conversations_if_it_is_named(tmp_path: Path) -> None:
@@ -352,7 +416,9 @@ def test_a_column_of_lists_is_one_of_conversations_if_it_is_named(tmp_path: Path
     assert read_conversations(tokenizer(), "demo", 100) is None
     found = read_conversations(tokenizer(), f"{data}:chosen", 100)
     assert found is not None
-    assert next(found) == replace(reader()({"messages": [ASKED, MORE]}, ""), left_out={"column 'text'": 1})
+    assert next(found) == replace(
+        reader()({"messages": [ASKED, MORE]}, ""), left_out={"column 'text'": 1}
+    )
 
 
 def test_where_no_row_has_an_answer_it_is_said_why(tmp_path: Path) -> None:
@@ -362,10 +428,13 @@ def test_where_no_row_has_an_answer_it_is_said_why(tmp_path: Path) -> None:
     message = r"nothing to train on: .*1 row without an answer, 1 row whose first answer ends behind .*\(of 2 rows"
     with pytest.raises(ValueError, match=message):
         list(found)
-    thinking = CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}"  # which no answer here begins with
+    # Which no answer here begins with.
+    thinking = CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}"
     found = read_conversations(tokenizer(thinking), written(tmp_path, [{"messages": TWO_TURNS}]), 1000)
     assert found is not None
-    with pytest.raises(ValueError, match="the learning of 2 answers that the chat template writes in another way"):
+    with pytest.raises(
+        ValueError, match="the learning of 2 answers that the chat template writes in another way"
+    ):
         list(found)
     broken = written(tmp_path, [{"messages": [ASKED, MORE]}, {"messages": "no"}])
     found = read_conversations(tokenizer(), broken, 100)

@@ -48,7 +48,8 @@ def test_a_long_text_is_tokenized_like_its_whole(tokenizer: Any, tmp_path: Path)
 def test_documents_are_kept_apart_by_bos(tokenizer: Any, tmp_path: Path) -> None:
     data = write(tmp_path, "the fox<|end|>\n\n the dog\n<|end|> \n<|end|>sleeping<|end|>")
     windows = load_windows(tokenizer, data, window=2, tokens=1000, separator="<|end|>")
-    documents = [tokenizer(text)["input_ids"] for text in ("the fox", " the dog", "sleeping")]  # its own space
+    # Its own space.
+    documents = [tokenizer(text)["input_ids"] for text in ("the fox", " the dog", "sleeping")]
     assert all(ids[0] == tokenizer.bos_token_id for ids in documents)
     flat = [token for ids in documents for token in ids]
     assert windows.ids.flatten().tolist() == flat[: len(flat) // 2 * 2]
@@ -59,7 +60,9 @@ def test_without_a_bos_documents_end_with_eos(tmp_path: Path) -> None:
     tokenizer: Any = tiny_tokenizer()
     tokenizer.bos_token = None
     data = write(tmp_path, "the fox<|end|>the dog")
-    ids = load_windows(tokenizer, data, window=2, tokens=1000, separator="<|end|>").ids.flatten().tolist()
+    ids = (
+        load_windows(tokenizer, data, window=2, tokens=1000, separator="<|end|>").ids.flatten().tolist()
+    )
     fox = tokenizer("the fox", add_special_tokens=False)["input_ids"]
     assert ids[: len(fox) + 1] == [*fox, tokenizer.eos_token_id]
     tokenizer.eos_token = None
@@ -98,7 +101,9 @@ def test_demo_data_is_there(tokenizer: Any) -> None:
         (b"abc \xff\xfe", r"not UTF-8 text \(byte 4\)"),
     ],
 )
-def test_files_that_cannot_be_measured_on(tokenizer: Any, tmp_path: Path, content: bytes, message: str) -> None:
+def test_files_that_cannot_be_measured_on(
+    tokenizer: Any, tmp_path: Path, content: bytes, message: str
+) -> None:
     path = tmp_path / "data.txt"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
@@ -123,7 +128,12 @@ def test_a_missing_file(tokenizer: Any, name: str) -> None:
 
 def test_files_of_a_folder_are_documents(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
-    for name, text in {"c.txt": "third", "a.md": "first", "b/one.txt": "second", "b/picture.png": "none"}.items():
+    for name, text in {
+        "c.txt": "third",
+        "a.md": "first",
+        "b/one.txt": "second",
+        "b/picture.png": "none",
+    }.items():
         (tmp_path / name).write_text(text)
     found = load_windows(tokenizer, str(tmp_path), window=2, tokens=1000).ids.flatten().tolist()
     begin = tokenizer.bos_token_id
@@ -141,7 +151,9 @@ def test_links_in_a_folder_are_followed_once(tmp_path: Path) -> None:
     (tmp_path / "texts" / "a.txt").symlink_to(tmp_path / "far" / "two.txt")
     (tmp_path / "texts" / "linked").symlink_to(tmp_path / "far")
     (tmp_path / "texts" / "b" / "round").symlink_to(tmp_path / "texts")
-    found = [path.relative_to(tmp_path / "texts").as_posix() for path in files_in(str(tmp_path / "texts"))]
+    found = [
+        path.relative_to(tmp_path / "texts").as_posix() for path in files_in(str(tmp_path / "texts"))
+    ]
     assert found == ["a.txt", "b/one.txt", "c.txt", "linked/two.txt"]
 
 
@@ -150,7 +162,9 @@ def test_a_folder_without_texts(tokenizer: Any, tmp_path: Path) -> None:
         load_windows(tokenizer, str(tmp_path))
 
 
-@pytest.mark.parametrize(("window", "tokens", "message"), [(1, 96, "at least 2"), (16, 15, "one window of 16, not 15")])
+@pytest.mark.parametrize(
+    ("window", "tokens", "message"), [(1, 96, "at least 2"), (16, 15, "one window of 16, not 15")]
+)
 def test_sizes_that_make_no_sense(tokenizer: Any, window: int, tokens: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_windows(tokenizer, DEMO, window=window, tokens=tokens)
@@ -178,7 +192,9 @@ def fake_datasets(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]] | 
     return calls
 
 
-def test_a_dataset_is_one_text_or_a_row_a_document(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_is_one_text_or_a_row_a_document(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = fake_datasets(monkeypatch, [{"id": 1, "text": "the fox"}, {"id": 2, "text": "the dog"}])
     whole = load_windows(tokenizer, "some/name:config:validation", window=2)
     assert calls == [(("some/name", "config"), "validation")]
@@ -191,7 +207,9 @@ def test_a_dataset_is_one_text_or_a_row_a_document(tokenizer: Any, monkeypatch: 
 
 def test_a_dataset_out_of_reach_says_what_to_do(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_datasets(monkeypatch, ConnectionError("no route\nto host"))
-    with pytest.raises(FileNotFoundError, match=r"be read as a dataset \(no route\); give a local text, .jsonl"):
+    with pytest.raises(
+        FileNotFoundError, match=r"be read as a dataset \(no route\); give a local text, .jsonl"
+    ):
         load_windows(tokenizer, "wikitext")
     fake_datasets(monkeypatch, [{"label": 3}])
     with pytest.raises(ValueError, match="no column of text"):
@@ -199,7 +217,9 @@ def test_a_dataset_out_of_reach_says_what_to_do(tokenizer: Any, monkeypatch: pyt
 
 
 def test_without_a_text_the_one_that_ships_is_used_where_the_tokenizer_can_read_it() -> None:
-    with pytest.warns(UserWarning, match="no text was given, so the one that ships with surgeon is used: source files"):
+    with pytest.warns(
+        UserWarning, match="no text was given, so the one that ships with surgeon is used: source files"
+    ):
         assert default_data(open_model("demo").tokenizer) == "demo"
     letters = Tokenizer(WordLevel({"a": 0, "e": 1, "?": 2}, unk_token="?"))
     letters.pre_tokenizer = Split("", "isolated")

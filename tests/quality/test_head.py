@@ -13,7 +13,16 @@ from surgeon.quality.head import OutputHead
 from tests.tiny_models import HIDDEN, VOCABULARY, tiny_model
 
 
-@pytest.fixture(params=["llama", "opt", "gemma2", "granite", "llama with a biased head", "granite with a biased head"])
+@pytest.fixture(
+    params=[
+        "llama",
+        "opt",
+        "gemma2",
+        "granite",
+        "llama with a biased head",
+        "granite with a biased head",
+    ]
+)
 def model(request: pytest.FixtureRequest) -> Any:
     family, _, biased = request.param.partition(" ")
     model = tiny_model(family, num_layers=1)
@@ -37,7 +46,8 @@ def test_quality_equals_full_logits(model: Any, block: int, monkeypatch: pytest.
     monkeypatch.setattr(head_module, "LEAST_ROWS", 1)
     ids = torch.randint(VOCABULARY, (3, 9))
     original = torch.randn(3, 9, HIDDEN)
-    changed = original + torch.randn(3, 9, HIDDEN)  # so near that some of the likeliest tokens are the same
+    # So near that some of the likeliest tokens are the same.
+    changed = original + torch.randn(3, 9, HIDDEN)
     head = OutputHead(model)
     reference = head.reference(original, ids, sampled=True)
     quality = head.compare(changed, reference)

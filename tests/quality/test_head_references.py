@@ -16,7 +16,9 @@ CHANGED = torch.randn(5, 9, HIDDEN, generator=torch.Generator().manual_seed(4))
 def filled(head: OutputHead) -> TextReferences:
     references = TextReferences(IDS)
     for windows in (range(2), range(2, 5)):
-        references[windows] = head.reference(STREAM[windows.start : windows.stop], IDS[windows.start : windows.stop])
+        references[windows] = head.reference(
+            STREAM[windows.start : windows.stop], IDS[windows.start : windows.stop]
+        )
     return references
 
 

@@ -58,13 +58,17 @@ def test_what_is_no_held_out_text(tokenizer: Any, data: str) -> None:
     searched = load_windows(tokenizer, data, window=16, tokens=64)
     with pytest.raises(ValueError, match="4 of the 4 windows of .* are among those that the search saw"):
         held_out(tokenizer, searched, other=data)
-    with pytest.raises(ValueError, match=r"16 tokens is less than 2 windows of 16.* hold out 32 or more"):
+    with pytest.raises(
+        ValueError, match=r"16 tokens is less than 2 windows of 16.* hold out 32 or more"
+    ):
         held_out(tokenizer, searched, 16)
     everything = load_windows(tokenizer, data, window=16, tokens=1 << 16)
     with pytest.raises(ValueError, match=r"nothing is left to hold out: .* search on fewer tokens"):
         held_out(tokenizer, everything)
     nearly = load_windows(tokenizer, data, window=16, tokens=everything.ids.numel() - 16)
-    with pytest.raises(ValueError, match="only 1 window of 16 tokens to hold out, and an interval needs 2"):
+    with pytest.raises(
+        ValueError, match="only 1 window of 16 tokens to hold out, and an interval needs 2"
+    ):
         held_out(tokenizer, nearly)
     with pytest.raises(ValueError, match="whole windows of 16 tokens, not 5"):
         load_windows(tokenizer, data, window=16, tokens=64, after=5)
@@ -83,6 +87,9 @@ def test_by_default_a_tenth_of_a_short_text_is_left(tokenizer: Any, data: str) -
         warnings.simplefilter("error")
         assert tokens_before_rest(tokenizer, data, 16, used) == used  # as workers of a search ask again
         assert tokens_before_rest(tokenizer, data, 16, 64 + 5) == 64 + 5
-        assert tokens_before_rest(tokenizer, data, every * 16, 1 << 16) == 1 << 16  # nothing is left, which is refused
+        # Nothing is left, which is refused.
+        assert tokens_before_rest(tokenizer, data, every * 16, 1 << 16) == 1 << 16
     with pytest.warns(UserWarning, match="held out"):
-        assert tokens_before_rest(tokenizer, data, every * 16 // 4, 1 << 16, least=2) == 2 * (every * 16 // 4)
+        assert tokens_before_rest(tokenizer, data, every * 16 // 4, 1 << 16, least=2) == 2 * (
+            every * 16 // 4
+        )

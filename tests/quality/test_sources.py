@@ -23,7 +23,9 @@ from tests.tiny_models import tiny_tokenizer
 
 
 def test_rows_are_one_text_or_documents(write: Callable[[list[Row]], Path]) -> None:
-    path = write([{"id": 1, "text": "Grüße"}, {"id": 2, "text": " the fox## the dog "}, {"id": 3, "text": ""}])
+    path = write(
+        [{"id": 1, "text": "Grüße"}, {"id": 2, "text": " the fox## the dog "}, {"id": 3, "text": ""}]
+    )
     assert texts(path) == ["Grüße\n\n the fox## the dog \n\n"]
     assert texts(path, "<sep>") == ["Grüße", " the fox## the dog "]
     assert texts(path, "##") == ["Grüße", " the fox", " the dog "]
@@ -32,7 +34,10 @@ def test_rows_are_one_text_or_documents(write: Callable[[list[Row]], Path]) -> N
 def test_what_documents_begin_and_end_with_is_theirs(tmp_path: Path) -> None:
     code = "    return x\n\n"
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": code}, {"text": " \n"}, {"text": "\n  y"}])
-    assert ["".join(pieces) for pieces in sources.documents(str(path), None, by_row=True)] == [code, "\n  y"]
+    assert ["".join(pieces) for pieces in sources.documents(str(path), None, by_row=True)] == [
+        code,
+        "\n  y",
+    ]
     (tmp_path / "a.txt").write_text("  x\n##\n    y \n##\n")  # but for line ends beside separators
     assert texts(tmp_path / "a.txt", "##") == ["  x", "    y "]
 
@@ -40,7 +45,9 @@ def test_what_documents_begin_and_end_with_is_theirs(tmp_path: Path) -> None:
 def test_pipes_are_refused_by_name(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in (tmp_path / "pipe", "/dev/null"):
-        with pytest.raises(ValueError, match=r"(pipe|/dev/null) is a pipe or a device, which can be read only once"):
+        with pytest.raises(
+            ValueError, match=r"(pipe|/dev/null) is a pipe or a device, which can be read only once"
+        ):
             texts(name)
     with pytest.raises(ValueError, match="is a folder; name a file in it"):
         sources.file_and_column(str(tmp_path))
@@ -66,7 +73,9 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 def test_names_of_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the fox")
-    with pytest.raises(ValueError, match="a.txt is read as a text file, which has no columns; drop :text"):
+    with pytest.raises(
+        ValueError, match="a.txt is read as a text file, which has no columns; drop :text"
+    ):
         texts(f"{tmp_path / 'a.txt'}:text")
     odd = write_jsonl(tmp_path / "a:b.jsonl", [{"title": "a", "text": "b"}])
     assert texts(odd) == ["b"]
@@ -127,7 +136,9 @@ def fake_datasets(monkeypatch: pytest.MonkeyPatch, rows: list[Row]) -> None:
 def test_the_column_of_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_datasets(monkeypatch, [{"title": "a", "body": "b"}, {"title": "c", "body": None}])
     assert texts("name:config:test:title") == ["a\n\nc"]
-    with pytest.raises(ValueError, match="several columns of text: title, body; say which one, as in name:::title"):
+    with pytest.raises(
+        ValueError, match="several columns of text: title, body; say which one, as in name:::title"
+    ):
         texts("name")
     with pytest.raises(ValueError, match="dataset name has no column 'n'; the columns are title, body"):
         texts("name:::n")

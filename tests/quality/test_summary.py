@@ -45,7 +45,8 @@ def test_windows_of_unlike_counts_have_the_mean_and_the_interval_of_all_that_was
     assert pool_windows(values, counts).mean() == pytest.approx(np.average(values, weights=counts))
     assert pool_windows(values, np.full(3, 7.0)) == pytest.approx(values)
     dice, covered = np.random.default_rng(0), 0
-    for _ in range(400):  # what windows count for is part of their values: 5 / 3 over all that is counted, not 3 / 2
+    # What windows count for is part of their values: 5 / 3 over all that is counted, not 3 / 2.
+    for _ in range(400):
         counts = dice.integers(1, 3, size=60).astype(float)
         low, high = interval(pool_windows(counts + dice.normal(size=60) / counts**0.5, counts))
         covered += low < 5 / 3 < high

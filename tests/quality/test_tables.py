@@ -27,7 +27,9 @@ def test_the_column(write: Write) -> None:
     assert texts(path) == ["b"]
     assert texts(f"{path}:title") == ["a"]
     path = write([{"title": "a", "body": "b"}])
-    with pytest.raises(ValueError, match=rf"several columns of text: title, body; say which one, as in {path}:title"):
+    with pytest.raises(
+        ValueError, match=rf"several columns of text: title, body; say which one, as in {path}:title"
+    ):
         texts(path)
     with pytest.raises(ValueError, match="no column 'bodie'; the columns are title, body"):
         texts(f"{path}:bodie")
@@ -70,12 +72,16 @@ def test_a_column_in_which_no_row_has_text(write: Write, tmp_path: Path) -> None
             texts(path if name == "text" else f"{path}:{name}")
     columns = {"id": ["a", "b"], "text": pa.nulls(2)}
     parquet.write_table(pa.table(columns), tmp_path / "untyped.parquet")
-    with pytest.raises(ValueError, match="column 'text' of .*untyped.parquet has no text in any of its 2 rows"):
+    with pytest.raises(
+        ValueError, match="column 'text' of .*untyped.parquet has no text in any of its 2 rows"
+    ):
         texts(tmp_path / "untyped.parquet")
 
 
 @pytest.mark.parametrize("stranger", ["text", "note"])
-def test_a_column_that_begins_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stranger: str) -> None:
+def test_a_column_that_begins_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stranger: str
+) -> None:
     """Where all rows are looked at, they decide; where not, a row that speaks against the choice is not read over."""
     rows: list[Row] = [{"content": "a"}, {}, {"content": "b"}, {"content": "c", stranger: "d"}]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
@@ -87,7 +93,9 @@ def test_a_column_that_begins_late(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert texts(f"{path}:content", "##") == ["a", "b", "c"]
     monkeypatch.setattr(tables, "_ROWS_LOOKED_AT", 3)
     where = rf"rows.jsonl:4: a column '{stranger}' begins here, and 'content' was the only one of text in .*rows.jsonl"
-    with pytest.raises(ValueError, match=rf"{where} \(its first 3 rows\); say which one, as in {path}:{stranger}"):
+    with pytest.raises(
+        ValueError, match=rf"{where} \(its first 3 rows\); say which one, as in {path}:{stranger}"
+    ):
         texts(path)
     reading = Reading()
     assert texts(write_jsonl(path, rows[:3] * 2), "##", reading) == ["a", "b"] * 2
@@ -95,11 +103,15 @@ def test_a_column_that_begins_late(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         f"column 'content' is read, the only one of text in {path} (its first 3 rows)",
         "rows: left out 2 rows without column 'content' (of 6 rows read)",
     ]
-    with pytest.raises(ValueError, match=r"\(its first 3 rows\) has no column 'body'; the columns are content"):
+    with pytest.raises(
+        ValueError, match=r"\(its first 3 rows\) has no column 'body'; the columns are content"
+    ):
         texts(f"{path}:body")
 
 
-def test_long_rows_are_looked_at_no_further_than_need_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_are_looked_at_no_further_than_need_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tables, "_CHARACTERS_LOOKED_AT", 10)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"content": "the quick brown fox"}\n' * 2 + "damaged")
@@ -141,7 +153,9 @@ def test_damaged_parquet(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1" + bytes(30))
     with pytest.raises(ValueError, match=r"a.parquet is damaged or no parquet file"):
         texts(tmp_path / "a.parquet")
-    column = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")])
+    column = pa.Array.from_buffers(
+        pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")]
+    )
     parquet.write_table(pa.table({"text": column}), tmp_path / "b.parquet")
     with pytest.raises(
         ValueError, match=r"b.parquet: column 'text' is not text in UTF-8 \(byte 1 of a row behind row 0"
@@ -155,7 +169,10 @@ def test_damaged_parquet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ('{"text": "a"}\n\n{"text": "b"\n', r"rows.jsonl:3: not valid JSON \(.*\); each line must be one object"),
+        (
+            '{"text": "a"}\n\n{"text": "b"\n',
+            r"rows.jsonl:3: not valid JSON \(.*\); each line must be one object",
+        ),
         ('{"text": "a"}\n["b"]\n', "rows.jsonl:2: each line must be one JSON object, not list"),
         ('{"text": "a"}\nnull\n', "rows.jsonl:2: each line must be one JSON object, not NoneType"),
         (
@@ -163,10 +180,16 @@ def test_damaged_parquet(tmp_path: Path) -> None:
             r"rows.jsonl:1: column 'text' is not .* \(a lone surrogate, U\+D83D, at character 1",
         ),
         ("\n\n", "rows.jsonl is empty; give a file with rows in it"),
-        (b'{"text": "a"}\n{"text": "\xff"}\n', r"rows.jsonl:2 is not UTF-8 text \(byte 24\); convert it"),
+        (
+            b'{"text": "a"}\n{"text": "\xff"}\n',
+            r"rows.jsonl:2 is not UTF-8 text \(byte 24\); convert it",
+        ),
         (b'{"text": "a\0b"}\n', "rows.jsonl:1: not valid JSON"),
         ('{"text": ' + "[" * 100_000, "rows.jsonl:1: not valid JSON"),
-        (json.dumps({"text": "a"}).encode("utf-16"), r"rows.jsonl begins as text in UTF-16 does \(FF FE\)"),
+        (
+            json.dumps({"text": "a"}).encode("utf-16"),
+            r"rows.jsonl begins as text in UTF-16 does \(FF FE\)",
+        ),
         (json.dumps({"text": "a"}).encode("utf-16-le"), "rows.jsonl:1: not valid JSON"),
     ],
 )
@@ -185,6 +208,8 @@ def test_beside_conversations_no_column_is_guessed(name: str, tmp_path: Path) ->
         parquet.write_table(pa.Table.from_pylist(rows), path)
     else:
         write_jsonl(path, rows)
-    with pytest.raises(ValueError, match=rf"conversations in column 'dialog', .* \(as {path}:dialog\); .* {path}:id$"):
+    with pytest.raises(
+        ValueError, match=rf"conversations in column 'dialog', .* \(as {path}:dialog\); .* {path}:id$"
+    ):
         texts(path)
     assert texts(f"{path}:id") == ["the fox"]

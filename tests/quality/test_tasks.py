@@ -18,7 +18,15 @@ from transformers import PreTrainedTokenizerFast
 
 import surgeon
 from surgeon.quality.tasks import Answers, TaskSettings
-from tests.quality.tasks_helpers import CHOICES, CONTEXTS, CONTINUATIONS, NUMBERS, Row, evaluate, write_rows
+from tests.quality.tasks_helpers import (
+    CHOICES,
+    CONTEXTS,
+    CONTINUATIONS,
+    NUMBERS,
+    Row,
+    evaluate,
+    write_rows,
+)
 from tests.reference import Reference
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -54,7 +62,9 @@ def plain_logits(model: Any) -> Callable[[list[int]], Tensor]:
     return logits
 
 
-def score(logits: Callable[[list[int]], Tensor], tokenizer: Any, context: str, text: str) -> tuple[float, bool]:
+def score(
+    logits: Callable[[list[int]], Tensor], tokenizer: Any, context: str, text: str
+) -> tuple[float, bool]:
     """The log-likelihood of a text after a context, and whether greedy decoding would write it."""
     ids, known = tokenizer(context + text)["input_ids"], len(tokenizer(context)["input_ids"])
     log_p = logits(ids).log_softmax(-1)
@@ -70,7 +80,9 @@ def answered(results: dict[str, Any], task: str) -> list[list[tuple[float, bool]
     return [[answer for (answer,) in sample["resps"]] for sample in results["samples"][task]]
 
 
-def assert_scores(found: list[list[tuple[float, bool]]], expected: list[list[tuple[float, bool]]]) -> None:
+def assert_scores(
+    found: list[list[tuple[float, bool]]], expected: list[list[tuple[float, bool]]]
+) -> None:
     assert [len(row) for row in found] == [len(row) for row in expected]
     for (value, greedy), (plain, plainly) in zip(chain(*found), chain(*expected), strict=True):
         assert value == pytest.approx(plain, rel=1e-4)
@@ -79,7 +91,9 @@ def assert_scores(found: list[list[tuple[float, bool]]], expected: list[list[tup
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_multiple_choice(model: Any, tokenizer: Any, tmp_path: Path, batch_size: int) -> None:
-    results = evaluate(model, tokenizer, write_rows(tmp_path / "c.jsonl", CHOICES), batch_size=batch_size)
+    results = evaluate(
+        model, tokenizer, write_rows(tmp_path / "c.jsonl", CHOICES), batch_size=batch_size
+    )
     logits = plain_logits(model)
     prompts = [
         "Question: What is lazy?\nAnswer:",
@@ -92,9 +106,13 @@ def test_multiple_choice(model: Any, tokenizer: Any, tmp_path: Path, batch_size:
         for prompt, row in zip(prompts, CHOICES, strict=True)
     ]
     assert_scores(answered(results, "c"), expected)
-    right = [np.argmax([value for value, _ in row]) == CHOICES[i]["gold"] for i, row in enumerate(expected)]
+    right = [
+        np.argmax([value for value, _ in row]) == CHOICES[i]["gold"] for i, row in enumerate(expected)
+    ]
     by_length = [
-        np.argmax([value / len(choice) for (value, _), choice in zip(row, CHOICES[i]["choices"], strict=True)])
+        np.argmax(
+            [value / len(choice) for (value, _), choice in zip(row, CHOICES[i]["choices"], strict=True)]
+        )
         == CHOICES[i]["gold"]
         for i, row in enumerate(expected)
     ]
@@ -115,7 +133,9 @@ def test_one_text_after_several_contexts(model: Any, tokenizer: Any, tmp_path: P
         for row in CONTEXTS
     ]
     assert_scores(answered(results, "w"), expected)
-    right = [np.argmax([value for value, _ in row]) == CONTEXTS[i]["gold"] for i, row in enumerate(expected)]
+    right = [
+        np.argmax([value for value, _ in row]) == CONTEXTS[i]["gold"] for i, row in enumerate(expected)
+    ]
     assert results["results"]["w"]["acc,none"] == np.mean(right)
 
 
@@ -125,7 +145,9 @@ def test_continuations(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     # A third row that greedy decoding gets right, as far as its first token is a word's beginning.
     rows = [*CONTINUATIONS, {"context": "the fox and", "continuation": greedy.strip() or "x"}]
     results = evaluate(model, tokenizer, write_rows(tmp_path / "l.jsonl", rows))
-    expected = [[score(logits, tokenizer, r["context"].rstrip(), " " + r["continuation"].lstrip())] for r in rows]
+    expected = [
+        [score(logits, tokenizer, r["context"].rstrip(), " " + r["continuation"].lstrip())] for r in rows
+    ]
     assert_scores(answered(results, "l"), expected)
     found = results["results"]["l"]
     values = [value for ((value, _),) in expected]
@@ -133,7 +155,9 @@ def test_continuations(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     assert found["acc,none"] == np.mean([right for ((_, right),) in expected])
 
 
-def write_greedily(logits: Callable[[list[int]], Tensor], tokenizer: Any, prompt: str, count: int) -> str:
+def write_greedily(
+    logits: Callable[[list[int]], Tensor], tokenizer: Any, prompt: str, count: int
+) -> str:
     ids = tokenizer(prompt)["input_ids"]
     new: list[int] = []
     while len(new) < count and tokenizer.eos_token_id not in new:
@@ -149,13 +173,17 @@ def test_numbers(model: Any, tokenizer: Any, tmp_path: Path, batch_size: int) ->
     written = [write_greedily(logits, tokenizer, prompt, POSITIONS // 2) for prompt in prompts]
     numbers = [re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", text) for text in written]
     digits = next(i for i, found in enumerate(numbers) if found and found[-1].isdigit())
-    rows = [dict(row, answer=numbers[i][-1] if i == digits else row["answer"]) for i, row in enumerate(NUMBERS)]
+    rows = [
+        dict(row, answer=numbers[i][-1] if i == digits else row["answer"])
+        for i, row in enumerate(NUMBERS)
+    ]
     results = evaluate(model, tokenizer, write_rows(tmp_path / "g.jsonl", rows), batch_size=batch_size)
     samples = [sample for sample in results["samples"]["g"] if sample["filter"] == "flexible-extract"]
     assert [sample["resps"][0][0] for sample in samples] == written
     found = results["results"]["g"]
     right = [
-        bool(n) and n[-1].replace(",", "").rstrip(".") == str(r["answer"]) for n, r in zip(numbers, rows, strict=True)
+        bool(n) and n[-1].replace(",", "").rstrip(".") == str(r["answer"])
+        for n, r in zip(numbers, rows, strict=True)
     ]
     assert found["exact_match,flexible-extract"] == np.mean(right) > 0
     assert found["exact_match,strict-match"] == 0  # nothing here writes ####
@@ -173,7 +201,10 @@ def test_an_edited_model_is_evaluated_as_it_runs(model: Any, tokenizer: Any, tmp
 
     surgeon.edit(model, "A0 F0 [A1 A2] [F1 F2]")
     found = answered(evaluate(model, tokenizer, path), "c")
-    assert_scores(found[1:2], [[score(logits, tokenizer, "The dog went on", f" {c}") for c in CHOICES[1]["choices"]]])
+    assert_scores(
+        found[1:2],
+        [[score(logits, tokenizer, "The dog went on", f" {c}") for c in CHOICES[1]["choices"]]],
+    )
 
 
 def contexts(results: dict[str, Any], task: str) -> list[str]:
@@ -204,9 +235,13 @@ def test_few_shot_examples_of_every_form(model: Any, tokenizer: Any, tmp_path: P
     assert results["n-shot"] == {"g": 1, "l": 1, "w": 1}
 
 
-def test_texts_that_are_too_long_lose_their_beginning(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_texts_that_are_too_long_lose_their_beginning(
+    model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
     long = "the dog " * POSITIONS + "The quick brown fox"
-    path = write_rows(tmp_path / "l.jsonl", [{"context": long, "continuation": "jumps"}, CONTINUATIONS[1]])
+    path = write_rows(
+        tmp_path / "l.jsonl", [{"context": long, "continuation": "jumps"}, CONTINUATIONS[1]]
+    )
     results = evaluate(model, tokenizer, path)
     assert (results["lm"].cut, len(results["lm"].asked)) == (1, 2)
     ids = tokenizer(f"{long} jumps")["input_ids"]
@@ -217,8 +252,12 @@ def test_texts_that_are_too_long_lose_their_beginning(model: Any, tokenizer: Any
     assert answered(results, "l")[0][0][0] == pytest.approx(expected, rel=1e-4)
     path = write_rows(tmp_path / "g.jsonl", [dict(NUMBERS[0], context=long), NUMBERS[1]])
     assert evaluate(model, tokenizer, path)["lm"].cut == 1
-    with pytest.raises(ValueError, match=r"the text to be scored ' the dog.* tokens, and the model only 128 positions"):
-        evaluate(model, tokenizer, write_rows(tmp_path / "x.jsonl", [{"context": "a", "continuation": long}]))
+    with pytest.raises(
+        ValueError, match=r"the text to be scored ' the dog.* tokens, and the model only 128 positions"
+    ):
+        evaluate(
+            model, tokenizer, write_rows(tmp_path / "x.jsonl", [{"context": "a", "continuation": long}])
+        )
 
 
 def test_a_text_without_tokens_is_refused(model: Any, tmp_path: Path) -> None:
@@ -284,7 +323,9 @@ def test_answers_of_another_model_are_not_taken(model: Any, tokenizer: Any, tmp_
     with Answers(tmp_path / "out", {"model": 1}) as answers:
         first = evaluate(model, tokenizer, path, answers=answers)
     with Answers(tmp_path / "out", {"model": 2}) as answers:
-        other = evaluate(tiny_model("llama", 3, 1, vocab_size=len(tokenizer)), tokenizer, path, answers=answers)
+        other = evaluate(
+            tiny_model("llama", 3, 1, vocab_size=len(tokenizer)), tokenizer, path, answers=answers
+        )
     assert answered(first, "c") != answered(other, "c")
     assert len(list((tmp_path / "out").iterdir())) == 2
 
@@ -348,7 +389,10 @@ def test_whole_texts(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     with Answers(tmp_path / "out", {}) as answers:
         results = evaluate(model, tokenizer, tmp_path / "rolling.yaml", answers=answers)
         kill_after(model, 0)
-        assert evaluate(model, tokenizer, tmp_path / "rolling.yaml", answers=answers)["results"] == results["results"]
+        assert (
+            evaluate(model, tokenizer, tmp_path / "rolling.yaml", answers=answers)["results"]
+            == results["results"]
+        )
     logits, texts, total = plain_logits(model), ["The quick brown fox", "jumps over"], 0.0
     for text in texts:
         ids = tokenizer(text)["input_ids"]  # begins with BOS, and lm-eval puts one more before it
@@ -371,7 +415,9 @@ def test_tokenizers_that_lack_something(model: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no chat template; leave the template out"):
         evaluate(model, bare, write_rows(tmp_path / "c.jsonl", CHOICES), chat=True)
     bare.eos_token = None
-    with pytest.raises(ValueError, match="task g generates text, which needs a tokenizer that has an EOS"):
+    with pytest.raises(
+        ValueError, match="task g generates text, which needs a tokenizer that has an EOS"
+    ):
         evaluate(model, bare, write_rows(tmp_path / "g.jsonl", NUMBERS))
     bare.bos_token = None
     with pytest.raises(ValueError, match="neither BOS nor EOS"):
@@ -381,6 +427,11 @@ def test_tokenizers_that_lack_something(model: Any, tmp_path: Path) -> None:
 def test_a_chat_template_is_used(model: Any, tmp_path: Path) -> None:
     chatty: Any = tiny_tokenizer()
     chatty.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    results = evaluate(model, chatty, write_rows(tmp_path / "c.jsonl", CHOICES[1:2] + CHOICES[3:]), shots=1, chat=True)
-    assert contexts(results, "c")[0] == "<user>The lazy dog<assistant>and the dog<user>The dog went on<assistant>"
+    results = evaluate(
+        model, chatty, write_rows(tmp_path / "c.jsonl", CHOICES[1:2] + CHOICES[3:]), shots=1, chat=True
+    )
+    assert (
+        contexts(results, "c")[0]
+        == "<user>The lazy dog<assistant>and the dog<user>The dog went on<assistant>"
+    )
     assert results["chat_template"] == chatty.chat_template

@@ -33,7 +33,9 @@ NUMBER: Row = {"context": "a", "answer": "7"}
     ],
 )
 def test_the_form_follows_from_the_keys(tmp_path: Path, rows: list[Row], name: str) -> None:
-    form, read = read_rows(write_rows(tmp_path / "t.jsonl", [dict(row, id=i) for i, row in enumerate(rows)]))
+    form, read = read_rows(
+        write_rows(tmp_path / "t.jsonl", [dict(row, id=i) for i, row in enumerate(rows)])
+    )
     assert (form.name, len(read)) == (name, len(rows))
 
 
@@ -50,7 +52,9 @@ def test_prompts_are_those_of_lm_evals_own_tasks(tmp_path: Path) -> None:
     (row,) = read_rows(write_rows(tmp_path / "t.jsonl", written))[1]
     piqa = own_template("piqa", "piqa.yaml")
     assert row["prompt"] == apply_template(piqa["doc_to_text"], {"goal": goal})
-    (row,) = read_rows(write_rows(tmp_path / "t.jsonl", [{**written[0], "query": f"Question: {goal}"}]))[1]
+    (row,) = read_rows(write_rows(tmp_path / "t.jsonl", [{**written[0], "query": f"Question: {goal}"}]))[
+        1
+    ]
     arc = own_template("arc", "arc_easy.yaml")
     assert row["prompt"] == apply_template(arc["doc_to_text"], {"question": goal})
     assert own_template("openbookqa", "openbookqa.yaml")["doc_to_text"] == "question_stem"
@@ -60,7 +64,8 @@ def test_prompts_are_those_of_lm_evals_own_tasks(tmp_path: Path) -> None:
 
 def test_numbers_are_asked_and_read_as_in_lm_evals_gsm8k(tmp_path: Path) -> None:
     path = write_rows(
-        tmp_path / "t.jsonl", [{"context": goal, "chain_of_thought": "1 + 1\nis 2", "answer": "2"} for goal in "ab"]
+        tmp_path / "t.jsonl",
+        [{"context": goal, "chain_of_thought": "1 + 1\nis 2", "answer": "2"} for goal in "ab"],
     )
     task, digest = file_task(path, 1024)
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -92,7 +97,10 @@ def test_nothing_is_left_in_the_cache(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"a": 1}, "the keys a fit no kind of task; a row has one of: query, choices, gold (multiple choice);"),
+        (
+            {"a": 1},
+            "the keys a fit no kind of task; a row has one of: query, choices, gold (multiple choice);",
+        ),
         ({**TEXT, **NUMBER}, "the keys context, continuation, answer fit several kinds of task"),
         ({**CHOICE, "gold": 2}, "gold must be the right one's number, 0 to 1, not 2"),
         ({**CHOICE, "gold": -1}, "not -1"),
@@ -102,11 +110,20 @@ def test_nothing_is_left_in_the_cache(tmp_path: Path, monkeypatch: pytest.Monkey
         ({**CHOICE, "choices": "ab"}, "choices must be a list of at least two texts, not 'ab'"),
         ({**CHOICE, "choices": ["a", ""]}, "choices must be text with something in it, not ''"),
         ({**CHOICE, "query": " "}, "query must be text with something in it, not ' '"),
-        ({**CONTEXT, "context_options": ["a", 1]}, "context_options must be text with something in it, not 1"),
+        (
+            {**CONTEXT, "context_options": ["a", 1]},
+            "context_options must be text with something in it, not 1",
+        ),
         ({**CONTEXT, "continuation": None}, "continuation must be text with something in it, not None"),
         ({**TEXT, "continuation": ""}, "continuation must be text"),
-        ({**CHOICE, "query": "a\ud800"}, "query is not text in UTF-8 (a lone surrogate, U+D800, at character 1)"),
-        ({**NUMBER, "answer": "Paris"}, "the answer 'Paris' is no number; rows with context and answer are scored"),
+        (
+            {**CHOICE, "query": "a\ud800"},
+            "query is not text in UTF-8 (a lone surrogate, U+D800, at character 1)",
+        ),
+        (
+            {**NUMBER, "answer": "Paris"},
+            "the answer 'Paris' is no number; rows with context and answer are scored",
+        ),
         ({**NUMBER, "answer": True}, "answer must be text"),
         ({**NUMBER, "chain_of_thought": 1}, "chain_of_thought must be text"),
     ],
@@ -124,7 +141,10 @@ def test_rows_that_are_refused(tmp_path: Path, row: Row, said: str) -> None:
     [
         ([CHOICE, TEXT], ":2: the key 'query' is missing; every row needs query, choices, gold"),
         ([CHOICE, {**CHOICE, "gold": 5}], ":2: gold must be"),
-        ([NUMBER, {**NUMBER, "chain_of_thought": "a"}], ":2: either every row has a chain_of_thought or none has"),
+        (
+            [NUMBER, {**NUMBER, "chain_of_thought": "a"}],
+            ":2: either every row has a chain_of_thought or none has",
+        ),
         ([], " is empty; give a file with rows in it"),
     ],
 )

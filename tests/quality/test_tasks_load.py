@@ -95,12 +95,16 @@ def test_a_group_may_have_lm_evals_own_tasks(tmp_path: Path, known: list[int]) -
     (tmp_path / "other").mkdir()
     path = tmp_path / "other" / "mixed.yaml"
     path.write_text("group: mixed\ntask:\n  - first\n  - group: inner\n    task: [third]\n")
-    assert set(load(path).loaded["tasks"]) == set(load(path.parent).loaded["tasks"]) == {"first", "third"}
+    assert (
+        set(load(path).loaded["tasks"]) == set(load(path.parent).loaded["tasks"]) == {"first", "third"}
+    )
     assert known
 
 
 def test_unknown_names(known: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"unknown task 'thrid'; did you mean 'third'\? \(.* its path: thrid.jsonl\)"):
+    with pytest.raises(
+        ValueError, match=r"unknown task 'thrid'; did you mean 'third'\? \(.* its path: thrid.jsonl\)"
+    ):
         load("thrid")
     with pytest.raises(ValueError, match="unknown task 'papre'; did you mean 'paper'"):
         load("papre")
@@ -128,13 +132,17 @@ def test_missing_and_damaged_files(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ValueError, match="empty holds no task of lm-eval's"):
         load(tmp_path / "empty")
     (folder / "code.py").write_text("import no_such_package")
-    with pytest.raises(ImportError, match=r"needs a package that is not installed \(No module named 'no_such_package"):
+    with pytest.raises(
+        ImportError, match=r"needs a package that is not installed \(No module named 'no_such_package"
+    ):
         load(folder / "third.yaml")
 
 
 def test_data_that_cannot_be_had(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("task: a\ndataset_path: nobody/nothing\ntest_split: test\n")
-    with pytest.raises(FileNotFoundError, match=r"the data of task .*a.yaml cannot be had .*local file, a.jsonl"):
+    with pytest.raises(
+        FileNotFoundError, match=r"the data of task .*a.yaml cannot be had .*local file, a.jsonl"
+    ):
         load(tmp_path / "a.yaml")
 
 
@@ -163,7 +171,9 @@ def test_numbers_of_few_shot_examples(
     monkeypatch.setitem(PRESETS, "paper", {"first": 5, "second": 5})
     assert shots(load("paper", "third")) == {"first": 5, "second": 0, "third": 1}
     assert shots(load("paper", num_fewshot=1)) == {"first": 1, "second": 0}
-    with pytest.raises(ValueError, match="c.jsonl has 4 different rows: too few for 4 examples and one question"):
+    with pytest.raises(
+        ValueError, match="c.jsonl has 4 different rows: too few for 4 examples and one question"
+    ):
         load(path, num_fewshot=4)
     write_rows(path, [*CHOICES[:2], *CHOICES[:2]])
     with pytest.raises(ValueError, match="2 different rows"):
@@ -191,9 +201,12 @@ def test_what_cannot_be_computed_here(folder: Path, tmp_path: Path) -> None:
     long = "generation_kwargs: {max_gen_toks: 128, until: []}\n"
     text = TASK.format(name="third").replace("multiple_choice", "generate_until")
     (folder / "third.yaml").write_text(text + long)
-    with pytest.raises(ValueError, match="third generates up to 128 tokens, but the model has only 128 positions"):
+    with pytest.raises(
+        ValueError, match="third generates up to 128 tokens, but the model has only 128 positions"
+    ):
         load(folder / "third.yaml")
-    assert load(write_rows(tmp_path / "g.jsonl", NUMBERS)).names == ["g"]  # generates as much as there is room for
+    # Generates as much as there is room for.
+    assert load(write_rows(tmp_path / "g.jsonl", NUMBERS)).names == ["g"]
 
 
 def test_seeds() -> None:

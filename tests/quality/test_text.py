@@ -53,7 +53,9 @@ def test_numbers_equal_a_scans_and_plain_ones(family: str) -> None:
 
 def test_of_answers_every_token_counts_alike_and_nothing_behind_the_last_is_read() -> None:
     model, other = tiny_model("llama", 1), tiny_model("llama", 1, seed=1)
-    answers = torch.tensor([[1, 0, 1, 1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 0, 1, 0]])
+    answers = torch.tensor(
+        [[1, 0, 1, 1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 0, 1, 0]]
+    )
     lengths = []
 
     def read(ids: Tensor) -> Tensor:
@@ -113,10 +115,15 @@ def test_without_an_original_there_is_no_divergence() -> None:
 
 
 def test_one_window_has_no_interval() -> None:
-    found = text_quality(logits_of(tiny_model("llama", 1)), IDS[:1], logits_of(tiny_model("llama", 1, seed=1)))
+    found = text_quality(
+        logits_of(tiny_model("llama", 1)), IDS[:1], logits_of(tiny_model("llama", 1, seed=1))
+    )
     assert math.isnan(found.perplexity_low)
     assert math.isnan(found.divergence_high)
-    assert found.line() == f"perplexity {found.perplexity:.4g}, divergence {found.divergence:.3g} over 8 tokens"
+    assert (
+        found.line()
+        == f"perplexity {found.perplexity:.4g}, divergence {found.divergence:.3g} over 8 tokens"
+    )
     assert (
         found.as_draft()
         == f"as a draft: acceptance {found.greedy_acceptance:.3f} greedy, {found.sampled_acceptance:.3f} sampled"

@@ -54,10 +54,19 @@ def test_line_ends_of_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("the fox".encode("utf-16"), r"a.txt begins as text in UTF-16 does \(FF FE\); .* iconv -f UTF-16 "),
-        (codecs.BOM_UTF16_BE + "fox".encode("utf-16-be"), r"a.txt begins as text in UTF-16 does \(FE FF\)"),
+        (
+            "the fox".encode("utf-16"),
+            r"a.txt begins as text in UTF-16 does \(FF FE\); .* iconv -f UTF-16 ",
+        ),
+        (
+            codecs.BOM_UTF16_BE + "fox".encode("utf-16-be"),
+            r"a.txt begins as text in UTF-16 does \(FE FF\)",
+        ),
         ("the fox".encode("utf-32"), r"a.txt begins as text in UTF-32 does \(FF FE 00 00\)"),
-        ("the fox".encode("utf-16-le"), "a.txt is no text: byte 1 is NUL, .* UTF-16 without a byte order mark"),
+        (
+            "the fox".encode("utf-16-le"),
+            "a.txt is no text: byte 1 is NUL, .* UTF-16 without a byte order mark",
+        ),
         (b"the\0fox", "a.txt is no text: byte 3 is NUL"),
         ("naïve".encode("latin-1"), r"a.txt is not UTF-8 text \(byte 2\); convert it"),
         (MARK + "naïve".encode("latin-1"), r"a.txt is not UTF-8 text \(byte 5\)"),

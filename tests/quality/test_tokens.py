@@ -36,13 +36,21 @@ def trained(kind: str) -> PreTrainedTokenizerFast:
         "bytes": (models.BPE(), trainers.BpeTrainer(vocab_size=500, show_progress=False)),
         "lines": (
             models.BPE(byte_fallback=True, unk_token="<unk>"),
-            trainers.BpeTrainer(vocab_size=500, show_progress=False, special_tokens=["<unk>"], max_token_length=12),
+            trainers.BpeTrainer(
+                vocab_size=500, show_progress=False, special_tokens=["<unk>"], max_token_length=12
+            ),
         ),
-        "unigram": (models.Unigram(), trainers.UnigramTrainer(vocab_size=400, unk_token="<unk>", show_progress=False)),
+        "unigram": (
+            models.Unigram(),
+            trainers.UnigramTrainer(vocab_size=400, unk_token="<unk>", show_progress=False),
+        ),
     }[kind]
     made: Any = Tokenizer(model)
     if kind == "bytes":
-        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        made.pre_tokenizer, made.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
     else:
         made.pre_tokenizer = pre_tokenizers.Metaspace(split=kind == "unigram")
     made.train_from_iterator(text.splitlines(), trainer)
@@ -74,8 +82,15 @@ def read(tokenizer: Any, *texts: str, apart: bool = False) -> list[list[int]]:
 )
 def test_blocks_come_to_the_same_as_the_whole_text(kind: str) -> None:
     tokenizer = trained(kind)
-    for text in (demo_data()[0][:9000], WORDS, "né à Zürich: 漢字かな交じり文 🙂 " * 120, "a  \n\n " * 700):
-        assert read(tokenizer, text) == [tokenizer(text, add_special_tokens=False)["input_ids"]], text[:20]
+    for text in (
+        demo_data()[0][:9000],
+        WORDS,
+        "né à Zürich: 漢字かな交じり文 🙂 " * 120,
+        "a  \n\n " * 700,
+    ):
+        assert read(tokenizer, text) == [tokenizer(text, add_special_tokens=False)["input_ids"]], text[
+            :20
+        ]
 
 
 @pytest.mark.parametrize("period", ["ab", "abc", "self"])

@@ -36,7 +36,9 @@ def test_shares_of_parameters_and_printed_ranks(name: str, recwarn: pytest.Warni
         for file in (name, f"{name}-printed")
     )
     assert share == pytest.approx(0.6, abs=0.001)
-    assert printed == pytest.approx({"llama-3-70b": 0.805, "llama-65b": 0.881, "opt-30b": 0.833}[name], abs=0.001)
+    assert printed == pytest.approx(
+        {"llama-3-70b": 0.805, "llama-65b": 0.881, "opt-30b": 0.833}[name], abs=0.001
+    )
     assert not [each for each in recwarn if "whole" in str(each.message)]
 
 
@@ -45,5 +47,7 @@ def test_two_factors_of_a_printed_rank_are_larger_than_a_square_matrix() -> None
     size = 4916 * (8192 + 8192)
     assert size == pytest.approx(1.2 * 8192**2, rel=0.001)
     config = config_of("llama-3-70b")
-    program = recipe_program(read_recipe(ROOT / "recipes" / "deinfer" / "llama-3-70b-printed.yaml"), config)
+    program = recipe_program(
+        read_recipe(ROOT / "recipes" / "deinfer" / "llama-3-70b-printed.yaml"), config
+    )
     assert str(program).startswith("A0@k614,v614 F0@gate4916,up4916,down4916 ")

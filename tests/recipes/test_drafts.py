@@ -22,4 +22,7 @@ def test_it_drafts(name: str) -> None:
     assert draft is not None
     planned = with_draft(make_plan(model, 2, 256), model, draft).draft
     assert planned is not None
-    assert Program.parse(planned.plan.program).sync_points(2) == {"demo-left-out": 25, "demo-mixture": 4}[name]
+    assert (
+        Program.parse(planned.plan.program).sync_points(2)
+        == {"demo-left-out": 25, "demo-mixture": 4}[name]
+    )

@@ -73,7 +73,9 @@ def models() -> dict[str, torch.nn.Module]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_fits_its_model_and_costs_what_the_paper_says(name: str, models: dict[str, torch.nn.Module]) -> None:
+def test_a_recipe_fits_its_model_and_costs_what_the_paper_says(
+    name: str, models: dict[str, torch.nn.Module]
+) -> None:
     recipe = RECIPES[name]
     model = models[recipe.model]
     layers = model.config.num_hidden_layers
@@ -90,7 +92,9 @@ def test_a_recipe_fits_its_model_and_costs_what_the_paper_says(name: str, models
 @pytest.mark.parametrize("model", TABLE_1)
 def test_every_row_of_table_1_is_there(model: str) -> None:
     depths, end = TABLE_1[model]
-    mine = [recipe for name, recipe in RECIPES.items() if name.startswith("lp-") and recipe.model == model]
+    mine = [
+        recipe for name, recipe in RECIPES.items() if name.startswith("lp-") and recipe.model == model
+    ]
     assert {recipe.expect.effective_depth for recipe in mine} == depths
     layers = CONFIGS[model].num_hidden_layers
     for recipe in mine:
@@ -101,7 +105,11 @@ def test_every_row_of_table_1_is_there(model: str) -> None:
 
 def test_the_hybrids_of_ladder_residual() -> None:
     """The upper half of the layers, and layers 12 to the end (section 4.2.1 of Ladder Residual)."""
-    mine = {name: only_operation(recipe, "ladder") for name, recipe in RECIPES.items() if name.startswith("ladder-")}
+    mine = {
+        name: only_operation(recipe, "ladder")
+        for name, recipe in RECIPES.items()
+        if name.startswith("ladder-")
+    }
     assert mine == {
         "ladder-llama-3.1-8b-instruct-16l": (range(16, 32),),
         "ladder-llama-3.1-8b-instruct-20l": (range(12, 32),),

@@ -60,9 +60,11 @@ def test_it_describes_the_papers_model(name: str) -> None:
     plan = plan_of(CONFIGS[name])
     assert plan.program.sync_points(8) == SYNCS[name]
     dense = plan_of(replace(plan.config, tracks=None))
-    assert dense.parameters == pytest.approx(1e9 * float(size_of(name)[:-1]), rel=0.04)  # LLaMA's 7B are 6.74B
+    # LLaMA's 7B are 6.74B.
+    assert dense.parameters == pytest.approx(1e9 * float(size_of(name)[:-1]), rel=0.04)
     layers = [count_parameters(one.architecture).layers for one in (dense, plan)]
-    assert layers[1] == pytest.approx(layers[0], rel=0.01)  # tracks have narrower embeddings, and as large layers
+    # Tracks have narrower embeddings, and as large layers.
+    assert layers[1] == pytest.approx(layers[0], rel=0.01)
 
 
 @pytest.mark.parametrize("name", SYNCS)
@@ -73,7 +75,9 @@ def test_it_trains_as_printed(name: str) -> None:
         assert tokens == pytest.approx(TOKENS.get(size_of(name), 400), rel=0.001)
     else:
         parameters = float(size_of(name)[:-1])
-        assert tokens == pytest.approx(9.7, rel=0.001) if name == "racks-13b" else tokens < 2 * parameters
+        assert (
+            tokens == pytest.approx(9.7, rel=0.001) if name == "racks-13b" else tokens < 2 * parameters
+        )
         assert len(racks.ranges) == 4
     if size_of(name) in ("1.2b", "1.5b", "3.5b", "4.5b"):
         assert settings.batch * CONFIGS[name].window == 4 * 1024**2

@@ -37,7 +37,9 @@ def cache_bytes(cache: PagedCache) -> int:
     return cache.stored.nbytes + sum(slot.nbytes for slot in cache.low_rank.values())
 
 
-def logits_in_chunks(rank: Rank, plan: Plan, chunks: list[Tensor]) -> tuple[Tensor, list[Counts], Counts]:
+def logits_in_chunks(
+    rank: Rank, plan: Plan, chunks: list[Tensor]
+) -> tuple[Tensor, list[Counts], Counts]:
     """All logits of some texts given in several chunks, the layers' collectives by chunk, the vocabulary's of all."""
     engine = RankEngine(plan, rank.collectives, rank.device)
     prefill, found, counts = engine.figures.prefill, [], []
@@ -127,7 +129,8 @@ def sums_in_flight(rank: Rank, sizes: list[int], dtype: torch.dtype, depth: int)
     counts, results = Counts(), []
     for first in range(0, len(sizes), depth):
         waits = [
-            rank.collectives.all_reduce(part(rank.rank, size, dtype), counts) for size in sizes[first : first + depth]
+            rank.collectives.all_reduce(part(rank.rank, size, dtype), counts)
+            for size in sizes[first : first + depth]
         ]
         results += reversed([wait().clone() for wait in reversed(waits)])
     assert counts.all_reduces == len(sizes)
@@ -241,10 +244,17 @@ def continued(engine: RankEngine, prompts: Tensor, new_tokens: int) -> Continued
     """Continue texts of one length: the first half of every prompt in a pass of its own, then the other half."""
     texts, length = prompts.shape
     blocks = blocks_for(length + new_tokens)
-    cache, start, newest, found = engine.new_cache(texts * blocks, texts), 0, prompts[:, : length // 2], list[Tensor]()
+    cache, start, newest, found = (
+        engine.new_cache(texts * blocks, texts),
+        0,
+        prompts[:, : length // 2],
+        list[Tensor](),
+    )
     runs = [([(block * texts + text, 1) for block in range(blocks)],) for text in range(texts)]
     while len(found) <= new_tokens:
-        rows = [Row(start, row.tolist(), own, Wanted.LOGITS) for row, own in zip(newest, runs, strict=True)]
+        rows = [
+            Row(start, row.tolist(), own, Wanted.LOGITS) for row, own in zip(newest, runs, strict=True)
+        ]
         engine.figures.decode.layers = Counts()
         logits = engine.step(rows, cache).logits
         assert logits is not None
@@ -265,7 +275,9 @@ def continued_both_ways(rank: Rank, plan: Plan) -> tuple[Tensor, Tensor, list[Co
         cache.stored.fill_(0.5)  # what texts hold before their first token here
         for number in range(9):  # of one, two and three texts
             blocks = [([(4 * text, 4)],) for text in range(1 + number % 3)]
-            rows = [Row(number, [text + number], runs, Wanted.LOGITS) for text, runs in enumerate(blocks)]
+            rows = [
+                Row(number, [text + number], runs, Wanted.LOGITS) for text, runs in enumerate(blocks)
+            ]
             made = engine.step(rows, cache).logits
             assert made is not None
             found.append(made)

@@ -35,7 +35,9 @@ def tokenizer(folder: Path) -> Any:
 
 def answer(folder: Path, tokenizer: Any, messages: list[dict[str, Any]], new: int = NEW) -> str:
     """What `transformers` answers."""
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
     assert ids.count(tokenizer.bos_token_id) == 1
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokens = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)[0].tolist()
@@ -45,17 +47,25 @@ def answer(folder: Path, tokenizer: Any, messages: list[dict[str, Any]], new: in
 
 
 @pytest.mark.parametrize(("ranks", "draft"), [(1, None), (2, DRAFT)])
-def test_answers_are_to_all_that_was_said(ranks: int, draft: str | None, folder: Path, tokenizer: Any) -> None:
+def test_answers_are_to_all_that_was_said(
+    ranks: int, draft: str | None, folder: Path, tokenizer: Any
+) -> None:
     said: list[dict[str, Any]] = [SYSTEM]
     with surgeon.chat(
-        folder, system=SYSTEM["content"], ranks=ranks, draft=draft, draft_tokens=draft and 2, max_new_tokens=NEW
+        folder,
+        system=SYSTEM["content"],
+        ranks=ranks,
+        draft=draft,
+        draft_tokens=draft and 2,
+        max_new_tokens=NEW,
     ) as conversation:
         for text in ("the lazy dog", "and the dog"):
             said.append({"role": "user", "content": text})
             said.append({"role": "assistant", "content": answer(folder, tokenizer, said)})
             assert "".join(conversation.say(text)) == said[-1]["content"]
             assert conversation.messages == said
-        assert conversation.answers[1].usage.cached > 16  # all but the newest message were computed before
+        # All but the newest message were computed before.
+        assert conversation.answers[1].usage.cached > 16
         assert bool(conversation.answers[1].usage.drafted) == (draft is not None)
         conversation.reset()
         anew = [SYSTEM, {"role": "user", "content": "fox"}]

@@ -58,15 +58,17 @@ def prompt(tokenizer: Any) -> list[int]:
 def expected(folder: Path, prompt: list[int]) -> list[int]:
     """Tokens of `transformers`."""
     model = AutoModelForCausalLM.from_pretrained(folder)
-    tokens: list[int] = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)[
-        0
-    ].tolist()
+    tokens: list[int] = model.generate(
+        torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None
+    )[0].tolist()
     return tokens[len(prompt) :]
 
 
 @pytest.fixture(scope="module")
 def service(folder: Path, tokenizer: Any) -> Iterator[Service]:
-    with Service(folder, ServiceOptions(RankOptions(2), max_batch=3, max_waiting=5), tokenizer) as started:
+    with Service(
+        folder, ServiceOptions(RankOptions(2), max_batch=3, max_waiting=5), tokenizer
+    ) as started:
         yield started
 
 
@@ -75,7 +77,11 @@ def read(stream: Stream) -> tuple[list[int], str, Event]:
     events = list(stream)
     assert [event.finish_reason is None for event in events] == [True] * (len(events) - 1) + [False]
     assert {event.request for event in events} == {stream.id}
-    return [token for event in events for token in event.tokens], "".join(e.text for e in events), events[-1]
+    return (
+        [token for event in events for token in event.tokens],
+        "".join(e.text for e in events),
+        events[-1],
+    )
 
 
 def settled(service: Service, finished: int) -> bool:
@@ -84,7 +90,9 @@ def settled(service: Service, finished: int) -> bool:
     return service.stats().running == service.stats().waiting == 0
 
 
-def test_tokens_text_and_usage(service: Service, tokenizer: Any, prompt: list[int], expected: list[int]) -> None:
+def test_tokens_text_and_usage(
+    service: Service, tokenizer: Any, prompt: list[int], expected: list[int]
+) -> None:
     tokens, text, last = read(service.submit(prompt, GREEDY))
     assert tokens == expected
     whole = tokenizer.decode(prompt + expected, skip_special_tokens=True)
@@ -93,18 +101,24 @@ def test_tokens_text_and_usage(service: Service, tokenizer: Any, prompt: list[in
     assert 0 < last.queue_seconds < 60
 
 
-def test_windows_caps_and_norms_behind_sublayers(tmp_path: Path, tokenizer: Any, prompt: list[int]) -> None:
+def test_windows_caps_and_norms_behind_sublayers(
+    tmp_path: Path, tokenizer: Any, prompt: list[int]
+) -> None:
     """Gemma2, an LP pair in it; prompts that begin alike, of different lengths, twice as long as the window."""
     folder = save_checkpoint(tmp_path / "tiny-gemma2", "gemma2", sliding_window=8)
     program = "A0 F0 [A1 A2] [F1 F2] A3 F3"
     model = edit(AutoModelForCausalLM.from_pretrained(folder), program)
     prompts = [prompt, prompt * 2, prompt * 2 + prompt[1:3]]
     assert len(prompts[1]) > 16
-    with Service(folder, ServiceOptions(RankOptions(2), program=program, max_batch=2), tokenizer) as service:
+    with Service(
+        folder, ServiceOptions(RankOptions(2), program=program, max_batch=2), tokenizer
+    ) as service:
         streams = [service.submit(tokens, GREEDY) for tokens in prompts]
         found = [read(stream)[0] for stream in streams]
     for tokens, new in zip(prompts, found, strict=True):
-        whole = model.generate(torch.tensor([tokens]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+        whole = model.generate(
+            torch.tensor([tokens]), max_new_tokens=NEW, do_sample=False, eos_token_id=None
+        )
         assert new == whole[0, len(tokens) :].tolist()
 
 
@@ -159,7 +173,9 @@ def test_sampling_is_the_same_for_the_same_seed(service: Service, prompt: list[i
     assert first == second
     assert len(last.logprobs) == 1
     assert len(last.logprobs[0].top) == 2
-    unseeded = [read(service.submit(prompt, replace(sampling, seed=None, top_p=1.0)))[0] for _ in range(3)]
+    unseeded = [
+        read(service.submit(prompt, replace(sampling, seed=None, top_p=1.0)))[0] for _ in range(3)
+    ]
     assert len(set(map(tuple, unseeded))) > 1
 
 
@@ -196,11 +212,19 @@ def test_statistics(folder: Path, prompt: list[int]) -> None:
             assert text == ""
         stats = service.stats()
         shared = (len(long) - 1) // 16 * 16
-        assert (stats.prompt_tokens, stats.cached_tokens, stats.new_tokens) == (2 * len(long), shared, 2 * len(tokens))
+        assert (stats.prompt_tokens, stats.cached_tokens, stats.new_tokens) == (
+            2 * len(long),
+            shared,
+            2 * len(tokens),
+        )
         assert (stats.running, stats.waiting, stats.finished, stats.free_blocks) == (0, 0, 2, 20)
         assert stats.passes == 2 * NEW
         figures = service.figures()
-        counts = [count for each in (figures[0].prefill, figures[0].decode) for count in (each.layers, each.vocabulary)]
+        counts = [
+            count
+            for each in (figures[0].prefill, figures[0].decode)
+            for count in (each.layers, each.vocabulary)
+        ]
         sums = sum(count.all_reduces for count in counts)
         assert sums == stats.passes * (8 + 1)  # of the four layers, and of the embedding
         assert [each.prefill.passes + each.decode.passes for each in figures] == [stats.passes] * 2
@@ -209,12 +233,15 @@ def test_statistics(folder: Path, prompt: list[int]) -> None:
 
 
 def test_an_emulated_link_and_compressed_reductions(folder: Path, prompt: list[int]) -> None:
-    with Service(folder, ServiceOptions(RankOptions(2, link=Link(0.005), compression="int4"))) as service:
+    with Service(
+        folder, ServiceOptions(RankOptions(2, link=Link(0.005), compression="int4"))
+    ) as service:
         tokens = read(service.submit(prompt, GREEDY))[0]
         decode = service.figures()[0].decode
         assert len(tokens) == NEW
         assert decode.passes == NEW - 1
-        assert decode.seconds >= decode.passes * 10 * 0.005  # 8 steps, the embedding and the head, one after the other
+        # 8 steps, the embedding and the head, one after the other.
+        assert decode.seconds >= decode.passes * 10 * 0.005
         assert (decode.layers.all_reduces, decode.layers.all_gathers) == (0, 8 * decode.passes)
         # 32 features: one exact (4 bytes), its place (2), a scale (4), and two integers in a byte.
         assert decode.layers.bytes == decode.passes * 8 * (4 + 2 + 4 + 16)
@@ -245,11 +272,18 @@ def test_requests_that_are_refused(service: Service, folder: Path, prompt: list[
         ([], GREEDY, "the prompt is empty"),
         ([1, 300], GREEDY, r"token ids must lie in 0\.\.\d+, the model's vocabulary"),
         ([1, -1], GREEDY, "token ids must lie in"),
-        ([1] * 100, replace(GREEDY, max_new_tokens=29), "100 tokens of the prompt and 29 new .* more than the 128"),
+        (
+            [1] * 100,
+            replace(GREEDY, max_new_tokens=29),
+            "100 tokens of the prompt and 29 new .* more than the 128",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             service.submit(tokens, sampling)
-    with Service(folder) as bare, pytest.raises(ValueError, match="stop texts cannot be found without a tokenizer"):
+    with (
+        Service(folder) as bare,
+        pytest.raises(ValueError, match="stop texts cannot be found without a tokenizer"),
+    ):
         bare.submit(prompt, replace(GREEDY, stop=("a",)))
 
 
@@ -264,12 +298,15 @@ def test_a_rank_that_is_killed(who: int, folder: Path, prompt: list[int]) -> Non
         os.kill(killed, signal.SIGKILL)
         began = time.monotonic()
         for stream in streams[:3]:
-            with pytest.raises(RankFailed, match=rf"rank {who} \(process {killed}\) was ended by SIGKILL"):
+            with pytest.raises(
+                RankFailed, match=rf"rank {who} \(process {killed}\) was ended by SIGKILL"
+            ):
                 list(stream)
         while isinstance(event := heard.get(timeout=PATIENCE), Event):
             assert event.finish_reason is None
         assert isinstance(event, RankFailed)
-        assert time.monotonic() - began < PATIENCE_SECONDS  # after which ranks that do not answer are given up
+        # After which ranks that do not answer are given up.
+        assert time.monotonic() - began < PATIENCE_SECONDS
         with pytest.raises(RankFailed):
             service.submit(prompt, GREEDY)
         with pytest.raises(RankFailed):
@@ -302,7 +339,9 @@ def test_a_rank_that_is_stopped(who: int, folder: Path, prompt: list[int]) -> No
         os.kill(stopped, signal.SIGSTOP)
         began = time.monotonic()
         for stream in streams:
-            with pytest.raises(RankFailed, match=rf"^rank {who} \(process {stopped}\) has not answered for 4 seconds"):
+            with pytest.raises(
+                RankFailed, match=rf"^rank {who} \(process {stopped}\) has not answered for 4 seconds"
+            ):
                 list(stream)
         assert patience / 2 < time.monotonic() - began < PATIENCE
         with pytest.raises(RankFailed, match="has not answered"):
@@ -337,7 +376,9 @@ def test_ranks_that_wait_use_no_processor(folder: Path, prompt: list[int]) -> No
             return (ticks() - before) / 100
 
         def ticks() -> int:
-            stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in service.pids]
+            stats = [
+                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in service.pids
+            ]
             return sum(int(fields[11]) + int(fields[12]) for fields in stats)
 
         assert takes_less_than(0.06, used)
@@ -346,13 +387,19 @@ def test_ranks_that_wait_use_no_processor(folder: Path, prompt: list[int]) -> No
 def test_memory_is_checked_before_anything_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     # 4 layers of 2 KV heads of 8 features in float32: 16 tokens take 8 KB.
-    with pytest.raises(ValueError, match="and 200 blocks of 8KB do not fit: 1MB are allowed; at most 103 blocks do"):
+    with pytest.raises(
+        ValueError, match="and 200 blocks of 8KB do not fit: 1MB are allowed; at most 103 blocks do"
+    ):
         Service(folder, ServiceOptions(RankOptions(2), blocks=200, memory=1 << 20))
-    with pytest.raises(ValueError, match="the weights take 195KB and 100KB are allowed; give more memory"):
+    with pytest.raises(
+        ValueError, match="the weights take 195KB and 100KB are allowed; give more memory"
+    ):
         Service(folder, ServiceOptions(memory=100 << 10))
     with pytest.raises(ValueError, match="max_batch must be at least 1, not 0"):
         Service(folder, ServiceOptions(max_batch=0))
-    with pytest.raises(ValueError, match="collectives none leave the ranks unconnected, and their text would be wrong"):
+    with pytest.raises(
+        ValueError, match="collectives none leave the ranks unconnected, and their text would be wrong"
+    ):
         Service(folder, ServiceOptions(RankOptions(collectives="none")))
     with pytest.raises(ValueError, match="there is no compression 'int9'"):
         Service(folder, ServiceOptions(RankOptions(2, compression="int9")))  # type: ignore[arg-type]
@@ -378,12 +425,19 @@ def test_logits_that_are_not_finite_fail_their_own_requests_only(
     folder = save_checkpoint(tmp_path / "tiny")
     bad = next(token for token in range(5, 300) if token not in prompt + expected)
     damage(folder, bad)
-    kinds = [GREEDY, Sampling(temperature=1.0), Sampling(logprobs=2), Sampling(max_new_tokens=0, prompt_logprobs=1)]
+    kinds = [
+        GREEDY,
+        Sampling(temperature=1.0),
+        Sampling(logprobs=2),
+        Sampling(max_new_tokens=0, prompt_logprobs=1),
+    ]
     long = [*prompt * 3, bad, *prompt]
     with Service(folder, ServiceOptions(RankOptions(ranks), max_batch=3)) as service:
         good = service.submit(prompt * 3, GREEDY)
         for sampling in kinds:
-            with pytest.raises(UndefinedLogits, match=f"not finite .* .{len(long)} tokens of the prompt, 0 new ones"):
+            with pytest.raises(
+                UndefinedLogits, match=f"not finite .* .{len(long)} tokens of the prompt, 0 new ones"
+            ):
                 list(service.submit(long, sampling))
         assert read(good)[2].finish_reason == "length"
         # Nothing of the failed texts is taken from the cache.
@@ -409,7 +463,9 @@ def test_ranks_say_what_is_free_on_their_gpus(folder: Path, monkeypatch: pytest.
             ended.append("ranks")
 
     monkeypatch.setattr(service_module, "Ranks", FewBytes)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: pytest.fail("the starting process asks a GPU"))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda *_: pytest.fail("the starting process asks a GPU")
+    )
     options = ServiceOptions(RankOptions(2, "cuda"))
     with pytest.raises(ValueError, match=r"on each GPU and 4\.88KB are free"):
         Service(folder, options)

@@ -18,7 +18,13 @@ from tests.waiting import PATIENCE
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [
     *["scripts/demo", "scripts/test", "scripts/environment.sh", ".ci/run"],
-    *["scripts/vllm/test", "scripts/modeling/test", "scripts/real/get", "scripts/real/check", "scripts/real/tasks"],
+    *[
+        "scripts/vllm/test",
+        "scripts/modeling/test",
+        "scripts/real/get",
+        "scripts/real/check",
+        "scripts/real/tasks",
+    ],
 ]
 UTILITIES = [
     "bash",
@@ -67,7 +73,13 @@ class Clone:
     def __init__(self, folder: Path) -> None:
         self.root = folder / "a clone"  # with a space in its path
         (self.root / "scripts").mkdir(parents=True)
-        for name in ("scripts/demo", "scripts/test", "scripts/environment.sh", "pyproject.toml", "constraints.txt"):
+        for name in (
+            "scripts/demo",
+            "scripts/test",
+            "scripts/environment.sh",
+            "pyproject.toml",
+            "constraints.txt",
+        ):
             shutil.copy(ROOT / name, self.root / name)
         self.calls = folder / "calls"
         self.path = folder / "bin"
@@ -80,7 +92,9 @@ class Clone:
         self.python.write_text(STAND_IN)
         self.python.chmod(0o755)
 
-    def run(self, script: str = "demo", *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, script: str = "demo", *arguments: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         self.calls.write_text("")
         return subprocess.run(
             ["bash", str(self.root / "scripts" / script), *arguments],
@@ -142,7 +156,10 @@ def test_the_demo_of_a_real_model_fetches_it(clone: Clone) -> None:
     get.write_text("#!/bin/sh\necho '/a folder/model.gguf'\n")
     get.chmod(0o755)
     demo = clone.run("demo", "--real", "--trials", "3")
-    assert (demo.returncode, demo.stdout) == (0, "surgeon demo --model /a folder/model.gguf --trials 3\n")
+    assert (demo.returncode, demo.stdout) == (
+        0,
+        "surgeon demo --model /a folder/model.gguf --trials 3\n",
+    )
     get.write_text("#!/bin/sh\necho 'error: no network' >&2\nexit 1\n")
     assert clone.run("demo", "--real").returncode == 1
     assert clone.run("demo").returncode == 0
@@ -186,7 +203,9 @@ def test_where_pip_fails_its_last_words_are_shown_and_the_rest_named(clone: Clon
         (["--pdb"], False),
     ],
 )
-def test_tests_run_side_by_side_unless_they_are_few(clone: Clone, arguments: list[str], workers: bool) -> None:
+def test_tests_run_side_by_side_unless_they_are_few(
+    clone: Clone, arguments: list[str], workers: bool
+) -> None:
     (clone.root / "tests/language/operations").mkdir(parents=True)
     (clone.root / "tests/language/operations/test_operations.py").touch()
     (clone.path / "nproc").write_text("#!/bin/sh\necho 32\n")
@@ -262,7 +281,9 @@ def test_without_ensurepip_the_pip_of_this_python_serves(clone: Clone) -> None:
         ({"NO_ENSUREPIP": "1", "NO_PIP": "1"}, "has neither ensurepip nor pip"),
     ],
 )
-def test_what_is_missing_is_said_in_one_line(clone: Clone, environment: dict[str, str], said: str) -> None:
+def test_what_is_missing_is_said_in_one_line(
+    clone: Clone, environment: dict[str, str], said: str
+) -> None:
     failed = clone.run(**environment)
     assert failed.returncode == 1
     assert said in failed.stderr
@@ -281,6 +302,11 @@ def test_a_closed_standard_input_does_no_harm(clone: Clone) -> None:
     line = f'"{clone.root}/scripts/demo" <&-'
     environment = {"PATH": str(clone.path), "CALLS": str(clone.calls)}
     done = subprocess.run(
-        ["bash", "-c", line], env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+        ["bash", "-c", line],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "surgeon demo\n")

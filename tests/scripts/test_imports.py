@@ -23,7 +23,11 @@ def imported(path: Path) -> Iterator[str]:
 
 def test_no_script_imports_itself_by_way_of_others() -> None:
     names = {
-        ".".join(path.relative_to(PROJECT).with_suffix("").parts): path for path in PROJECT.glob("scripts/**/*.py")
+        ".".join(path.relative_to(PROJECT).with_suffix("").parts): path
+        for path in PROJECT.glob("scripts/**/*.py")
     }
     assert "scripts.bench.racks" in names
-    assert circles({name: set(imported(path)) & names.keys() - {name} for name, path in names.items()}) == []
+    assert (
+        circles({name: set(imported(path)) & names.keys() - {name} for name, path in names.items()})
+        == []
+    )

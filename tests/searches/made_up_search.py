@@ -29,7 +29,8 @@ LAYERS, WINDOWS = 10, 4
 def damage(choice: Sequence[Edit]) -> float:
     """Every edit costs something of its own, later layers less; two side by side cost more than their sum."""
     alone = sum(
-        0.02 * (LAYERS - edit.first) * len(edit.layers) / (3 if edit.space == "ladder" else 1) for edit in choice
+        0.02 * (LAYERS - edit.first) * len(edit.layers) / (3 if edit.space == "ladder" else 1)
+        for edit in choice
     )
     return alone + sum(0.03 for one, other in pairwise(sorted(choice)) if other.first == one.stop)
 
@@ -42,7 +43,9 @@ class MadeUpEvaluator:
         self.raced: list[float | None] = []
         self.sublayers = 0.0
 
-    def measure(self, programs: Sequence[Program], best: Quality | None = None) -> Mapping[Program, Quality]:
+    def measure(
+        self, programs: Sequence[Program], best: Quality | None = None
+    ) -> Mapping[Program, Quality]:
         self.raced.append(None if best is None else best.divergence)
         return {program: self.measured(self.known[str(program)]) for program in programs}
 
@@ -59,7 +62,9 @@ class MadeUpEvaluator:
 class MadeUpSearch(Search):
     """A search that tells its evaluator what its proposals will cost."""
 
-    def proposal(self, values: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> Proposal:
+    def proposal(
+        self, values: Mapping[str, Any], attributes: Mapping[str, Any] | None = None
+    ) -> Proposal:
         found = super().proposal(values, attributes)
         made: Any = self.evaluator
         made.known[found.key] = damage(found.choice)

@@ -32,7 +32,9 @@ def test_accuracy_is_that_of_edited_models(tmp_path: Path, monkeypatch: pytest.M
     model: Any = tiny_model("llama", 3, vocab_size=len(tokenizer))
     path = write_rows(tmp_path / "choices.jsonl", CHOICES)
     objectives = parse_objectives(f"divergence,accuracy:{path}")
-    measured = TaskAccuracy(model, tokenizer, objectives, {"model": "tiny"}, tmp_path, TaskSettings(batch_size=2))
+    measured = TaskAccuracy(
+        model, tokenizer, objectives, {"model": "tiny"}, tmp_path, TaskSettings(batch_size=2)
+    )
     found = measured.measure(PROGRAMS)
     name = f"accuracy:{path}"
     for program in PROGRAMS:
@@ -41,7 +43,8 @@ def test_accuracy_is_that_of_edited_models(tmp_path: Path, monkeypatch: pytest.M
         assert found[program] == {name: acc.value}
     assert surgeon.program_of(model) == PROGRAMS[0]
     assert len(list(tmp_path.glob("answers-*.jsonl"))) == 3
-    monkeypatch.setattr("surgeon.searches.accuracy.TaskModel._model_call", None)  # nothing is asked again
+    # Nothing is asked again.
+    monkeypatch.setattr("surgeon.searches.accuracy.TaskModel._model_call", None)
     assert measured.measure(PROGRAMS[:1])[PROGRAMS[0]] == found[PROGRAMS[0]]
 
 
@@ -52,10 +55,16 @@ def test_the_best_of_every_level_are_measured(tmp_path: Path) -> None:
     (objective,) = parse_objectives(f"accuracy:{path}")
     accuracy = TaskAccuracy(model, tokenizer, [objective])
     texts = ["A0 F0", "A1 F1", "A2 F2", "A0 F0 A1 F1", "A1 F1 A2 F2"]
-    levels, divergences, whole = [1.0, 1.0, 1.0, 2.0, 2.0], [0.3, 0.2, 0.1, 0.2, 0.1], [True, True, False, True, True]
+    levels, divergences, whole = (
+        [1.0, 1.0, 1.0, 2.0, 2.0],
+        [0.3, 0.2, 0.1, 0.2, 0.1],
+        [True, True, False, True, True],
+    )
     trials = [
         Trial(text, "window", (), level, number=number, measured=Quality(9, divergence=value, whole=end))
-        for number, (text, level, value, end) in enumerate(zip(texts, levels, divergences, whole, strict=True))
+        for number, (text, level, value, end) in enumerate(
+            zip(texts, levels, divergences, whole, strict=True)
+        )
     ]
     found = accuracy.of_the_best(trials, count=1)
     assert [trial.number for trial in found if trial.measured.more] == [1, 4]
@@ -80,5 +89,7 @@ def test_which_number_of_a_task_counts() -> None:
 
     assert accuracy_of([score("acc_norm", 0.3), score("acc", 0.4)], "accuracy:task") == 0.4
     assert accuracy_of([score("exact_match", 0.2)], "accuracy:task") == 0.2
-    with pytest.raises(ValueError, match="accuracy:task: the task has no acc or exact_match, only word_perplexity"):
+    with pytest.raises(
+        ValueError, match="accuracy:task: the task has no acc or exact_match, only word_perplexity"
+    ):
         accuracy_of([score("word_perplexity", 20.0)], "accuracy:task")

@@ -26,7 +26,9 @@ def records() -> set[type]:
 
 
 def test_a_question_is_one_type() -> None:
-    asking = {one for one in records() if {field.name for field in dataclasses.fields(one)} & WORDS == WORDS}
+    asking = {
+        one for one in records() if {field.name for field in dataclasses.fields(one)} & WORDS == WORDS
+    }
     assert asking == {Question}
 
 

@@ -56,7 +56,10 @@ LIKE = Deployment(2, "float32")
 
 def test_finalists_read_the_keys_of_the_model() -> None:
     """Against windows that are drafted in rounds by what `VerifiedKeys` gives, and the scan's own measure."""
-    one, ids = tiny_model("llama"), torch.randint(5, 90, (3, 22), generator=torch.Generator().manual_seed(1))
+    one, ids = (
+        tiny_model("llama"),
+        torch.randint(5, 90, (3, 22), generator=torch.Generator().manual_seed(1)),
+    )
     evaluator = Evaluator(one, Windows(ids, "ids", "digest"), sampled=True)
     draft = variant("tracks:2", evaluator.dense, range(1, 3), 2)
     own = evaluator.measure([evaluator.dense, draft])
@@ -67,7 +70,10 @@ def test_finalists_read_the_keys_of_the_model() -> None:
     for window in ids:
         logits, keys = VerifiedKeys.of(restore(one), window[None])
         with torch.no_grad(), drafting(edit(one, draft), keys):
-            p, q = (each[0, :-1].softmax(-1) for each in (logits, one(input_ids=window[None], use_cache=False).logits))
+            p, q = (
+                each[0, :-1].softmax(-1)
+                for each in (logits, one(input_ids=window[None], use_cache=False).logits)
+            )
         equal.append(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
         shared.append(float((p + q - (p - q).abs()).sum(-1).mean() / 2))
     restore(one)
@@ -75,9 +81,10 @@ def test_finalists_read_the_keys_of_the_model() -> None:
     assert found[draft].windows[SAMPLED] == pytest.approx(shared, abs=1e-5)
     assert found[draft].sampled_acceptance == pytest.approx(np.mean(shared), abs=1e-5)
     assert found[draft].sampled_acceptance != pytest.approx(own[draft].sampled_acceptance, abs=1e-4)
-    assert {**found[draft].windows, **{name: own[draft].windows[name] for name in (GREEDY, SAMPLED)}} == own[
-        draft
-    ].windows
+    assert {
+        **found[draft].windows,
+        **{name: own[draft].windows[name] for name in (GREEDY, SAMPLED)},
+    } == own[draft].windows
 
 
 def test_finalists_of_other_attentions_keep_their_own_keys() -> None:
@@ -89,7 +96,9 @@ def test_finalists_of_other_attentions_keep_their_own_keys() -> None:
 
 
 def priced(**ways: Any) -> Pricing:
-    return Pricing(SMALL, (PASS,), replace(LIKE, **ways), LOAD, {"hw": hardware(launch="1e-4", collective="2e-4")})
+    return Pricing(
+        SMALL, (PASS,), replace(LIKE, **ways), LOAD, {"hw": hardware(launch="1e-4", collective="2e-4")}
+    )
 
 
 def drafts() -> DraftValue:
@@ -108,14 +117,18 @@ def test_a_pass_of_a_draft_is_that_of_whole_predictions(ways: dict[str, Any]) ->
     texts = ["A0 F0 A3 F3", ">A0 >F0 [A1 A2] [F1 F2]", "[A0 A1@q32,k16,v16,o32] [F0@up24 F1] A3 F3"]
     texts += [str(variant("tracks:2", DENSE, range(4), 2))] if deployment.ranks == 2 else [str(DENSE)]
     for program in map(Program.parse, texts):
-        (whole,) = predict_drafting(SMALL.shapes, (DENSE, program), pricing.hardware["hw"], LOAD, deployment, [0.7])
+        (whole,) = predict_drafting(
+            SMALL.shapes, (DENSE, program), pricing.hardware["hw"], LOAD, deployment, [0.7]
+        )
         assert pricing.price(PASS, program) == pytest.approx(whole.draft, rel=1e-9)
         found = DraftValue(pricing, DRAFT, GREEDY).by_quality(program, measured(0.6, 0.8))
         assert found is not None
         assert found.ahead == whole.ahead
         assert found.speedup == pytest.approx(whole.speedup)
     assert pricing.price(PASS, Program.parse("A0 A0 F0")) == math.inf
-    assert DraftValue(pricing, DRAFT, GREEDY).by_quality(Program.parse("A0 A0 F0"), measured(0.9)) is None
+    assert (
+        DraftValue(pricing, DRAFT, GREEDY).by_quality(Program.parse("A0 A0 F0"), measured(0.9)) is None
+    )
     assert DraftValue(pricing, DRAFT, SAMPLED).by_quality(HALF, measured(0.9)) is None
 
 
@@ -179,7 +192,9 @@ def test_lines_say_what_is_predicted_and_what_is_measured() -> None:
     assert "0.965 on held-out text, by the model's keys" in other.lines()[0]
     assert (found.to_json()["held_out_keys"], other.to_json()["held_out_keys"]) == ("own", "verified")
     assert "lower estimate" in replace(found, why_own="weights are streamed").lines()[1]
-    assert ahead.startswith(f"{unseen.ahead} tokens ahead: {unseen.speedup:.3g}x is predicted; a pass of the draft")
+    assert ahead.startswith(
+        f"{unseen.ahead} tokens ahead: {unseen.speedup:.3g}x is predicted; a pass of the draft"
+    )
     assert last == (
         "measured in turns with no drafts: 1.62x (1.25x to 2x over the rounds), 83% of drafted tokens accepted"
     )
@@ -194,7 +209,13 @@ def test_lines_say_what_is_predicted_and_what_is_measured() -> None:
 def test_trials_go_to_the_levels_of_the_best() -> None:
     goals = [Goal((), float(level)) for level in range(5)]
     assert near_the_best(goals, {0.0: 0.9, 1.0: 0.7}, 3) == [0, 0, 1, 1, 1]
-    assert near_the_best(goals, {0.0: 0.9, 1.0: 0.7, 2.0: 0.6, 3.0: 0.8, 4.0: 0.95}, 4) == [0, 1, 2, 1, 0]
+    assert near_the_best(goals, {0.0: 0.9, 1.0: 0.7, 2.0: 0.6, 3.0: 0.8, 4.0: 0.95}, 4) == [
+        0,
+        1,
+        2,
+        1,
+        0,
+    ]
 
 
 def asked(space: str) -> Search:
@@ -258,7 +279,9 @@ def test_edits_that_make_no_draft_are_refused_and_counted() -> None:
 def test_edits_that_draft_alone_draft_together(ranks: int) -> None:
     """So that a search leaves no trial out for it, which nobody would count."""
     model, choose = small_model(layers=6, num_attention_heads=4, num_key_value_heads=2), Random(ranks)
-    mixture = replace(Question("pair,drop,ladder,order,rank", None, "draft@cpu-2"), ranks=ranks).mixture(model)
+    mixture = replace(Question("pair,drop,ladder,order,rank", None, "draft@cpu-2"), ranks=ranks).mixture(
+        model
+    )
     for _ in range(20):
         chosen: list[Edit] = []
         for one in choose.sample(mixture.edits, len(mixture.edits)):
@@ -284,17 +307,31 @@ def test_a_draft_is_of_this_machine_if_nothing_is_said() -> None:
     settings = Question("pair", None, "draft@cpu-2", sampled_acceptance=True)
     assert settings.recorded == (Aspect("draft", "cpu-2"),)
     assert settings.aspects == (Aspect("draft_pass", "cpu-2"),)
-    assert (settings.acceptance, replace(settings, sampled_acceptance=False).acceptance) == (SAMPLED, GREEDY)
+    assert (settings.acceptance, replace(settings, sampled_acceptance=False).acceptance) == (
+        SAMPLED,
+        GREEDY,
+    )
     assert "sampled_acceptance" not in replace(settings, sampled_acceptance=False).identity
 
 
 @pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_search_for_drafts(
-    sampled: bool, tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sampled: bool,
+    tiny_checkpoint: Path,
+    tiny_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of all trials the winner promises most, by its own acceptance, and its recipe drafts for the model."""
     monkeypatch.setattr(RunResult, "draw", lambda *_: [])
-    asked: dict[str, Any] = {"tokens": 256, "window": 32, "holdout": 64, "link_delay": "1ms", "prompt": 8, "new": 8}
+    asked: dict[str, Any] = {
+        "tokens": 256,
+        "window": 32,
+        "holdout": 64,
+        "link_delay": "1ms",
+        "prompt": 8,
+        "new": 8,
+    }
     found = surgeon.search(
         tiny_checkpoint, tiny_text, tmp_path, 8, space="pair,drop:layers", objective="draft@cpu-2",
         sampled_acceptance=sampled, **asked,
@@ -328,5 +365,11 @@ def test_a_search_for_drafts(
         assert "draft time, held out" in page
     with pytest.raises(ValueError, match="has weights of its own"):
         surgeon.search(
-            tiny_checkpoint, tiny_text, tmp_path, 8, objective="draft@cpu-2", heal=1, heal_data=str(tiny_text)
+            tiny_checkpoint,
+            tiny_text,
+            tmp_path,
+            8,
+            objective="draft@cpu-2",
+            heal=1,
+            heal_data=str(tiny_text),
         )

@@ -119,9 +119,14 @@ def test_fewer_windows_at_once_change_rounding_only(monkeypatch: pytest.MonkeyPa
         found = measured.measure(PROGRAMS)
         for program in PROGRAMS:
             np.testing.assert_allclose(
-                found[program].windows["divergence"], plain[program].windows["divergence"], rtol=1e-4, atol=1e-6
+                found[program].windows["divergence"],
+                plain[program].windows["divergence"],
+                rtol=1e-4,
+                atol=1e-6,
             )
-            np.testing.assert_allclose(found[program].windows["nll"], plain[program].windows["nll"], rtol=1e-6)
+            np.testing.assert_allclose(
+                found[program].windows["nll"], plain[program].windows["nll"], rtol=1e-6
+            )
         # The original is one of them.
         running = PROGRAMS if room == 6 else [program for program in PROGRAMS if program != DENSE]
         assert sum(ran) == pytest.approx(share(running).total_sublayers)
@@ -141,17 +146,23 @@ def test_a_hopeless_program_is_stopped_with_an_estimate(monkeypatch: pytest.Monk
     count = len(stopped.windows["divergence"])
     assert count in (2, 4)
     assert stopped.tokens == count * 15
-    np.testing.assert_allclose(stopped.windows["divergence"], whole.windows["divergence"][:count], rtol=1e-4)
+    np.testing.assert_allclose(
+        stopped.windows["divergence"], whole.windows["divergence"][:count], rtol=1e-4
+    )
     difference = np.array(whole.windows["divergence"][:count]) - best.windows["divergence"][:count]
-    assert stopped.divergence == pytest.approx(np.mean(best.windows["divergence"]) + difference.mean(), rel=1e-4)
+    assert stopped.divergence == pytest.approx(
+        np.mean(best.windows["divergence"]) + difference.mean(), rel=1e-4
+    )
     assert stopped.perplexity == pytest.approx(
         math.exp(
-            np.mean(best.windows["nll"]) + np.mean(np.array(whole.windows["nll"][:count]) - best.windows["nll"][:count])
+            np.mean(best.windows["nll"])
+            + np.mean(np.array(whole.windows["nll"][:count]) - best.windows["nll"][:count])
         ),
         rel=1e-4,
     )
     assert stopped.divergence_low < stopped.divergence < stopped.divergence_high
-    assert sum(ran) == pytest.approx(6 * count / 6 + 4)  # some windows for one, all for the other, from what is kept
+    # Some windows for one, all for the other, from what is kept.
+    assert sum(ran) == pytest.approx(6 * count / 6 + 4)
 
 
 def test_races_compare_blocks_where_windows_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +213,9 @@ def test_some_of_the_windows_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_race_against_half_a_measurement_is_refused() -> None:
     measured = evaluator()
     best = measured.measure([PAIRED])[PAIRED]
-    half = replace(best, windows={name: values[:2] for name, values in best.windows.items()}, whole=False)
+    half = replace(
+        best, windows={name: values[:2] for name, values in best.windows.items()}, whole=False
+    )
     with pytest.raises(ValueError, match="measured on all 6 windows, not on 2"):
         measured.measure([DENSE], half)
 
@@ -236,7 +249,9 @@ def test_streams_of_a_part_of_each_window() -> None:
     found, expected = dict(whole.streams(programs, windows, 6)), dict(short.streams(programs, windows))
     for program in programs:
         torch.testing.assert_close(found[program], expected[program], rtol=1e-5, atol=1e-6)
-    assert sum(ran) - before == pytest.approx(before * 6 / 16), "what is kept of whole windows is not gone on with"
+    assert sum(ran) - before == pytest.approx(before * 6 / 16), (
+        "what is kept of whole windows is not gone on with"
+    )
     again = dict(whole.streams(programs, windows))
     assert all(torch.equal(again[program], kept[program]) for program in programs), "nor is it replaced"
 
@@ -266,7 +281,9 @@ def test_states_give_way_to_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -
     roomy.measure(PROGRAMS)
     assert roomy.cache is not None
     assert 0 < roomy.cache.bytes <= roomy.cache.limit < (1 << 30) - held
-    working = evaluate_module.working_bytes(roomy.model, evaluate_module.share([DENSE, PAIRED]), IDS.numel())
+    working = evaluate_module.working_bytes(
+        roomy.model, evaluate_module.share([DENSE, PAIRED]), IDS.numel()
+    )
     tight = evaluator(memory=held + working)
     tight.measure([PAIRED])
     assert tight.cache is not None
@@ -276,12 +293,18 @@ def test_states_give_way_to_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -
 def test_a_model_whose_weights_are_read_as_it_goes_gives_the_same_numbers(tiny_checkpoint: Path) -> None:
     ids = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(6))
     text = Windows(ids, "ids", "digest")
-    streamed, whole = Evaluator(load_streamed(tiny_checkpoint), text), Evaluator(load(tiny_checkpoint), text)
+    streamed, whole = (
+        Evaluator(load_streamed(tiny_checkpoint), text),
+        Evaluator(load(tiny_checkpoint), text),
+    )
     assert streamed.cache is None
     found, plain = (each.measure(PROGRAMS[:3]) for each in (streamed, whole))
     for program in PROGRAMS[:3]:
         np.testing.assert_allclose(
-            found[program].windows["divergence"], plain[program].windows["divergence"], rtol=1e-4, atol=1e-6
+            found[program].windows["divergence"],
+            plain[program].windows["divergence"],
+            rtol=1e-4,
+            atol=1e-6,
         )
     streams = dict(streamed.streams(PROGRAMS[:2], range(2)))
     for program, stream in whole.streams(PROGRAMS[:2], range(2)):

@@ -80,12 +80,16 @@ def test_the_knee_of_known_curves() -> None:
     """Of two straight lines it is where they meet."""
     depths = np.arange(16.0, 3.0, -1)
     for corner in (12.0, 9.0, 6.0):
-        bent = np.where(depths >= corner, 0.01 * (16 - depths), 0.01 * (16 - corner) + 0.2 * (corner - depths))
+        bent = np.where(
+            depths >= corner, 0.01 * (16 - depths), 0.01 * (16 - corner) + 0.2 * (corner - depths)
+        )
         assert knee_of(depths, bent) == corner
     # x - y of y = (e^{kx} - 1) / (e^k - 1) is largest where y' = 1: x = ln((e^k - 1) / k) / k.
     x, k = np.linspace(0, 1, 101), 5.0
     rising = np.expm1(k * x) / np.expm1(k)
-    assert knee_of(100 * (1 - x), rising) == pytest.approx(100 * (1 - np.log(np.expm1(k) / k) / k), abs=0.51)
+    assert knee_of(100 * (1 - x), rising) == pytest.approx(
+        100 * (1 - np.log(np.expm1(k) / k) / k), abs=0.51
+    )
     assert knee_of(depths, 16 - depths) is None
     assert knee_of(depths, np.zeros(13)) is None
     assert knee_of(depths[:2], np.array([0.0, 1.0])) is None
@@ -93,7 +97,9 @@ def test_the_knee_of_known_curves() -> None:
 
 
 def test_the_envelope_is_the_best_of_all_that_are_as_shallow() -> None:
-    depths, least = lower_envelope(np.array([8.0, 7, 7, 6, 5, 4]), np.array([0, 0.3, 0.2, 0.1, 0.4, 1.7]))
+    depths, least = lower_envelope(
+        np.array([8.0, 7, 7, 6, 5, 4]), np.array([0, 0.3, 0.2, 0.1, 0.4, 1.7])
+    )
     assert depths.tolist() == [8, 7, 6, 5]  # what diverges by more than 1 is left out
     assert least.tolist() == [0, 0.1, 0.1, 0.4]
 
@@ -112,9 +118,14 @@ def test_the_interval_of_a_knee_is_as_wide_as_windows_differ() -> None:
 
 
 def test_curves_by_space_and_together() -> None:
-    curves = {curve.name: curve for curve in quality_curves(DEPTH, TRIALS, ORIGINAL, PRICING, resamples=50)}
+    curves = {
+        curve.name: curve for curve in quality_curves(DEPTH, TRIALS, ORIGINAL, PRICING, resamples=50)
+    }
     assert list(curves) == ["pair", "drop", TOGETHER]
-    numbers = {name: [point.trial and point.trial.number for point in curve.points] for name, curve in curves.items()}
+    numbers = {
+        name: [point.trial and point.trial.number for point in curve.points]
+        for name, curve in curves.items()
+    }
     assert numbers == {"pair": [None, 1, 2, 3], "drop": [None, 4], "all together": [None, 1, 6, 3]}
     assert [point.cost for point in curves["pair"].points] == [8, 7, 6, 5]
     first = curves["pair"].points[0]
@@ -140,7 +151,9 @@ def test_files_of_a_front(tmp_path: Path) -> None:
     assert table["divergence"].tolist() == pytest.approx([0.015, 0.02, 0.5])
     assert table["depth"].tolist() == [7, 6, 5]
     assert table["trial"].tolist() == [1, 6, 3]
-    assert sorted(path.name for path in (tmp_path / "front").iterdir()) == [f"0{n}-recipe.yaml" for n in (1, 2, 3)]
+    assert sorted(path.name for path in (tmp_path / "front").iterdir()) == [
+        f"0{n}-recipe.yaml" for n in (1, 2, 3)
+    ]
     for point, name in zip(front, table["recipe"], strict=True):
         recipe = read_recipe(tmp_path / name)
         assert str(recipe.program(8, shapes=EIGHT.shapes.layer_shapes)) == point.key
@@ -159,4 +172,5 @@ def test_the_table_of_quality_against_a_cost() -> None:
 def test_a_recipe_says_what_it_comes_to() -> None:
     mixture = Question("par:3").mixture(EIGHT)
     expect = mixture.recipe((Edit(0, 3, "par"),), "m", "0" * 64).expect
-    assert (expect.effective_depth, expect.sync_points) == (6, 11)  # two a layer that is alone, one for the group
+    # Two a layer that is alone, one for the group.
+    assert (expect.effective_depth, expect.sync_points) == (6, 11)

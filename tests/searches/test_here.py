@@ -67,9 +67,14 @@ def test_what_is_missed_is_said() -> None:
     times = {dense: TimeHere(0.010, 0.009, 0.012, 1.0), ONE_LAYER: TimeHere(0.006, 0.005, 0.007, 1.6)}
     limits = parse_limits("latency<=5ms@here,speedup>=1.5@here,latency<=1ms@h100-sxm,depth=1")
     said = missed_here(limits, ONE_LAYER, dense, times)
-    assert said == "latency<=5ms@here is missed: measured 6 ms per token (5 ms to 7 ms over the rounds), speedup 1.6x"
+    assert (
+        said
+        == "latency<=5ms@here is missed: measured 6 ms per token (5 ms to 7 ms over the rounds), speedup 1.6x"
+    )
     assert missed_here(parse_limits("latency<=0.6x@here"), ONE_LAYER, dense, times) == ""
-    assert "speedup>=1.7@here is missed" in missed_here(parse_limits("speedup>=1.7@here"), ONE_LAYER, dense, times)
+    assert "speedup>=1.7@here is missed" in missed_here(
+        parse_limits("speedup>=1.7@here"), ONE_LAYER, dense, times
+    )
 
 
 def test_a_time_per_token_needs_tokens() -> None:
@@ -104,7 +109,9 @@ def test_every_candidate_keeps_its_limits_of_time_here(
     assert fast_enough("speedup>=1.15@here") == [1, 2]
     assert links == [Link(2e-3)], "as they were predicted"
     assert "trial 0: speedup>=1.15@here is missed" in capsys.readouterr().err
-    assert fast_enough("speedup>=1.3@here") == [1], "a runner-up that is too slow would win on held-out text"
+    assert fast_enough("speedup>=1.3@here") == [1], (
+        "a runner-up that is too slow would win on held-out text"
+    )
     assert fast_enough("depth=3") == [0, 1, 2]
     with pytest.raises(ValueError, match="none of the best 3 programs keeps"):
         fast_enough("speedup>=2@here")

@@ -55,7 +55,9 @@ def test_what_a_scan_has_measured_is_what_the_search_would_measure(
         found = known.measured(program)
         assert found is not None
         assert found.whole
-        assert found.windows["divergence"] == pytest.approx(measured.windows["divergence"], rel=1e-5, abs=1e-9)
+        assert found.windows["divergence"] == pytest.approx(
+            measured.windows["divergence"], rel=1e-5, abs=1e-9
+        )
         assert found.windows["nll"] == pytest.approx(measured.windows["nll"], rel=1e-6)
         assert {name: found.windows.get(name) for name in ACCEPTANCES} == {
             name: measured.windows.get(name) for name in ACCEPTANCES
@@ -72,7 +74,9 @@ def test_a_search_finds_the_same_with_no_more(
     alone = surgeon.search(tiny_checkpoint, tiny_text, tmp_path / "alone", **ASKED, **TEXT)
     fed = surgeon.search(tiny_checkpoint, tiny_text, tmp_path / "fed", using=scanned, **ASKED, **TEXT)
     assert str(fed.program) == str(alone.program)
-    assert fed.winner.trial.measured.divergence == pytest.approx(alone.winner.trial.measured.divergence, rel=1e-5)
+    assert fed.winner.trial.measured.divergence == pytest.approx(
+        alone.winner.trial.measured.divergence, rel=1e-5
+    )
     # In so small a model trials are single edits, whose states are kept: they run nothing either way.
     assert fed.record["sublayers_run"] <= alone.record["sublayers_run"]
     (taken,) = fed.record["using"]
@@ -82,7 +86,9 @@ def test_a_search_finds_the_same_with_no_more(
     }  # fmt: skip
     assert "using" not in alone.record
     terms = pd.read_csv(tmp_path / "fed/terms.csv").set_index("edit")["divergence"]
-    cells = scanned.cells[scanned.cells["last"] == scanned.cells["first"] + 1].set_index("first")["divergence"]
+    cells = scanned.cells[scanned.cells["last"] == scanned.cells["first"] + 1].set_index("first")[
+        "divergence"
+    ]
     assert terms["pair 1:3"] == pytest.approx(cells[1], rel=1e-6)
 
 
@@ -94,7 +100,9 @@ def test_a_search_finds_the_same_with_less(tiny_text: Path, tmp_path: Path) -> N
     alone = surgeon.search(model, tiny_text, tmp_path / "alone", **asked, **TEXT)
     fed = surgeon.search(model, tiny_text, tmp_path / "fed", using=scan, **asked, **TEXT)
     assert str(fed.program) == str(alone.program)
-    assert fed.winner.trial.measured.divergence == pytest.approx(alone.winner.trial.measured.divergence, rel=1e-5)
+    assert fed.winner.trial.measured.divergence == pytest.approx(
+        alone.winner.trial.measured.divergence, rel=1e-5
+    )
     assert fed.record["sublayers_run"] < alone.record["sublayers_run"]
 
 
@@ -102,7 +110,9 @@ def test_it_goes_on_with_the_same_passes_only(
     scanned: Any, tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     folder = scanned.files[0].parent
-    surgeon.search(tiny_checkpoint, tiny_text, tmp_path / "out", using=[folder], **{**ASKED, "trials": 2}, **TEXT)
+    surgeon.search(
+        tiny_checkpoint, tiny_text, tmp_path / "out", using=[folder], **{**ASKED, "trials": 2}, **TEXT
+    )
     first = pd.read_csv(tmp_path / "out/trials.csv")
     surgeon.search(tiny_checkpoint, tiny_text, tmp_path / "out", using=[folder], **ASKED, **TEXT)
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "out/trials.csv").head(2), first)
@@ -115,11 +125,15 @@ def test_folders_that_are_of_no_use_are_refused(scanned: Any, tiny_text: Path, t
     asked = ASKED | TEXT | {"budget": "depth=4"}
     with pytest.raises(ValueError, match="holds a scan of another model"):
         surgeon.search(other, tiny_text, tmp_path / "out", using=scanned, **asked)
-    with pytest.raises(FileNotFoundError, match="holds no finished scan, spectrum, similarity or sensitivity"):
+    with pytest.raises(
+        FileNotFoundError, match="holds no finished scan, spectrum, similarity or sensitivity"
+    ):
         surgeon.search(other, tiny_text, tmp_path / "out", using=tmp_path, **asked)
 
 
-def test_a_damaged_journal_is_named(scanned: Any, tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_a_damaged_journal_is_named(
+    scanned: Any, tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path
+) -> None:
     journal = tmp_path / "scan/journal.jsonl"
     lines = journal.read_text().splitlines(keepends=True)
     journal.write_text("".join([*lines[:3], '{"program": 3}\n']))
@@ -146,13 +160,17 @@ def test_a_spectrum_makes_ranks_those_of_single_matrices_with_its_factors(
     assert {(edit.first, edit.option) for edit in mixture.edits} == {
         (row.layer, f"{row.weight}:{row.rank}") for row in rows.itertuples()
     }
-    factors = open_factors(subject, mixture.single_edits, measured_ranks(mixture), tmp_path / "factors", True)
+    factors = open_factors(
+        subject, mixture.single_edits, measured_ranks(mixture), tmp_path / "factors", True
+    )
     evaluator = Evaluator(subject.model, subject.windows, factors=factors)
     programs = [mixture.program((edit,)) for edit in mixture.edits]
     for program, measured in evaluator.measure(programs).items():
         found = known.measured(program)
         assert found is not None
-        assert found.windows["divergence"] == pytest.approx(measured.windows["divergence"], rel=1e-4, abs=1e-8)
+        assert found.windows["divergence"] == pytest.approx(
+            measured.windows["divergence"], rel=1e-4, abs=1e-8
+        )
     assert not mixture.exclude(Edit(1, 2, "rank", "q:8"), Edit(1, 2, "rank", "k:4"))
     assert mixture.exclude(Edit(1, 2, "rank", "q:8"), Edit(1, 2, "rank", "q:16"))
 
@@ -176,7 +194,9 @@ def test_of_many_edits_the_better_half_by_a_pass_is_measured() -> None:
     mixture = searching.question.mixture
     whole = {("", layer): 1.0 + layer for layer in range(LAYERS)}
     attentions = {("attention", layer): 20.0 - layer for layer in range(LAYERS)}
-    plan = Known((KnownPass("similarity", Path("a"), removed=whole | attentions),)).plan(searching.question)
+    plan = Known((KnownPass("similarity", Path("a"), removed=whole | attentions),)).plan(
+        searching.question
+    )
     run = {edit for edit, runs in zip(mixture.edits, plan.run, strict=True) if runs}
     left = {str(edit) for edit in mixture.edits if edit not in run}
     assert left == {f"drop {layer}:{layer + 1}" for layer in range(FEW, LAYERS)} | {
@@ -205,9 +225,13 @@ def test_what_is_not_measured_is_a_power_of_what_was_foreseen() -> None:
     foreseen = np.array([1.0, 2.0, 4.0, 8.0, 1.0, 5.0])
     true = 0.1 * foreseen[:4] ** 1.5
     mixture = Question("pair").mixture(small_model(layers=7))
-    plan = replace(TermsPlan.whole(mixture), foreseen=foreseen, groups=np.array([0, 0, 0, 0, 1, 1], dtype=np.int64))
+    plan = replace(
+        TermsPlan.whole(mixture), foreseen=foreseen, groups=np.array([0, 0, 0, 0, 1, 1], dtype=np.int64)
+    )
     found = plan.completed(np.array([*true[:3], np.nan, 0.7, np.nan]))
-    assert found == pytest.approx([*true, 0.7, 0.7], rel=1e-9), "of a group of which little is known, the worst"
+    assert found == pytest.approx([*true, 0.7, 0.7], rel=1e-9), (
+        "of a group of which little is known, the worst"
+    )
 
 
 def test_what_a_pass_foresees() -> None:
@@ -243,12 +267,16 @@ def test_choices_that_were_measured_before_rule_others_out(monkeypatch: pytest.M
     patient, _ = search("pair", "depth=7")
     patient.known = known
     monkeypatch.setattr("surgeon.searches.search.SURE", None)
-    assert len([*try_programs(patient, 60)]) == math.comb(LAYERS - 3, 3), "all choices of three pairs are tried"
+    assert len([*try_programs(patient, 60)]) == math.comb(LAYERS - 3, 3), (
+        "all choices of three pairs are tried"
+    )
     (taken,) = known.record(mixture, trials)
     assert (taken["edits"], taken["choices"]) == (9, len(programs) - 9)
     single, _ = search("pair", "depth=9")
     plan = known.plan(single.question)
-    assert plan.run.tolist() == (plan.known <= 2 * plan.known.min()).tolist(), "only what a good choice may have runs"
+    assert plan.run.tolist() == (plan.known <= 2 * plan.known.min()).tolist(), (
+        "only what a good choice may have runs"
+    )
 
 
 TEXT: dict[str, Any] = {"tokens": 128, "window": 32}
@@ -286,7 +314,9 @@ def test_factors_of_single_edits_serve_all_trials(
     assert by_recipe.divergence == pytest.approx(more.winner.trial.measured.divergence, rel=1e-4)
 
 
-def test_they_are_the_best_ones_of_every_rank(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_they_are_the_best_ones_of_every_rank(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path
+) -> None:
     """By the singular values and vectors of `torch.linalg.svd` (Eckart and Young)."""
     subject = open_subject(tiny_checkpoint, tiny_text, **TEXT)
     mixture = Question("rank").mixture(subject.opened)
@@ -294,7 +324,9 @@ def test_they_are_the_best_ones_of_every_rank(tiny_checkpoint: Path, tiny_text: 
     assert factors is not None
     Evaluator(subject.model, subject.windows, factors=factors).measure(mixture.single_edits)
     weights = dict(subject.model.named_parameters())
-    sublayers = {one for program in mixture.single_edits for one in program.sublayers() if one.rank("down")}
+    sublayers = {
+        one for program in mixture.single_edits for one in program.sublayers() if one.rank("down")
+    }
     assert len({one.rank("down") for one in sublayers}) == 3
     for sublayer in sublayers:
         whole = weights[f"model.layers.{sublayer.layers[0]}.mlp.down_proj.weight"].detach()

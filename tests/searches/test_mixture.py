@@ -111,7 +111,9 @@ def test_what_does_not_go_together_is_refused(one: str, other: str) -> None:
     assert searching.exclude(first, second)
     assert searching.exclude(second, first)
     assert not searching.is_free(choice("rank 5:6 mlp:0.6", one), second)
-    with pytest.raises(ValueError, match="do not go together: both decide the .* of layer [123]") as refused:
+    with pytest.raises(
+        ValueError, match="do not go together: both decide the .* of layer [123]"
+    ) as refused:
         searching.program([first, second])
     assert one in str(refused.value)
     assert other in str(refused.value)
@@ -136,7 +138,9 @@ def test_what_goes_together(one: str, other: str) -> None:
 
 
 def test_an_edit_of_another_search_is_refused() -> None:
-    with pytest.raises(ValueError, match="fuse 2:3 is of none of the spaces that are searched: pair, ladder"):
+    with pytest.raises(
+        ValueError, match="fuse 2:3 is of none of the spaces that are searched: pair, ladder"
+    ):
         mixture("pair,ladder").program(choice("fuse 2:3"))
 
 
@@ -162,7 +166,9 @@ def test_edits_are_in_the_order_of_layers() -> None:
     assert len(set(edits)) == len(edits)
 
 
-@pytest.mark.parametrize("edits", [("ladder 0:1", "pair 2:4"), ("drop 0:1", "ladder 1:2"), ("pair 0:2", "ladder 0:1")])
+@pytest.mark.parametrize(
+    "edits", [("ladder 0:1", "pair 2:4"), ("drop 0:1", "ladder 1:2"), ("pair 0:2", "ladder 0:1")]
+)
 def test_the_first_step_misses_nothing(edits: tuple[str, ...]) -> None:
     """Late or not, it reads the same: the logits are those of the equations."""
     model = tiny_model("llama", 4, attention_bias=True)
@@ -204,14 +210,17 @@ def test_one_attention_is_left() -> None:
         assert not mixed.is_free(most, Edit.parse(last))
         assert not mixed.allows((*most, Edit.parse(last)))
         with pytest.raises(
-            ValueError, match=f"drop 1:2 attention, {last}: no attention is left; a program has to keep one"
+            ValueError,
+            match=f"drop 1:2 attention, {last}: no attention is left; a program has to keep one",
         ):
             mixed.recipe((*most, Edit.parse(last)), "small")
     assert mixed.is_free(most, Edit.parse("drop 2:3 mlp"))
     assert str(mixed.program((*most, Edit.parse("drop 2:3 mlp")))) == "F1 A2"
     assert max(len(stretch) for stretch in mixture("drop:layers", layers=3).stretches()) == 2
     assert {edit.option for edit in mixture("drop", layers=1).edits} == {"mlp"}
-    with pytest.raises(ValueError, match="the space drop has no edits of llama: the model has 1 layer; leave it out"):
+    with pytest.raises(
+        ValueError, match="the space drop has no edits of llama: the model has 1 layer; leave it out"
+    ):
         mixture("drop:layers", layers=1).require_edits()
 
 
@@ -234,7 +243,9 @@ def test_a_parameter_for_each_space_and_layer_with_the_edits_that_begin_there() 
 def test_every_choice_is_said_by_values_and_read_again(spaces: str) -> None:
     mixture, dice = mixed(spaces), random.Random(0)
     asked = mixture
-    assert sorted(edit for edits in mixture.parameters.values() for edit in edits) == sorted(mixture.edits)
+    assert sorted(edit for edits in mixture.parameters.values() for edit in edits) == sorted(
+        mixture.edits
+    )
     for _ in range(20):
         chosen = []
         for edit in dice.sample(mixture.edits, min(8, len(mixture.edits))):
@@ -252,5 +263,7 @@ def test_of_edits_that_exclude_each_other_the_first_is_taken_and_an_attention_is
     assert [str(edit) for edit in asked.choice(every)] == ["drop 0:1", "drop 1:2", "drop 2:3"]
     del every["drop 0"]
     assert [str(edit) for edit in asked.choice(every)] == ["pair 0:2", "drop 2:3", "drop 3:4"]
-    with pytest.raises(ValueError, match="the parameter pair 0 is 'pair 1:3'; it should be one of '', 'pair 0:2'"):
+    with pytest.raises(
+        ValueError, match="the parameter pair 0 is 'pair 1:3'; it should be one of '', 'pair 0:2'"
+    ):
         asked.choice({"pair 0": "pair 1:3"})

@@ -53,7 +53,8 @@ def test_cross_terms_are_taken_into_account(seed: int) -> None:
     damage, savings, excluded = problem(seed, 1, crossing=0.5)
     enough = every_choice(savings, excluded)
     every = sorted((chosen for chosen in enough if chosen[:-1] not in enough), key=damage.of)
-    with patch.object(optimise, "_HOPELESS", 1e9):  # edits as bad as these may be part of the best choice here
+    # Edits as bad as these may be part of the best choice here.
+    with patch.object(optimise, "_HOPELESS", 1e9):
         found = best_choices(damage, savings, excluded, count=5)
     assert found[:1] == every[:1]
     assert [damage.of(one) for one in found] == sorted(damage.of(one) for one in found)
@@ -80,7 +81,9 @@ def test_what_is_scarce_is_not_used_up(seed: int, most: int) -> None:
 
 
 def test_damage_is_a_sum_over_edits_and_pairs_of_them() -> None:
-    damage = Damage(np.array([1.0, 2.0, 4.0]), np.array([[0, 10, 20], [10, 0, 40], [20, 40, 0]], dtype=float))
+    damage = Damage(
+        np.array([1.0, 2.0, 4.0]), np.array([[0, 10, 20], [10, 0, 40], [20, 40, 0]], dtype=float)
+    )
     assert damage.of([0, 2]) == 1 + 4 + 20
     assert damage.of([0, 1, 2]) == 7 + 70
     assert damage.of([]) == 0
@@ -100,7 +103,9 @@ def drawn(seed: int = 0) -> tuple[Damage, list[tuple[int, ...]], list[float]]:
 def features(choices: list[tuple[int, ...]], prior: Damage, own: float, cross: float) -> np.ndarray:
     """Each weight's feature, scaled so that its prior has unit variance."""
     chosen = indicators(choices, COUNT)
-    pairs = np.stack([chosen[:, i] * chosen[:, j] * np.sqrt(prior.alone[i] * prior.alone[j]) for i, j in PAIRS], 1)
+    pairs = np.stack(
+        [chosen[:, i] * chosen[:, j] * np.sqrt(prior.alone[i] * prior.alone[j]) for i, j in PAIRS], 1
+    )
     return np.hstack([own * chosen * prior.alone, cross * pairs])
 
 

@@ -38,7 +38,10 @@ MIXED = [
 
 
 def priced(
-    names: tuple[str, ...] = OF_PROGRAMS, of: Model = SMALL, on: Hardware | None = None, **deployment: object
+    names: tuple[str, ...] = OF_PROGRAMS,
+    of: Model = SMALL,
+    on: Hardware | None = None,
+    **deployment: object,
 ) -> Pricing:
     ways = Deployment(**({"ranks": 2} | deployment))  # type: ignore[arg-type]
     aspects = tuple(Aspect(name, "hw" if name in ("latency", "speedup") else None) for name in names)
@@ -109,7 +112,10 @@ def test_time_adds_up_over_stretches(ranks: int) -> None:
     """As whole programs are predicted, with contention and launches, and ranks that share a device."""
     slow = hardware(launch="1e-4", graph="1e-5", collective="2e-4", forward="1e-3")
     contended = replace(slow, links={"wire": replace(slow.link(), contention=0.3)})
-    texts = [*MIXED, *(str(variant(name, DENSE, range(4), 2)) for name in ("ladder-over-lp", "tracks:2", "desync"))]
+    texts = [
+        *MIXED,
+        *(str(variant(name, DENSE, range(4), 2)) for name in ("ladder-over-lp", "tracks:2", "desync")),
+    ]
     for hard in (hardware(), contended, hardware(asynchronous="false", launch="1e-4")):
         pricing = priced(("latency", "speedup"), on=hard, ranks=ranks)
         for program in map(Program.parse, texts):
@@ -125,7 +131,9 @@ def test_time_adds_up_over_stretches(ranks: int) -> None:
 UNEVEN = ["[A0 A1@q32,k16,v16,o32] F0 [A2 A3] [F1@up24 F2] [F2 F3@down8]", "{A0 F0 A1 | A2 F2} F3 A3"]
 
 
-@pytest.mark.parametrize("ways", [{"graphs": False}, {"emulated": Link(1e-2, 1e5)}, {"emulated": Link(1.0)}])
+@pytest.mark.parametrize(
+    "ways", [{"graphs": False}, {"emulated": Link(1e-2, 1e5)}, {"emulated": Link(1.0)}]
+)
 def test_time_that_does_not_add_up_is_predicted_whole(ways: dict[str, object]) -> None:
     slow = hardware(launch="1e-4", collective="2e-4")
     pricing = priced(("latency",), on=slow, **ways)
@@ -151,13 +159,16 @@ def test_thousands_of_programs_take_no_thousands_of_predictions(
 ) -> None:
     asked = []
     monkeypatch.setattr(
-        "surgeon.searches.pricing.predict", lambda *arguments: asked.append(arguments) or predict(*arguments)
+        "surgeon.searches.pricing.predict",
+        lambda *arguments: asked.append(arguments) or predict(*arguments),
     )
     pricing, dice = priced(("latency",), emulated=link), random.Random(0)
     for _ in range(50):
         pair = dice.randrange(3)
         late = "".join(dice.choice(" >") for _ in range(4))
-        text = f"{late[0]}A0 {late[1]}F0 [A{pair} A{pair + 1}] {late[2]}F2 {late[3]}A3".replace("  ", " ")
+        text = f"{late[0]}A0 {late[1]}F0 [A{pair} A{pair + 1}] {late[2]}F2 {late[3]}A3".replace(
+            "  ", " "
+        )
         assert pricing.prices(Program.parse(text))[0] > 0
     assert len(asked) < 20
 
@@ -177,18 +188,33 @@ def test_what_ranks_cannot_run_costs_more_than_any_limit() -> None:
         ({"ranks": 8, "node": 4, "network": "lan"}, LOAD, "no network between nodes 'lan'"),
     ],
 )
-def test_what_cannot_be_priced_is_said_at_once(ways: dict[str, object], load: Workload, said: str) -> None:
+def test_what_cannot_be_priced_is_said_at_once(
+    ways: dict[str, object], load: Workload, said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
-        Pricing(SMALL, (Aspect("latency", "hw"),), Deployment(**({"ranks": 2} | ways)), load, {"hw": hardware()})  # type: ignore[arg-type]
+        Pricing(
+            SMALL,
+            (Aspect("latency", "hw"),),
+            Deployment(**({"ranks": 2} | ways)),
+            load,
+            {"hw": hardware()},
+        )  # type: ignore[arg-type]
 
 
 def test_hardware_is_opened_by_name() -> None:
-    aspects = [Aspect("depth"), Aspect("latency", "h100-sxm"), Aspect("latency", "here"), Aspect("depth")]
+    aspects = [
+        Aspect("depth"),
+        Aspect("latency", "h100-sxm"),
+        Aspect("latency", "here"),
+        Aspect("depth"),
+    ]
     pricing = open_pricing(SMALL, aspects, Deployment(2), LOAD, here=hardware())
     assert pricing.aspects == tuple(aspects[:3])
     assert pricing.hardware["h100-sxm"].name == "h100-sxm"
     latency = [*pricing.dense.values()][2]
-    assert latency == pytest.approx(predict(SMALL.shapes, DENSE, hardware(), LOAD, Deployment(2)).per_token)
+    assert latency == pytest.approx(
+        predict(SMALL.shapes, DENSE, hardware(), LOAD, Deployment(2)).per_token
+    )
     with pytest.raises(ValueError, match="there is no hardware 'h100-sxn'; did you mean 'h100-sxm'"):
         open_pricing(SMALL, [Aspect("latency", "h100-sxn")], Deployment(2), LOAD)
 

@@ -129,7 +129,9 @@ def test_a_small_space_is_tried_out_and_then_there_is_nothing_more() -> None:
     run(asking.first_round(4), trials)
     while found := asking.next_round(trials, [4]):
         run(found, trials)
-    assert {trial.choice for trial in trials if len(trial.choice) == 1} == {(edit,) for edit in asking.mixture.edits}
+    assert {trial.choice for trial in trials if len(trial.choice) == 1} == {
+        (edit,) for edit in asking.mixture.edits
+    }
 
 
 def test_what_was_found_elsewhere_in_the_same_rounds_is_proposed_again() -> None:
@@ -178,4 +180,6 @@ def test_all_levels_get_as_many_trials_in_the_end() -> None:
 def test_trials_go_where_what_is_good_enough_ends() -> None:
     assert at_the_edge(GOALS, {15, 14}, 4) == [0, 1, 2, 1]
     assert at_the_edge(GOALS, {}, 4) == [1, 2, 1, 0]
-    assert at_the_edge(GOALS, {12}, 3) == [0, 0, 0, 3], "the cheapest level is met: better there, at least"
+    assert at_the_edge(GOALS, {12}, 3) == [0, 0, 0, 3], (
+        "the cheapest level is met: better there, at least"
+    )

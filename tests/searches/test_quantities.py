@@ -27,7 +27,12 @@ def pricing(text: str) -> Pricing:
 
 def test_several_objectives() -> None:
     found = parse_objectives("divergence, depth,latency@l4,accuracy:piqa")
-    assert found == (Aspect("divergence"), Aspect("depth"), Aspect("latency", "l4"), Aspect("accuracy", "piqa"))
+    assert found == (
+        Aspect("divergence"),
+        Aspect("depth"),
+        Aspect("latency", "l4"),
+        Aspect("accuracy", "piqa"),
+    )
     assert [str(one) for one in found] == ["divergence", "depth", "latency@l4", "accuracy:piqa"]
     assert [one.is_priced for one in found] == [False, True, True, False]
 
@@ -35,7 +40,11 @@ def test_several_objectives() -> None:
 def test_less_is_better_of_all() -> None:
     text = "divergence,perplexity,depth,speedup@l4,accuracy:piqa,accuracy:arc"
     prices = pricing(text)
-    costs = [*prices.costs(parse_objectives(text), Trial(str(PROGRAM), "window", (), number=0, measured=MEASURED))]
+    costs = [
+        *prices.costs(
+            parse_objectives(text), Trial(str(PROGRAM), "window", (), number=0, measured=MEASURED)
+        )
+    ]
     ratio = prices.price(Aspect("speedup", "l4"), PROGRAM)
     assert costs == [0.03, 7.5, 3, ratio, pytest.approx(0.3), math.inf]
     assert ratio < 1

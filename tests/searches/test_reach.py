@@ -73,7 +73,12 @@ def test_limits_are_read(text: str, amount: float, relative: bool) -> None:
 
 def test_several_limits() -> None:
     found = parse_limits("depth=12, latency<=12ms@h100-sxm,latency<=30ms@l4,divergence<=0.02")
-    aspects = [Aspect("depth"), Aspect("latency", "h100-sxm"), Aspect("latency", "l4"), Aspect("divergence")]
+    aspects = [
+        Aspect("depth"),
+        Aspect("latency", "h100-sxm"),
+        Aspect("latency", "l4"),
+        Aspect("divergence"),
+    ]
     assert [limit.aspect for limit in found] == aspects
     assert [limit.aspect.is_priced for limit in found] == [True, True, True, False]
 
@@ -93,7 +98,10 @@ def test_several_limits() -> None:
         ("depth>=0x", "0x of the unedited model's should be above 0, such as 1x or 1.25x"),
         ("depth>=8,depth>=9", "limits depth twice"),
         ("speedup<=2@l4", "write speedup>=2@l4"),
-        ("latency=12ms", "say on which, as in latency=12ms@h100-sxm, or measured on this machine: latency=12ms@here"),
+        (
+            "latency=12ms",
+            "say on which, as in latency=12ms@h100-sxm, or measured on this machine: latency=12ms@here",
+        ),
         ("latency=12@l4", "'12' is no delay; write e.g. 1ms"),
         ("speedup=fast@l4", "'fast' is no number"),
         ("speedup=0.9@l4", "a number above 1"),
@@ -118,11 +126,20 @@ def test_a_model_that_is_to_be_deeper() -> None:
     assert shortfalls(wanted, deeper) == (0.5, 0)
     assert shortfalls(budget("depth>=1.25x"), deeper) == (0,)
     limits, pricing = wanted
-    assert [limit.aspect.show(pricing.price(limit.aspect, deeper)) for limit in limits] == ["depth 8", "depth 8"]
+    assert [limit.aspect.show(pricing.price(limit.aspect, deeper)) for limit in limits] == [
+        "depth 8",
+        "depth 8",
+    ]
     assert limits[0].aspect.natural(-8) == 8
     (kept,) = require_work(*budget("params=0.8x,depth>=1x"))
-    assert kept == "depth>=1x: the unedited model has depth 6 already; it only keeps programs from being shallower"
-    for text, said in (("depth>=5", "ask for more"), ("depth=8", "ask for less, or for a deeper model by depth>=8")):
+    assert (
+        kept
+        == "depth>=1x: the unedited model has depth 6 already; it only keeps programs from being shallower"
+    )
+    for text, said in (
+        ("depth>=5", "ask for more"),
+        ("depth=8", "ask for less, or for a deeper model by depth>=8"),
+    ):
         with pytest.raises(ValueError, match=f"has depth 6 already; {said}"):
             require_work(*budget(text))
 
@@ -154,7 +171,9 @@ def test_quality_is_limited_by_what_is_measured() -> None:
 
 
 def test_limits_that_ask_for_nothing() -> None:
-    with pytest.raises(ValueError, match="budget depth=6: the unedited model has depth 6 already; ask for less"):
+    with pytest.raises(
+        ValueError, match="budget depth=6: the unedited model has depth 6 already; ask for less"
+    ):
         require_work(*budget("depth=6"))
     with pytest.raises(ValueError, match="has depth 6 already and the unedited model has params"):
         require_work(*budget("depth=8,params=1x"))
@@ -187,7 +206,9 @@ def test_what_can_be_reached(text: str, spaces: str, edits: int) -> None:
 def test_a_time_is_reached_with_as_few_edits_as_it_takes() -> None:
     dense = next(iter(budget("latency=1x@l4")[1].dense.values()))
     one = budget("latency=1x@l4")[1].prices(PAIR)[0]
-    found = require_reachable(*budget(f"latency={1e3 * (dense - 1.5 * (dense - one)):.6f}ms@l4"), mixture())
+    found = require_reachable(
+        *budget(f"latency={1e3 * (dense - 1.5 * (dense - one)):.6f}ms@l4"), mixture()
+    )
     assert len(found) == 2
 
 
@@ -205,10 +226,22 @@ def test_a_time_is_reached_with_as_few_edits_as_it_takes() -> None:
             "drop",
             "drop brings the model from syncs 12 to syncs 1 at the least, as a program has to keep one attention",
         ),
-        ("syncs<=1", "drop:layers", "drop brings the model from syncs 12 to syncs 2 at the least, as a program"),
-        ("depth=1", "drop:attention", "drop brings the model from depth 6 to depth 3.5 at the least, as a program"),
+        (
+            "syncs<=1",
+            "drop:layers",
+            "drop brings the model from syncs 12 to syncs 2 at the least, as a program",
+        ),
+        (
+            "depth=1",
+            "drop:attention",
+            "drop brings the model from depth 6 to depth 3.5 at the least, as a program",
+        ),
         ("depth>=8", "pair", "depth>=8 is out of reach: no edit of pair raises the model's depth 6"),
-        ("kv_bytes=0.5x,depth=4", "pair", "kv_bytes=0.5x is out of reach: no edit of pair lowers the model's kv_bytes"),
+        (
+            "kv_bytes=0.5x,depth=4",
+            "pair",
+            "kv_bytes=0.5x is out of reach: no edit of pair lowers the model's kv_bytes",
+        ),
     ],
 )
 def test_what_is_out_of_reach(text: str, spaces: str, said: str) -> None:
@@ -220,11 +253,17 @@ def test_what_is_out_of_reach(text: str, spaces: str, said: str) -> None:
 def test_the_fastest_that_edits_reach_is_said() -> None:
     times = [
         predict(
-            SIX.shapes, Program.parse(text), hardware(launch="0"), Workload(1, 5, 4), Deployment(2, "float32")
+            SIX.shapes,
+            Program.parse(text),
+            hardware(launch="0"),
+            Workload(1, 5, 4),
+            Deployment(2, "float32"),
         ).per_token
         for text in (str(Program.dense(6)), "[A0 A1] [F0 F1] [A2 A3] [F2 F3] [A4 A5] [F4 F5]")
     ]
-    said = f"pair brings the model from speedup 1x@l4 to speedup {times[0] / times[1]:.4g}x@l4 at the most"
+    said = (
+        f"pair brings the model from speedup 1x@l4 to speedup {times[0] / times[1]:.4g}x@l4 at the most"
+    )
     with pytest.raises(ValueError, match=said):
         require_reachable(*budget("speedup=9@l4"), mixture())
 
@@ -240,7 +279,12 @@ class Thinner(Space):
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_shape(edit)
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(
+        self,
+        edits: Sequence[Edit],
+        program: Program,  # noqa: ARG002
+        model: Model,  # noqa: ARG002
+    ) -> tuple[AppliedOperation, ...]:
         return (AppliedOperation("lowrank", tuple(edit.layers for edit in edits), {"keep": 0.5}),)
 
 
@@ -249,7 +293,9 @@ def test_limits_that_exclude_each_other_are_told_from_those_out_of_reach() -> No
     found = require_reachable(*budget("depth=5,params=0.7x"), both)
     assert [edit.space for edit in found].count("pair") == 1
     assert len(found) == 1 + 4  # four layers at half their parameters leave two thirds
-    with pytest.raises(ValueError, match=r"each of its limits can be met, but not all at once.* nearest has depth"):
+    with pytest.raises(
+        ValueError, match=r"each of its limits can be met, but not all at once.* nearest has depth"
+    ):
         require_reachable(*budget("depth=3,params=0.7x"), both)
 
 

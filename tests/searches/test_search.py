@@ -34,7 +34,9 @@ def test_under_a_budget_all_trials_keep_it_and_are_raced_against_the_best() -> N
     assert all(searching.question.is_met(trial) for trial in trials)
     assert evaluator.raced[0] is None, "the first ones run through"
     assert all(rival is not None for rival in evaluator.raced[1:])
-    assert evaluator.raced[1:] == sorted(evaluator.raced[1:], reverse=True), "by the best so far, which only improves"
+    assert evaluator.raced[1:] == sorted(evaluator.raced[1:], reverse=True), (
+        "by the best so far, which only improves"
+    )
     ranked, why = choose(searching.question, trials, [])
     assert ranked[0].measured.divergence == min(trial.measured.divergence for trial in trials)
     assert why == "The best within depth=7"
@@ -45,7 +47,10 @@ def test_a_mixture_is_searched_beside_its_spaces_alone() -> None:
     searching, _ = search("pair,drop:layers", "depth=7")
     trials = [*try_programs(searching, 40)]
     assert list(searching.strands) == [MIXTURE, "drop", "pair"]
-    alone = {name: [t for t in trials if {edit.space for edit in t.choice} == {name}] for name in ("drop", "pair")}
+    alone = {
+        name: [t for t in trials if {edit.space for edit in t.choice} == {name}]
+        for name in ("drop", "pair")
+    }
     assert all(alone.values())
     best = min(trials, key=lambda trial: trial.measured.divergence)
     for name in ("drop", "pair"):
@@ -73,7 +78,9 @@ def test_without_a_budget_every_depth_is_looked_at() -> None:
     price = searching.question.price(DEPTH, ranked[0])
     assert curves[0].knee.cost is None
     most = 1.1 * searching.question.original.perplexity
-    kept = [searching.question.price(DEPTH, trial) for trial in trials if trial.measured.perplexity <= most]
+    kept = [
+        searching.question.price(DEPTH, trial) for trial in trials if trial.measured.perplexity <= most
+    ]
     assert "there is no knee" in why
     assert price == (min(kept) if kept else 9)
 
@@ -141,11 +148,16 @@ def test_a_limit_of_quality_that_held_out_text_does_not_keep_is_named() -> None:
     searching, evaluator = search("pair", "divergence<=0.2")
     ranked, why = choose(searching.question, [*try_programs(searching, 20)], [])
     seen = ranked[0].measured
-    for unseen, said in ((0.19, []), (0.31, ["divergence<=0.2 is not kept on held-out text: divergence 0.31 nats"])):
+    for unseen, said in (
+        (0.19, []),
+        (0.31, ["divergence<=0.2 is not kept on held-out text: divergence 0.31 nats"]),
+    ):
         assert seen.divergence <= 0.2
         finalist = Finalist(ranked[0], evaluator.measured(unseen))
         comparison = HeldOutComparison("divergence", finalist, (), evaluator.measured(0.0))
-        assert Winner(ranked[0], why, comparison).missed_unseen(searching.question.settings.limits) == said
+        assert (
+            Winner(ranked[0], why, comparison).missed_unseen(searching.question.settings.limits) == said
+        )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +170,9 @@ def test_a_limit_of_quality_that_held_out_text_does_not_keep_is_named() -> None:
         (None, "params,perplexity", "params,perplexity"),
     ],
 )
-def test_a_cost_without_quality_is_traded_for_divergence(budget: str | None, objectives: str, small: str) -> None:
+def test_a_cost_without_quality_is_traded_for_divergence(
+    budget: str | None, objectives: str, small: str
+) -> None:
     assert ",".join(map(str, Question("drop", budget, objectives).objectives)) == small
 
 
@@ -170,7 +184,8 @@ def test_a_cost_without_quality_is_traded_for_divergence(budget: str | None, obj
         (None, "size", "drop,rank", (SIZE,)),
         ("depth=7,divergence<=0.2", "divergence", "pair", (DEPTH,)),
         ("size=0.8x,divergence<=0.2", "divergence", "drop,rank", (SIZE,)),
-        ("speedup>=1.3@cpu-2", "divergence", "drop,pair", ()),  # late steps and factors of so small ones save none
+        # Late steps and factors of so small ones save none.
+        ("speedup>=1.3@cpu-2", "divergence", "drop,pair", ()),
         ("kv_bytes=0.8x", "divergence", "drop", ()),
         (None, "divergence", "drop,pair,rank", (DEPTH, SIZE)),
         ("depth>=5", "divergence", "repeat", ()),
@@ -181,7 +196,11 @@ def test_a_question_that_names_no_space_has_all_that_lessen_what_it_asks_for(
 ) -> None:
     model = Model.of_config(tiny_model("llama", num_layers=4).config, "tiny")
     settings = Question(None, budget, objectives).on(model)
-    there = [name for name in settings.space.split(",") if name in ("drop", "repeat", "pair", "ladder", "rank")]
+    there = [
+        name
+        for name in settings.space.split(",")
+        if name in ("drop", "repeat", "pair", "ladder", "rank")
+    ]
     assert ",".join(there) == spaces
     assert settings.along == along
     assert Question("pair", budget, objectives).on(model).space == "pair"
@@ -193,12 +212,16 @@ def test_the_front_between_two_limits_is_looked_for_on_both_sides() -> None:
     question, trials = searching.question, [*try_programs(searching, 60)]
     assert question.traded == (Aspect("divergence"), DEPTH)
     depths = [question.price(DEPTH, trial) for trial in trials]
-    good = [depth for depth, trial in zip(depths, trials, strict=True) if trial.measured.divergence <= 0.6]
+    good = [
+        depth for depth, trial in zip(depths, trials, strict=True) if trial.measured.divergence <= 0.6
+    ]
     assert min(good) < 7, "shallower ones are as good as they have to be"
     assert min(depths) < min(good), "and what is shallower still was tried"
     assert 2 * depths.count(7) >= len([trial for trial in trials if trial.number >= 20])
     ranked, why = choose(question, trials, [])
-    within = [t for t, depth in zip(trials, depths, strict=True) if depth <= 7 and t.measured.divergence <= 0.6]
+    within = [
+        t for t, depth in zip(trials, depths, strict=True) if depth <= 7 and t.measured.divergence <= 0.6
+    ]
     assert ranked[0].measured.divergence == min(trial.measured.divergence for trial in within)
     assert why == "The best within depth=7,divergence<=0.6"
 
@@ -218,7 +241,9 @@ def test_two_costs_are_looked_along_in_one_search() -> None:
     front = {point.number for point in question.front(trials)}
     pricing = question.pricing
     assert front == {
-        point.number for cost in (DEPTH, SIZE) for point in pareto_front(trials, (Aspect("divergence"), cost), pricing)
+        point.number
+        for cost in (DEPTH, SIZE)
+        for point in pareto_front(trials, (Aspect("divergence"), cost), pricing)
     }
     dense = pricing.price(SIZE, question.mixture.model.program)
     for trial in trials:
@@ -244,11 +269,19 @@ def test_a_study_that_is_optimised_finds_what_a_search_finds() -> None:
     study.optimize(searching.objective, n_trials=30)
     assert len({*keys(searching, study.trials)}) == 30
     other, _ = search("pair,drop:layers", "depth=7")
-    assert study.best_value == pytest.approx(min(trial.measured.divergence for trial in try_programs(other, 30)))
-    assert (
-        searching.question.mixture.program(searching.question.mixture.choice(study.best_params)).effective_depth() <= 7
+    assert study.best_value == pytest.approx(
+        min(trial.measured.divergence for trial in try_programs(other, 30))
     )
-    for evaluator in (optuna.importance.PedAnovaImportanceEvaluator(), optuna.importance.FanovaImportanceEvaluator()):
+    assert (
+        searching.question.mixture.program(
+            searching.question.mixture.choice(study.best_params)
+        ).effective_depth()
+        <= 7
+    )
+    for evaluator in (
+        optuna.importance.PedAnovaImportanceEvaluator(),
+        optuna.importance.FanovaImportanceEvaluator(),
+    ):
         assert {*optuna.importance.get_param_importances(study, evaluator=evaluator)} <= {
             *searching.question.mixture.parameters
         }
@@ -269,7 +302,9 @@ def test_ask_and_tell_with_several_running_at_once() -> None:
 
 
 @pytest.mark.parametrize("storage", ["memory", "journal", "sqlite"])
-def test_studies_in_every_storage_of_which_threads_and_later_sessions_go_on(storage: str, tmp_path: Path) -> None:
+def test_studies_in_every_storage_of_which_threads_and_later_sessions_go_on(
+    storage: str, tmp_path: Path
+) -> None:
     backends = {
         "memory": optuna.storages.InMemoryStorage,
         "journal": lambda: optuna.storages.journal.JournalStorage(
@@ -284,7 +319,9 @@ def test_studies_in_every_storage_of_which_threads_and_later_sessions_go_on(stor
         study.optimize(searching.objective, n_trials=6, n_jobs=2)
     else:
         again, _ = search("pair", "depth=7")
-        loaded = optuna.load_study(study_name="search", storage=backends[storage](), sampler=SurgerySampler(again))
+        loaded = optuna.load_study(
+            study_name="search", storage=backends[storage](), sampler=SurgerySampler(again)
+        )
         loaded.optimize(again.objective, n_trials=6)
     found = optuna.load_study(study_name="search", storage=study._storage).trials
     assert len(found) == 12
@@ -313,7 +350,8 @@ def test_trials_that_others_chose_and_measured_are_learnt_from() -> None:
     searching, _ = search("pair", "depth=7")
     study = study_of(searching)
     best = min(
-        (trial for trial in try_programs(search("pair", "depth=7")[0], 40)), key=lambda trial: trial.measured.divergence
+        (trial for trial in try_programs(search("pair", "depth=7")[0], 40)),
+        key=lambda trial: trial.measured.divergence,
     )
     study.enqueue_trial(searching.question.mixture.values(best.choice))
     study.optimize(searching.objective, n_trials=8)
@@ -328,7 +366,12 @@ def test_a_space_that_is_tried_out_stops_the_study() -> None:
     study = study_of(searching)
     study.optimize(searching.objective, n_trials=200)
     other, _ = search("pair", "depth=9")
-    assert len({*keys(searching, study.trials)}) == len([*try_programs(other, 200)]) == len(study.trials) - 1 < 199
+    assert (
+        len({*keys(searching, study.trials)})
+        == len([*try_programs(other, 200)])
+        == len(study.trials) - 1
+        < 199
+    )
 
 
 @pytest.mark.parametrize("name", INSTALLED)
@@ -341,7 +384,14 @@ def test_every_sampler_runs_and_what_it_asks_follows_from_the_study(name: str) -
         found.append([(trial.number, trial.source, trial.key) for trial in tried])
     assert found[0] == found[1]
     assert [number for number, *_ in found[0]] == list(range(trials))
-    assert {source for _, source, _ in found[0]} & {"TPE", "GP", "CmaEs", "NSGAII", "Random", "regression"}
+    assert {source for _, source, _ in found[0]} & {
+        "TPE",
+        "GP",
+        "CmaEs",
+        "NSGAII",
+        "Random",
+        "regression",
+    }
     if name not in ("surgeon", "gp"):
         searching, _ = search("pair,drop:layers", "depth=7")
         other = [trial.key for trial in try_programs(searching, trials, name, seed=4)]
@@ -376,7 +426,9 @@ def test_samplers_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="cmaes makes one objective small, and this search has 2"):
         make_sampler(several, "cmaes")
     monkeypatch.setattr("surgeon.searches.search.find_spec", lambda _: None)
-    with pytest.raises(ImportError, match="the sampler cmaes needs a package that is not installed; pip install cmaes"):
+    with pytest.raises(
+        ImportError, match="the sampler cmaes needs a package that is not installed; pip install cmaes"
+    ):
         make_sampler(searching, "cmaes")
 
 

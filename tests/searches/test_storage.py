@@ -38,7 +38,9 @@ def test_what_is_no_storage_is_refused(
     address: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises((ValueError, OSError), match=message.replace("*", "\\*").replace("?", "\\?")) as refused:
+    with pytest.raises(
+        (ValueError, OSError), match=message.replace("*", "\\*").replace("?", "\\?")
+    ) as refused:
         open_storage(address, tmp_path)
     assert "secret" not in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -47,7 +49,9 @@ def test_what_is_no_storage_is_refused(
 def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "other"
     path.write_text("this is a text, and longer than a hundred bytes: " * 3)
-    with pytest.raises(OSError, match="other cannot hold a study: file is not a database; use another file"):
+    with pytest.raises(
+        OSError, match="other cannot hold a study: file is not a database; use another file"
+    ):
         open_storage(f"sqlite:///{path}", tmp_path)
     before = path.read_text()
     with pytest.raises(ValueError, match="other is no journal of a study; name another file"):
@@ -63,7 +67,9 @@ def test_a_database_of_a_newer_optuna_is_refused(tmp_path: Path) -> None:
     open_storage(address, tmp_path)
     with sqlite3.connect(tmp_path / "study.db") as database:
         database.execute("UPDATE alembic_version SET version_num = 'v99'")
-    with pytest.raises(ValueError, match="study.db: The runtime optuna version .* Please try updating optuna"):
+    with pytest.raises(
+        ValueError, match="study.db: The runtime optuna version .* Please try updating optuna"
+    ):
         open_storage(address, tmp_path)
 
 
@@ -73,7 +79,8 @@ def test_folders_of_any_name(name: str, tmp_path: Path) -> None:
     for address in (None, f"sqlite:///{folder}/study.db"):
         optuna.create_study(storage=open_storage(address, folder).backend, study_name="a")
         assert optuna.get_all_study_names(open_storage(address, folder).backend) == ["a"]
-    assert {path.name for path in folder.iterdir()} == {"study.log", "study.db"}  # a lock beside it would be Optuna's
+    # A lock beside it would be Optuna's.
+    assert {path.name for path in folder.iterdir()} == {"study.log", "study.db"}
 
 
 def test_several_may_set_up_a_database_at_once(tmp_path: Path) -> None:
@@ -96,14 +103,18 @@ def test_several_may_set_up_a_database_at_once(tmp_path: Path) -> None:
 
 def damaged(path: Path, *attributes: str) -> list[bytes]:
     """A journal with a study that has these attributes, to be damaged: its lines."""
-    study = optuna.create_study(storage=open_storage(f"journal:{path}", path.parent).backend, study_name="a")
+    study = optuna.create_study(
+        storage=open_storage(f"journal:{path}", path.parent).backend, study_name="a"
+    )
     for name in attributes:
         study.set_user_attr(name, 1)
     return path.read_bytes().splitlines(keepends=True)
 
 
 def attributes_of(path: Path) -> list[str]:
-    study = optuna.load_study(storage=open_storage(f"journal:{path}", path.parent).backend, study_name="a")
+    study = optuna.load_study(
+        storage=open_storage(f"journal:{path}", path.parent).backend, study_name="a"
+    )
     return list(study.user_attrs)
 
 
@@ -114,11 +125,15 @@ def test_a_journal_goes_on_behind_what_its_end_was_left_as(ending: bytes, tmp_pa
     with path.open("ab") as file:
         file.write(ending)
     assert attributes_of(path) == ["b", "c"]
-    optuna.load_study(storage=open_storage(f"journal:{path}", tmp_path).backend, study_name="a").set_user_attr("d", 1)
+    optuna.load_study(
+        storage=open_storage(f"journal:{path}", tmp_path).backend, study_name="a"
+    ).set_user_attr("d", 1)
     assert attributes_of(path) == ["b", "c", "d"]
 
 
-@pytest.mark.parametrize("wrong", [b'{"op_code":2,"wor\n', b"\0\0\n", b'{"op_code":99,"worker_id":"x"}\n'])
+@pytest.mark.parametrize(
+    "wrong", [b'{"op_code":2,"wor\n', b"\0\0\n", b'{"op_code":99,"worker_id":"x"}\n']
+)
 @pytest.mark.parametrize("place", [2, 3])
 def test_a_damaged_line_of_a_journal_is_named(wrong: bytes, place: int, tmp_path: Path) -> None:
     path = tmp_path / "study.log"
@@ -172,25 +187,36 @@ def test_a_server_that_refuses_is_explained(said: str, message: str) -> None:
 
 
 def test_a_user_without_rights_is_told() -> None:
-    error = ProgrammingError("CREATE TABLE", None, Exception("permission denied for schema public\nLINE 2: CREATE"))
-    found = study_module._explain(error, make_url("postgresql+psycopg://me@host/db"), "postgresql://me@host/db")
+    error = ProgrammingError(
+        "CREATE TABLE", None, Exception("permission denied for schema public\nLINE 2: CREATE")
+    )
+    found = study_module._explain(
+        error, make_url("postgresql+psycopg://me@host/db"), "postgresql://me@host/db"
+    )
     assert "does not let 'me' make tables (permission denied for schema public)" in str(found)
 
 
 def test_a_driver_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(
-        ImportError, match="driver of PostgreSQL \\(psycopg\\) is not installed; pip install 'surgeon\\[post"
+        ImportError,
+        match="driver of PostgreSQL \\(psycopg\\) is not installed; pip install 'surgeon\\[post",
     ):
         open_storage("postgresql://me@127.0.0.1:1/db", tmp_path)
 
 
 def test_passwords_are_stars() -> None:
-    assert without_password("a postgresql://me:p@ss/w@host:1/db b") == "a postgresql://me:***@host:1/db b"
     assert (
-        without_password("postgresql://host:5432/db?password=abc&x=1") == "postgresql://host:5432/db?password=***&x=1"
+        without_password("a postgresql://me:p@ss/w@host:1/db b") == "a postgresql://me:***@host:1/db b"
     )
-    assert without_password("postgresql://me@host/db demo:text@main") == "postgresql://me@host/db demo:text@main"
+    assert (
+        without_password("postgresql://host:5432/db?password=abc&x=1")
+        == "postgresql://host:5432/db?password=***&x=1"
+    )
+    assert (
+        without_password("postgresql://me@host/db demo:text@main")
+        == "postgresql://me@host/db demo:text@main"
+    )
     command = "import sys; from surgeon.provenance import command_line; print(command_line())"
     shown = subprocess.run(
         [sys.executable, "-c", command, "--storage=postgresql://me:secret@h/d"],

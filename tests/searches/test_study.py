@@ -54,7 +54,9 @@ def ended(address: str, folder: Path, *lefts: int, seconds: float = 0.0) -> list
     """What workers end with that begin together."""
     context = multiprocessing.get_context("fork")  # which need not import all of it anew
     together = context.Barrier(len(lefts))
-    workers = [context.Process(target=work, args=(address, folder, seconds, together, left)) for left in lefts]
+    workers = [
+        context.Process(target=work, args=(address, folder, seconds, together, left)) for left in lefts
+    ]
     for one in workers:
         one.start()
     for one in workers:
@@ -67,7 +69,9 @@ def rows(address: str, folder: Path) -> list[tuple[int, str, float]]:
     return [(one.number, one.key, one.measured.divergence) for one in searching.finished(study.trials)]
 
 
-def test_killed_and_begun_again_one_worker_ends_with_the_same_trials(address: str, tmp_path: Path) -> None:
+def test_killed_and_begun_again_one_worker_ends_with_the_same_trials(
+    address: str, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
     whole = f"journal:{other}/study.log"

@@ -36,11 +36,15 @@ def test_covariances_are_what_small_changes_do_to_the_divergence(family: str) ->
         steps = [3e-2 * torch.randn(original.shape, generator=draw) for _ in range(3)]
         found = covariances(head, original, [original + step for step in steps])
         for i in range(3):
-            assert found[i, i] / 2 == pytest.approx(divergence(head, original, original + steps[i]), rel=0.1)
+            assert found[i, i] / 2 == pytest.approx(
+                divergence(head, original, original + steps[i]), rel=0.1
+            )
             for j in range(i):
                 both = divergence(head, original, original + steps[i] + steps[j])
                 apart = sum(divergence(head, original, original + steps[k]) for k in (i, j))
-                assert found[i, j] == pytest.approx(both - apart, abs=0.1 * float(found.diagonal().max()))
+                assert found[i, j] == pytest.approx(
+                    both - apart, abs=0.1 * float(found.diagonal().max())
+                )
     torch.testing.assert_close(found, found.T)
 
 
@@ -68,7 +72,9 @@ def test_terms_are_json_and_back() -> None:
     again = Terms.from_json(terms.to_json())
     assert again.divergence.tolist() == terms.divergence.tolist()
     assert again.correlation.tolist() == terms.correlation.tolist()
-    assert np.isfinite(terms.damage.of([0, 1, 2])), "a model that is broken is far worse, not beyond numbers"
+    assert np.isfinite(terms.damage.of([0, 1, 2])), (
+        "a model that is broken is far worse, not beyond numbers"
+    )
 
 
 IDS = torch.randint(3, VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(5))
@@ -87,7 +93,9 @@ def test_edits_run_on_as_much_text_as_so_many_runs_of_the_original_allow(
     assert found.tokens == plan.tokens(IDS) == tokens
     assert plan.work(IDS) <= runs * 4 or tokens == 128
     shared = share([MIXTURE.model.program, *plan.programs]).total_sublayers
-    assert found.sublayers == pytest.approx(shared * tokens / IDS.numel()), "what they begin with in common runs once"
+    assert found.sublayers == pytest.approx(shared * tokens / IDS.numel()), (
+        "what they begin with in common runs once"
+    )
     assert found.divergence == pytest.approx(divergences(IDS[: tokens // 64]), rel=1e-4)
 
 
@@ -104,5 +112,7 @@ def test_of_long_windows_edits_run_on_the_beginning(monkeypatch: pytest.MonkeyPa
 
 def divergences(ids: torch.Tensor) -> list[float]:
     """Of each edit alone, on a text that is no longer."""
-    measured = Evaluator(tiny_model("llama", 2), Windows(ids, "ids", "short")).measure(MIXTURE.single_edits)
+    measured = Evaluator(tiny_model("llama", 2), Windows(ids, "ids", "short")).measure(
+        MIXTURE.single_edits
+    )
     return [measured[program].divergence for program in MIXTURE.single_edits]

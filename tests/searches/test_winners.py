@@ -51,12 +51,17 @@ def trial(number: int, mean: float, text: str | None = None, whole: bool = True)
 
 
 def on_held_out(*by_trial: Sequence[float]) -> Mapping[Program, Quality]:
-    known = {Program.parse(text): measured(values) for text, values in zip(TEXTS, by_trial, strict=False)}
+    known = {
+        Program.parse(text): measured(values) for text, values in zip(TEXTS, by_trial, strict=False)
+    }
     return known | {DENSE: measured([0.0] * len(by_trial[0]))}
 
 
 def remeasure(
-    winner: Trial, runners_up: Sequence[Trial], known: Mapping[Program, Quality], by: Measured = "divergence"
+    winner: Trial,
+    runners_up: Sequence[Trial],
+    known: Mapping[Program, Quality],
+    by: Measured = "divergence",
 ) -> HeldOutComparison:
     first, *others = (Finalist(one, known[one.program]) for one in (winner, *runners_up))
     return compare(first, others, known[DENSE], by)
@@ -108,7 +113,9 @@ def test_the_searched_winner_stays_unless_another_is_better_for_sure() -> None:
     assert [one.verdict for one in apart.runners_up] == ["worse", "not told apart"]
     assert apart.overturned
     assert apart.chosen.trial.number == 1  # not trial 2, whose mean is lower but cannot be told
-    assert apart.lines()[-1].startswith("HELD-OUT TEXT OVERTURNS THE SEARCH: trial 1 is the winner, not trial 0")
+    assert apart.lines()[-1].startswith(
+        "HELD-OUT TEXT OVERTURNS THE SEARCH: trial 1 is the winner, not trial 0"
+    )
     close = compared([0.20, 0.21, 0.22, 0.20], [0.19, 0.22, 0.20, 0.21])
     assert not close.overturned
     assert close.chosen is close.searched
@@ -117,8 +124,13 @@ def test_the_searched_winner_stays_unless_another_is_better_for_sure() -> None:
 def test_sentences_say_better_only_where_it_is() -> None:
     found = compared([0.1, 0.11, 0.12, 0.1], [0.2, 0.21, 0.22, 0.2001], [0.1, 0.12, 0.11, 0.1])
     lines = found.lines()
-    assert lines[0] == "trial 0: divergence 0.1 on the text of the search, 0.1075 on 100 held-out tokens (4 windows)"
-    assert lines[1].startswith("trial 0 is better than trial 1 (divergence 0.11 and 0.2075): difference -0.1 nats")
+    assert (
+        lines[0]
+        == "trial 0: divergence 0.1 on the text of the search, 0.1075 on 100 held-out tokens (4 windows)"
+    )
+    assert lines[1].startswith(
+        "trial 0 is better than trial 1 (divergence 0.11 and 0.2075): difference -0.1 nats"
+    )
     assert "95% for all 2 intervals at once" in lines[1]
     assert "better" not in lines[2]
     assert lines[2] == "trial 0 is not told apart from trial 2"
@@ -154,12 +166,16 @@ def test_a_record_is_plain_json() -> None:
     assert read["runners_up"][0]["seen"]["divergence"] == 0.11
 
 
-MIXTURE = Mixture(parse_spaces("experts:2,drop"), small_model("qwen3_moe", layers=3)).by_saliency({1: [3, 1, 0, 2]})
+MIXTURE = Mixture(parse_spaces("experts:2,drop"), small_model("qwen3_moe", layers=3)).by_saliency(
+    {1: [3, 1, 0, 2]}
+)
 SALIENT = "A0 F0 A1 F1!e1,e3 A2"
 
 
 def of_windows(*divergences: float) -> Quality:
-    return Quality(1.0, divergence=sum(divergences) / len(divergences), windows={"divergence": divergences})
+    return Quality(
+        1.0, divergence=sum(divergences) / len(divergences), windows={"divergence": divergences}
+    )
 
 
 def said(texts: list[str], **programs: Quality) -> str | None:
@@ -186,7 +202,13 @@ def test_window_by_window() -> None:
 @pytest.mark.thorough
 def test_what_a_search_says(tmp_path: Path, tiny_text: Path) -> None:
     folder = save_checkpoint(tmp_path / "model", "qwen3_moe", 3)
-    asked: dict[str, Any] = {"tokens": 128, "window": 32, "space": "experts:2", "budget": "experts=2", "trials": 9}
+    asked: dict[str, Any] = {
+        "tokens": 128,
+        "window": 32,
+        "space": "experts:2",
+        "budget": "experts=2",
+        "trials": 9,
+    }
     found = surgeon.search(folder, tiny_text, tmp_path / "out", **asked)
     kept = [len(one.experts or ()) for one in found.program.sublayers() if one.kind == "F"]
     assert kept == [2, 2, 0], "the last layer of this model is dense"
@@ -200,7 +222,9 @@ def test_quality_that_nothing_has_says_the_nearest() -> None:
     searching, _ = search("pair", "divergence<=0.001")
     trials = [*try_programs(searching, 10)]
     least = min(trial.measured.divergence for trial in trials)
-    with pytest.raises(ValueError, match=rf"of 10 trials none is within .*; the nearest, .* divergence {least:.3g}"):
+    with pytest.raises(
+        ValueError, match=rf"of 10 trials none is within .*; the nearest, .* divergence {least:.3g}"
+    ):
         choose(searching.question, trials, [])
 
 
@@ -212,7 +236,9 @@ def test_without_a_knee_perplexity_is_kept_or_as_little_as_can_be_is_changed() -
         trials = []
         for row, times in enumerate(perplexities):
             key = str(question.mixture.program(edits[: 2 * row + 1 : 2]))
-            found = replace(evaluator.measured(0.1 * (row + 1)), perplexity=times * question.original.perplexity)
+            found = replace(
+                evaluator.measured(0.1 * (row + 1)), perplexity=times * question.original.perplexity
+            )
             trials.append(Trial(key, "window", (), number=row, measured=found))
         curve = QualityCurve(question.along[0], "pair", (), Knee(None, math.nan, math.nan, 0.0))
         best, why = choose(question, trials, [curve])
@@ -221,7 +247,10 @@ def test_without_a_knee_perplexity_is_kept_or_as_little_as_can_be_is_changed() -
     assert chosen(1.01, 1.05, 1.2) == (
         [1], "The best at the least depth that keeps perplexity within 10% (there is no knee)"
     )  # fmt: skip
-    assert chosen(1.3, 1.5) == ([0], "The least changed (there is no knee, and none keeps perplexity within 10%)")
+    assert chosen(1.3, 1.5) == (
+        [0],
+        "The least changed (there is no knee, and none keeps perplexity within 10%)",
+    )
 
 
 def test_two_objectives_give_the_middle_of_their_front() -> None:
@@ -231,14 +260,22 @@ def test_two_objectives_give_the_middle_of_their_front() -> None:
     assert "nearest to the best of every objective" in why
     values = [searching.question.costs(trial) for trial in trials]
     first = searching.question.costs(winner)
-    assert not any(all(a <= b for a, b in zip(one, first, strict=True)) and one != first for one in values)
+    assert not any(
+        all(a <= b for a, b in zip(one, first, strict=True)) and one != first for one in values
+    )
 
 
 def test_a_ranking_has_whole_trials_of_different_programs_the_best_first() -> None:
     searching, evaluator = search("pair", "depth=8")
 
     def trial(number: int, divergence: float, key: str, whole: bool = True) -> Trial:
-        return Trial(key, "window", (), number=number, measured=replace(evaluator.measured(divergence), whole=whole))
+        return Trial(
+            key,
+            "window",
+            (),
+            number=number,
+            measured=replace(evaluator.measured(divergence), whole=whole),
+        )
 
     first, second, *_, last = searching.question.mixture.edits
     eight, other = (str(searching.question.mixture.program((edit, last))) for edit in (first, second))
@@ -260,7 +297,13 @@ def test_of_those_that_cost_the_same_the_closest_comes_first() -> None:
     first, second, third, *_, last = searching.question.mixture.edits
     keys = [str(searching.question.mixture.program((edit, last))) for edit in (first, second, third)]
     trials = [
-        Trial(key, "window", (), number=number, measured=replace(evaluator.measured(divergence), perplexity=20.0))
+        Trial(
+            key,
+            "window",
+            (),
+            number=number,
+            measured=replace(evaluator.measured(divergence), perplexity=20.0),
+        )
         for number, (key, divergence) in enumerate(zip(keys, (0.3, 0.1, 0.2), strict=True))
     ]
     assert [each.number for each in ranked(searching.question, trials)] == [1, 2, 0]

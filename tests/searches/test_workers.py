@@ -78,7 +78,9 @@ def test_one_that_fails_is_told_of(tmp_path: Path) -> None:
     with workers(4, tmp_path, "fail", said.append) as others:
         wait_until(lambda: bool(said))
     number = others.processes[1].pid
-    assert said == [f"worker 2 (process {number}) ended with exit code 1: error: no such model; the others go on"]
+    assert said == [
+        f"worker 2 (process {number}) ended with exit code 1: error: no such model; the others go on"
+    ]
 
 
 def test_one_that_is_killed_is_told_of(tmp_path: Path) -> None:

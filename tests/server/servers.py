@@ -23,7 +23,12 @@ from tests import warm
 from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-c", "from surgeon.commands.app import main; raise SystemExit(main())", "serve"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from surgeon.commands.app import main; raise SystemExit(main())",
+    "serve",
+]
 
 
 class Server:
@@ -41,7 +46,11 @@ class Server:
             environment["SURGEON_API_KEY"] = key
         start = subprocess.Popen if cold else warm.Popen
         self.process = start(
-            [*COMMAND, *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            [*COMMAND, *arguments],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         self.lines: list[str] = []
         self._lines: queue.Queue[str | None] = queue.Queue()

@@ -43,7 +43,11 @@ def tokenizer() -> Any:
 def greedy_tokens(reference: Any, tokens: list[int], new: int = NEW) -> list[int]:
     """What `transformers` adds, end tokens or not."""
     sampled = reference.generate(
-        torch.tensor([tokens]), do_sample=False, max_new_tokens=new, min_new_tokens=new, eos_token_id=None
+        torch.tensor([tokens]),
+        do_sample=False,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        eos_token_id=None,
     )
     return sampled[0, len(tokens) :].tolist()
 
@@ -63,11 +67,15 @@ def streamed(chunks: Any) -> tuple[str, list[Any]]:
 def test_the_only_model_is_listed(client: OpenAI) -> None:
     assert [card.id for card in client.models.list()] == ["tiny-chat"]
     assert client.models.retrieve("tiny-chat").owned_by == "surgeon"
-    with pytest.raises(openai.NotFoundError, match="there is no model 'tiny-chad' here; did you mean 'tiny-chat'"):
+    with pytest.raises(
+        openai.NotFoundError, match="there is no model 'tiny-chad' here; did you mean 'tiny-chat'"
+    ):
         client.models.retrieve("tiny-chad")
 
 
-def test_whole_and_streamed_are_what_the_model_says(client: OpenAI, reference: Any, tokenizer: Any) -> None:
+def test_whole_and_streamed_are_what_the_model_says(
+    client: OpenAI, reference: Any, tokenizer: Any
+) -> None:
     tokens = tokenizer(PROMPT).input_ids
     expected = text_of(tokenizer, tokens, greedy_tokens(reference, tokens))
     whole = client.completions.create(prompt=PROMPT, **GREEDY, extra_body=IGNORE_END)
@@ -76,10 +84,14 @@ def test_whole_and_streamed_are_what_the_model_says(client: OpenAI, reference: A
     assert whole.usage is not None
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(tokens), NEW)
     assert whole.usage.total_tokens == len(tokens) + NEW
-    text, chunks = streamed(client.completions.create(prompt=PROMPT, **GREEDY, stream=True, extra_body=IGNORE_END))
+    text, chunks = streamed(
+        client.completions.create(prompt=PROMPT, **GREEDY, stream=True, extra_body=IGNORE_END)
+    )
     assert text == expected
     assert len(chunks) > 3
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [
+        "length"
+    ]
 
 
 def test_offline_service_says_the_same(client: OpenAI, chat_model: Path, tokenizer: Any) -> None:
@@ -89,7 +101,13 @@ def test_offline_service_says_the_same(client: OpenAI, chat_model: Path, tokeniz
     from surgeon.runtime.worker.options import RankOptions
 
     wanted = Sampling(
-        temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=7, max_new_tokens=NEW
+        temperature=0.9,
+        top_k=20,
+        top_p=0.95,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        seed=7,
+        max_new_tokens=NEW,
     )
     with Service(chat_model, ServiceOptions(RankOptions(2)), tokenizer) as service:
         offline = "".join(event.text for event in service.submit(tokenizer(PROMPT).input_ids, wanted))
@@ -100,10 +118,14 @@ def test_offline_service_says_the_same(client: OpenAI, chat_model: Path, tokeniz
     assert text == offline
 
 
-@pytest.mark.parametrize("change", [{"top_p": 0}, {"top_p": 0.05}, {"top_k": 1}, {"min_p": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"top_p": 0}, {"top_p": 0.05}, {"top_k": 1}, {"min_p": 1.0}], ids=str
+)
 def test_filters_that_leave_one_token_are_greedy(server: Server, change: dict[str, Any]) -> None:
     greedy = server.post("/v1/completions", prompt=PROMPT, temperature=0, max_tokens=NEW).json()
-    filtered = server.post("/v1/completions", prompt=PROMPT, temperature=0.7, max_tokens=NEW, **change).json()
+    filtered = server.post(
+        "/v1/completions", prompt=PROMPT, temperature=0.7, max_tokens=NEW, **change
+    ).json()
     free = server.post("/v1/completions", prompt=PROMPT, temperature=5, max_tokens=NEW, seed=1).json()
     texts = [answer["choices"][0]["text"] for answer in (greedy, filtered, free)]
     assert texts[0] == texts[1] != texts[2]
@@ -111,7 +133,11 @@ def test_filters_that_leave_one_token_are_greedy(server: Server, change: dict[st
 
 def test_seeds_repeat_and_differ(client: OpenAI) -> None:
     def text(seed: int) -> str:
-        return client.completions.create(prompt=PROMPT, model="tiny-chat", seed=seed, max_tokens=NEW).choices[0].text
+        return (
+            client.completions.create(prompt=PROMPT, model="tiny-chat", seed=seed, max_tokens=NEW)
+            .choices[0]
+            .text
+        )
 
     assert text(1) == text(1) != text(2)
 
@@ -125,7 +151,9 @@ def test_several_prompts_and_choices(client: OpenAI, tokenizer: Any) -> None:
     alone = client.completions.create(prompt=PROMPT, **asked)
     assert found.choices[0].text == alone.choices[0].text
     beside = client.completions.create(prompt=["lazy dog", PROMPT], n=2, **asked)
-    assert [choice.text for choice in beside.choices[2:]] == [choice.text for choice in found.choices[2:]]
+    assert [choice.text for choice in beside.choices[2:]] == [
+        choice.text for choice in found.choices[2:]
+    ]
     assert found.usage is not None
     assert found.usage.prompt_tokens == sum(len(tokenizer(prompt).input_ids) for prompt in prompts)
     texts = [""] * 4
@@ -141,7 +169,8 @@ def test_token_ids_and_echo(client: OpenAI, tokenizer: Any) -> None:
         found = client.completions.create(prompt=prompt, echo=True, **GREEDY)
         assert found.choices[0].text == PROMPT + as_text
         assert (
-            streamed(client.completions.create(prompt=prompt, echo=True, stream=True, **GREEDY))[0] == PROMPT + as_text
+            streamed(client.completions.create(prompt=prompt, echo=True, stream=True, **GREEDY))[0]
+            == PROMPT + as_text
         )
 
 
@@ -153,7 +182,9 @@ def test_stop_texts(client: OpenAI) -> None:
         found = client.completions.create(prompt=PROMPT, stop=given, **GREEDY, extra_body=IGNORE_END)
         assert (found.choices[0].text, found.choices[0].finish_reason) == (before, "stop")
         text, chunks = streamed(
-            client.completions.create(prompt=PROMPT, stop=given, stream=True, **GREEDY, extra_body=IGNORE_END)
+            client.completions.create(
+                prompt=PROMPT, stop=given, stream=True, **GREEDY, extra_body=IGNORE_END
+            )
         )
         assert (text, chunks[-1].choices[0].finish_reason) == (before, "stop")
 
@@ -180,17 +211,25 @@ def test_logprobs_are_the_models(client: OpenAI, reference: Any, tokenizer: Any)
     expected = logits.double().log_softmax(-1)
     best = expected.topk(3)
     asked: dict[str, Any] = {**GREEDY, "max_tokens": 6}
-    found = client.completions.create(prompt=PROMPT, logprobs=3, **asked, extra_body=IGNORE_END).choices[0].logprobs
+    found = (
+        client.completions.create(prompt=PROMPT, logprobs=3, **asked, extra_body=IGNORE_END)
+        .choices[0]
+        .logprobs
+    )
     assert found is not None
     chosen = [expected[place, token].item() for place, token in enumerate(new)]
     assert found.token_logprobs == pytest.approx(chosen, abs=1e-4)
     assert found.top_logprobs is not None
     for place, top in enumerate(found.top_logprobs):
-        assert sorted(top.values(), reverse=True)[:1] == pytest.approx(best.values[place, :1].tolist(), abs=1e-4)
+        assert sorted(top.values(), reverse=True)[:1] == pytest.approx(
+            best.values[place, :1].tolist(), abs=1e-4
+        )
         assert top[found.tokens[place]] == pytest.approx(chosen[place], abs=1e-4)
     pieces = [
         chunk.choices[0].logprobs
-        for chunk in client.completions.create(prompt=PROMPT, logprobs=3, stream=True, **asked, extra_body=IGNORE_END)
+        for chunk in client.completions.create(
+            prompt=PROMPT, logprobs=3, stream=True, **asked, extra_body=IGNORE_END
+        )
     ]
     assert [value for piece in pieces for value in piece.token_logprobs] == found.token_logprobs
     assert [value for piece in pieces for value in piece.text_offset] == found.text_offset
@@ -201,9 +240,13 @@ def test_echoed_prompts_are_scored(client: OpenAI, reference: Any, tokenizer: An
 
 
 @pytest.mark.thorough
-def test_echoed_prompts_are_scored_where_drafts_are_on(chat_model: Path, reference: Any, tokenizer: Any) -> None:
+def test_echoed_prompts_are_scored_where_drafts_are_on(
+    chat_model: Path, reference: Any, tokenizer: Any
+) -> None:
     """As without them: prompts are the verifying model's, and so are the chances of tokens that were drafted."""
-    with serving(str(chat_model), "--draft", "A0 F0 [A1 A2] [F1 F2] A3 F3", "--draft-tokens", "3") as server:
+    with serving(
+        str(chat_model), "--draft", "A0 F0 [A1 A2] [F1 F2] A3 F3", "--draft-tokens", "3"
+    ) as server:
         are_scored(OpenAI(base_url=f"{server.url}/v1", api_key="none"), reference, tokenizer)
         assert server.metrics()["surgeon_accepted_total"] > 0
 
@@ -216,7 +259,13 @@ def are_scored(client: OpenAI, reference: Any, tokenizer: Any) -> None:
         expected = reference(torch.tensor([tokens + new])).logits[0, :-1].double().log_softmax(-1)
     chosen = [expected[place, token].item() for place, token in enumerate((tokens + new)[1:])]
     for prompt, added in ((PROMPT, 4), (tokens, 4), (tokens, 0)):
-        asked: dict[str, Any] = {**GREEDY, "max_tokens": added, "logprobs": 2, "echo": True, "extra_body": IGNORE_END}
+        asked: dict[str, Any] = {
+            **GREEDY,
+            "max_tokens": added,
+            "logprobs": 2,
+            "echo": True,
+            "extra_body": IGNORE_END,
+        }
         found = client.completions.create(prompt=prompt, **asked)
         choice, logprobs = found.choices[0], found.choices[0].logprobs
         assert logprobs is not None
@@ -230,7 +279,9 @@ def are_scored(client: OpenAI, reference: Any, tokenizer: Any) -> None:
         assert values[1:] == pytest.approx(chosen[: len(tokens) - 1 + added], abs=1e-4)
         assert logprobs.top_logprobs is not None
         assert logprobs.top_logprobs[0] is None
-        for place, (token, top) in enumerate(zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True)):
+        for place, (token, top) in enumerate(
+            zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True)
+        ):
             assert max(top.values()) == pytest.approx(expected[place].max().item(), abs=1e-4)
             assert top[token] == pytest.approx(chosen[place], abs=1e-4)
         assert logprobs.tokens[0] == "<s>"
@@ -239,7 +290,9 @@ def are_scored(client: OpenAI, reference: Any, tokenizer: Any) -> None:
         assert logprobs.text_offset is not None
         starts = [0, *(len("".join(logprobs.tokens[1:end])) for end in range(1, len(tokens)))]
         assert logprobs.text_offset[: len(tokens)] == starts
-        for token, offset in zip(logprobs.tokens[len(tokens) :], logprobs.text_offset[len(tokens) :], strict=True):
+        for token, offset in zip(
+            logprobs.tokens[len(tokens) :], logprobs.text_offset[len(tokens) :], strict=True
+        ):
             assert choice.text[offset:].startswith(token) or "\ufffd" in token or token == "</s>"
         chunks = list(client.completions.create(prompt=prompt, stream=True, **asked))
         assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
@@ -276,7 +329,10 @@ def chat_text(chunks: list[Any]) -> str:
 
 
 def test_chat_uses_the_models_template(client: OpenAI, reference: Any, tokenizer: Any) -> None:
-    messages: Any = [{"role": "system", "content": "Be quick."}, {"role": "user", "content": "Who jumps?"}]
+    messages: Any = [
+        {"role": "system", "content": "Be quick."},
+        {"role": "user", "content": "Who jumps?"},
+    ]
     tokens = tokenizer("[system] Be quick. [user] Who jumps? [assistant] ").input_ids
     expected = text_of(tokenizer, tokens, greedy_tokens(reference, tokens))
     asked: dict[str, Any] = {
@@ -294,7 +350,9 @@ def test_chat_uses_the_models_template(client: OpenAI, reference: Any, tokenizer
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].choices[0].finish_reason == "length"
     parts = [{"type": "text", "text": "Who "}, {"type": "text", "text": "jumps?"}]
-    in_parts = client.chat.completions.create(messages=[messages[0], {"role": "user", "content": parts}], **asked)
+    in_parts = client.chat.completions.create(
+        messages=[messages[0], {"role": "user", "content": parts}], **asked
+    )
     assert in_parts.choices[0].message.content == expected
 
 
@@ -306,7 +364,9 @@ def test_the_template_gets_what_clients_give_it(client: OpenAI, tokenizer: Any) 
         prompt = f"<s>[user] the lazy dog {text}[assistant] "
         assert found.usage is not None
         assert found.usage.prompt_tokens == len(tokenizer(prompt, add_special_tokens=False).input_ids)
-        same = client.completions.create(prompt=tokenizer(prompt, add_special_tokens=False).input_ids, **GREEDY)
+        same = client.completions.create(
+            prompt=tokenizer(prompt, add_special_tokens=False).input_ids, **GREEDY
+        )
         assert found.choices[0].message.content == same.choices[0].text
 
 
@@ -330,7 +390,9 @@ def test_chat_logprobs_and_usage(client: OpenAI) -> None:
     for token in logprobs.content:
         assert token.logprob == token.top_logprobs[0].logprob > token.top_logprobs[1].logprob
         assert math.exp(token.logprob) <= 1
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert whole.usage is not None
@@ -341,7 +403,9 @@ def test_chat_logprobs_and_usage(client: OpenAI) -> None:
 def test_begun_prompts_are_shared(server: Server) -> None:
     before = server.metrics()
     prompt = "a fox that nobody has seen before " * 4
-    first, second = (server.post("/v1/completions", prompt=prompt, max_tokens=2).json()["usage"] for _ in range(2))
+    first, second = (
+        server.post("/v1/completions", prompt=prompt, max_tokens=2).json()["usage"] for _ in range(2)
+    )
     assert first["prompt_tokens_details"]["cached_tokens"] < 16
     assert second["prompt_tokens_details"]["cached_tokens"] == (second["prompt_tokens"] - 1) // 16 * 16
     after = server.metrics()
@@ -364,10 +428,17 @@ def test_metrics_count(server: Server, tokenizer: Any) -> None:
     assert after["surgeon_up"] == 1
 
 
-def test_settings_of_the_checkpoint_are_what_requests_that_do_not_say_get(chat_model: Path, tmp_path: Path) -> None:
+def test_settings_of_the_checkpoint_are_what_requests_that_do_not_say_get(
+    chat_model: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "with-settings"
     shutil.copytree(chat_model, folder)
-    settings = {"repetition_penalty": 2.5, "suppress_tokens": [40, 41, 42, 43], "do_sample": True, "top_k": 3}
+    settings = {
+        "repetition_penalty": 2.5,
+        "suppress_tokens": [40, 41, 42, 43],
+        "do_sample": True,
+        "top_k": 3,
+    }
     (folder / "generation_config.json").write_text(json.dumps(settings))
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = tiny_tokenizer()
@@ -385,7 +456,9 @@ def test_settings_of_the_checkpoint_are_what_requests_that_do_not_say_get(chat_m
         assert other != own
         complaints = [line for line in server.lines if "generation_config.json" in line]
         assert len(complaints) == 1
-        assert "do_sample (true), top_k (3), which is not applied; requests have to say so" in complaints[0]
+        assert (
+            "do_sample (true), top_k (3), which is not applied; requests have to say so" in complaints[0]
+        )
 
 
 @pytest.mark.thorough
@@ -394,11 +467,16 @@ def test_mixtures_answer_several_at_once(family: str, tokenizer: Any, tmp_path: 
     """Prompts that begin alike, asked for together and again, with room for two texts at a time."""
     folder = save_checkpoint(tmp_path / family, family)
     model = surgeon.load(folder)
-    prompts = [f"{PROMPT} jumps over the lazy dog, and the dog {end}" for end in ("", "went on", "1234567890", PROMPT)]
+    prompts = [
+        f"{PROMPT} jumps over the lazy dog, and the dog {end}"
+        for end in ("", "went on", "1234567890", PROMPT)
+    ]
     tokens = [tokenizer(prompt).input_ids for prompt in prompts]
     expected = [text_of(tokenizer, each, greedy_tokens(model, each)) for each in tokens]
     with serving(str(folder), "--tp", "2", "--max-batch", "2") as server:
         for _ in range(2):
-            asked = server.post("/v1/completions", prompt=prompts, temperature=0, max_tokens=NEW, **IGNORE_END)
+            asked = server.post(
+                "/v1/completions", prompt=prompts, temperature=0, max_tokens=NEW, **IGNORE_END
+            )
             assert [choice["text"] for choice in asked.json()["choices"]] == expected
         assert server.metrics()["surgeon_cached_tokens_total"] > 0

@@ -32,7 +32,10 @@ def open_server(chat_model: Path) -> Iterator[Server]:
 
 def preflight(server: Server, origin: str, path: str = CHAT, **headers: str) -> httpx2.Response:
     """What a browser asks before a page sends JSON."""
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-own"}
+    asked = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,x-own",
+    }
     return httpx2.request("OPTIONS", server.url + path, headers={"Origin": origin, **asked, **headers})
 
 
@@ -55,7 +58,9 @@ def test_a_browser_asks_without_a_key(open_server: Server) -> None:
 def test_pages_read_answers_streams_and_errors(open_server: Server) -> None:
     def ask(origin: str, headers: dict[str, str], **fields: Any) -> httpx2.Response:
         body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, **fields}
-        return httpx2.post(open_server.url + CHAT, json=body, headers={"Origin": origin, **headers}, timeout=60)
+        return httpx2.post(
+            open_server.url + CHAT, json=body, headers={"Origin": origin, **headers}, timeout=60
+        )
 
     cases: list[tuple[dict[str, str], dict[str, Any], int]] = [
         (KEY, {}, 200),
@@ -88,7 +93,10 @@ def test_any_page(chat_model: Path) -> None:
     with serving(str(chat_model), "--cors-origin", "*") as server:
         assert preflight(server, STRANGER).headers[ALLOWED] == "*"
         assert httpx2.get(f"{server.url}/health", headers={"Origin": STRANGER}).headers[ALLOWED] == "*"
-        assert any("any web page that is opened on this machine can use the model" in line for line in server.lines)
+        assert any(
+            "any web page that is opened on this machine can use the model" in line
+            for line in server.lines
+        )
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/tiny-chat"])
@@ -113,7 +121,10 @@ def test_origins(origin: str) -> None:
         ("https://Chat.example:443/page?a=b", "write https://chat.example$"),
         ("http://me:secret@[::1]:80", r"write http://\[::1\]$"),
         ("https://bücher.example", "write https://xn--bcher-kva.example$"),
-        ("localhost:3000", "'localhost:3000' is no origin of web pages; write one such as http://localhost:3000, or"),
+        (
+            "localhost:3000",
+            "'localhost:3000' is no origin of web pages; write one such as http://localhost:3000, or",
+        ),
         ("null", "is no origin"),
         ("http://*.example", "is no origin"),
         ("http://a:b", "is no origin"),

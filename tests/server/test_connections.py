@@ -88,7 +88,10 @@ class Running:
 
     @contextmanager
     def in_thread(self) -> Iterator[Running]:
-        with socket.create_server(("127.0.0.1", 0)) as bound, asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as bound,
+            asyncio.Runner(loop_factory=lambda: self.loop) as runner,
+        ):
             self.address = bound.getsockname()
             thread = threading.Thread(target=lambda: runner.run(self.server.serve([bound])))
             thread.start()
@@ -140,7 +143,9 @@ def answer(connection: socket.socket) -> bytes:
     ],
     ids=["nothing", "half a head", "half a body", "idle after", "half a second one"],
 )
-def test_what_does_not_arrive_is_not_waited_for(sent: bytes, expected: bytes, limit: float, running: Running) -> None:
+def test_what_does_not_arrive_is_not_waited_for(
+    sent: bytes, expected: bytes, limit: float, running: Running
+) -> None:
     with running.connect() as connection:
         running.hears(connection, sent)
         wait_until(lambda: running.connected() == 1)

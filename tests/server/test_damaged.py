@@ -52,7 +52,9 @@ def test_no_numbers_are_an_error_of_their_own_request(damaged: Server, fields: d
 
 def test_a_stream_that_has_begun_ends_with_the_error(damaged: Server) -> None:
     """One of two prompts has an answer, which may come first."""
-    answer = damaged.post(COMPLETIONS, prompt=[GOOD, [5, 6, 7] * 30 + BAD], stream=True, ignore_eos=True, max_tokens=30)
+    answer = damaged.post(
+        COMPLETIONS, prompt=[GOOD, [5, 6, 7] * 30 + BAD], stream=True, ignore_eos=True, max_tokens=30
+    )
     last = answer.text.strip().split("\n\n")[-1]
     error = json.loads(last.removeprefix("data: "))["error"]
     assert error["code"] == "undefined_logits"

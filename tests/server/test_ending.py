@@ -16,7 +16,12 @@ from tests.server.servers import serving
 from tests.waiting import wait_until
 
 COMPLETIONS = "/v1/completions"
-LONG: dict[str, Any] = {"prompt": "The quick brown fox", "max_tokens": 800, "ignore_eos": True, "temperature": 0}
+LONG: dict[str, Any] = {
+    "prompt": "The quick brown fox",
+    "max_tokens": 800,
+    "ignore_eos": True,
+    "temperature": 0,
+}
 KEY = "a key with spaces"
 
 
@@ -30,7 +35,9 @@ def read_all(connection: socket.socket) -> bytes:
 def test_sigterm_lets_running_requests_finish(chat_model: Path) -> None:
     """The server has a key, too, and one place for a request and one in the queue."""
     headers = {"Authorization": f"Bearer {KEY}"}
-    with serving(str(chat_model), "--tp", "2", "--max-batch", "1", "--max-waiting", "1", key=KEY) as server:
+    with serving(
+        str(chat_model), "--tp", "2", "--max-batch", "1", "--max-waiting", "1", key=KEY
+    ) as server:
         wrong: list[dict[str, str]] = [{}, {"Authorization": KEY}, {"Authorization": f"Bearer {KEY}x"}]
         for each in wrong:
             answer = server.ask("GET", "/v1/models", headers=each)
@@ -50,7 +57,8 @@ def test_sigterm_lets_running_requests_finish(chat_model: Path) -> None:
         for thread in threads:
             thread.start()
         server.wait_for(lambda found: (found["surgeon_running"], found["surgeon_waiting"]) == (1, 1))
-        for rank in server.ranks():  # so that the requests have not ended before anything has been looked at
+        # So that the requests have not ended before anything has been looked at.
+        for rank in server.ranks():
             rank.suspend()
         server.send(signal.SIGTERM)
         wait_until(lambda: server.ask("GET", "/health").status_code == 503)
@@ -75,7 +83,9 @@ def test_a_second_sigterm_ends_at_once(chat_model: Path) -> None:
             wait_until(lambda: server.ask("GET", "/health").status_code == 503)
             server.send(signal.SIGTERM)
             assert server.wait_until_ended() == 1
-        assert server.lines[-1] == "error: ended by a second SIGTERM; requests that were running are lost"
+        assert (
+            server.lines[-1] == "error: ended by a second SIGTERM; requests that were running are lost"
+        )
         assert len(ranks) == 2
         assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)
 
@@ -93,7 +103,8 @@ def test_a_killed_rank_fails_every_request_and_the_server(chat_model: Path) -> N
         victim.kill()
         answers = [read_all(connection) for connection in (*whole, stream, waiting)]
         assert server.wait_until_ended() == 1
-        assert time.monotonic() - killed < PATIENCE_SECONDS  # after which ranks that do not answer are given up
+        # After which ranks that do not answer are given up.
+        assert time.monotonic() - killed < PATIENCE_SECONDS
         assert server.lines[-1].startswith(f"error: rank 1 (process {victim.pid}) was ended by SIGKILL")
     assert sum(answer.startswith(b"HTTP/1.1 503") for answer in answers) >= 4
     for answer in answers:

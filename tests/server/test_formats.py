@@ -23,7 +23,9 @@ def tokens_of(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def events_of(tokenizer: Any, prompt: list[int], tokens: list[int], stop: tuple[str, ...] = ()) -> list[Event]:
+def events_of(
+    tokenizer: Any, prompt: list[int], tokens: list[int], stop: tuple[str, ...] = ()
+) -> list[Event]:
     """What a service tells of new tokens."""
     opened = OpenRequest(Request(0, tuple(prompt), Sampling(stop=stop)), tokenizer)
     events = []
@@ -55,7 +57,14 @@ def test_offsets_after_special_tokens_and_characters_of_several_tokens(echo: boo
     texts, special = Texts(tokenizer), tokenizer.eos_token_id
     new = tokens_of(tokenizer, NEW)
     # A special token within the text, one within a character, and a byte that never becomes a character.
-    tokens = [*new, special, *tokens_of(tokenizer, "dog"), *tokens_of(tokenizer, "🦊")[:1], *new, special]
+    tokens = [
+        *new,
+        special,
+        *tokens_of(tokenizer, "dog"),
+        *tokens_of(tokenizer, "🦊")[:1],
+        *new,
+        special,
+    ]
     for given in (PROMPT, tokenizer(PROMPT).input_ids):
         prompt = texts.located(texts.prompt(given, 99))
         style = CompletionFormat("tiny", texts, wants_logprobs=True, echo=echo)
@@ -80,7 +89,9 @@ def test_offsets_of_bytes_that_are_shown_one_by_one_until_they_are_a_character()
     tokenizer = byte_fallback_tokenizer()
     ids = tokenizer.convert_tokens_to_ids
     fox = ids([f"<0x{byte:02X}>" for byte in "🦊".encode()])
-    events = events_of(tokenizer, [ids("▁The")], [ids("▁fox"), *fox, ids(","), fox[0], ids("▁sees"), *fox, ids("fox")])
+    events = events_of(
+        tokenizer, [ids("▁The")], [ids("▁fox"), *fox, ids(","), fox[0], ids("▁sees"), *fox, ids("fox")]
+    )
     text = "".join(event.text for event in events)
     assert text == " fox🦊,\ufffd sees🦊fox"
     assert [event.offsets[0] for event in events] == [0, 4, 4, 4, 4, 5, 6, 7, 12, 12, 12, 12, 13]

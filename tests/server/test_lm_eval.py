@@ -31,7 +31,11 @@ def test_scores_through_a_server_are_those_of_surgeon_eval(
     from tests.tiny_models import tiny_tokenizer
 
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)  # it takes most of a second
-    texts = {"choices": helpers.CHOICES, "contexts": helpers.CONTEXTS, "continuations": helpers.CONTINUATIONS}
+    texts = {
+        "choices": helpers.CHOICES,
+        "contexts": helpers.CONTEXTS,
+        "continuations": helpers.CONTINUATIONS,
+    }
     paths = [helpers.write_rows(tmp_path / f"{name}.jsonl", rows) for name, rows in texts.items()]
     model, tokenizer = surgeon.load(chat_model), tiny_tokenizer()
     offline = helpers.evaluate(model, tokenizer, *paths)

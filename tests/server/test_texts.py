@@ -12,7 +12,9 @@ from tests.tiny_models import tiny_tokenizer
 
 
 def test_a_model_without_a_chat_template_refuses_chats() -> None:
-    with pytest.raises(ApiError, match="this model has no chat template .* use /v1/completions") as error:
+    with pytest.raises(
+        ApiError, match="this model has no chat template .* use /v1/completions"
+    ) as error:
         Texts(tiny_tokenizer()).chat([{"role": "user", "content": "Hello"}], 99)
     assert error.value.status == 400
 
@@ -42,13 +44,25 @@ def test_a_history_with_calls_of_tools_is_written() -> None:
         "{% endfor %}{{ m.content }}\n{% endfor %}"
     )
     texts = Texts(tokenizer)
-    called = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": '{"at": "dog"}'}}]}
-    chat = [{"role": "user", "content": "the"}, called, {"role": "tool", "tool_call_id": "1", "content": "fox"}]
+    called = {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "look", "arguments": '{"at": "dog"}'}}],
+    }
+    chat = [
+        {"role": "user", "content": "the"},
+        called,
+        {"role": "tool", "tool_call_id": "1", "content": "fox"},
+    ]
     expected = tokenizer("the\nlook(dog)\nfox\n", add_special_tokens=False).input_ids
     assert texts.chat(chat, 99).tokens == expected
-    assert texts.chat([chat[0], called | {"content": None, "refusal": None}, chat[2]], 99).tokens == expected
+    assert (
+        texts.chat([chat[0], called | {"content": None, "refusal": None}, chat[2]], 99).tokens
+        == expected
+    )
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ApiError, match="template does not take these messages: it leaves out tool_calls"):
+    with pytest.raises(
+        ApiError, match="template does not take these messages: it leaves out tool_calls"
+    ):
         texts.chat(chat, 99)
 
 

@@ -22,7 +22,12 @@ FAST = "described or bit_for_bit or padding or maps or recipes or Zeroed or Merg
 
 def blocks(heading: str) -> list[str]:
     """The Python code under a heading."""
-    section = (ROOT / "docs" / "extending.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "extending.md")
+        .read_text()
+        .partition(f"\n## {heading}\n")[2]
+        .partition("\n## ")[0]
+    )
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
@@ -38,6 +43,8 @@ def test_the_projects_of_others_can_be_written_as_shown(tmp_path: Path) -> None:
         (tmp_path / f"test_{number}.py").write_text(blocks(heading)[1])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", FAST, str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
     assert int(re.findall(r"(\d+) passed", done.stdout)[0]) == 35

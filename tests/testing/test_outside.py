@@ -46,7 +46,10 @@ def reverse(program: Program, layers: range, every: int = 1) -> Program:
 
 
 REVERSE = OPERATIONS.pop("reverse")  # registered for these tests alone
-DECLARED = {"heatmaps": {"reverse": HEATMAPS.pop("reverse")}, "variants": {"reversed": VARIANTS.pop("reversed")}}
+DECLARED = {
+    "heatmaps": {"reverse": HEATMAPS.pop("reverse")},
+    "variants": {"reversed": VARIANTS.pop("reversed")},
+}
 
 
 @pytest.fixture
@@ -118,7 +121,12 @@ class Merges(Space):
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_shape(edit).union(*(claims_of_ranks(edit, kind) for kind in "AF"))
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(
+        self,
+        edits: Sequence[Edit],
+        program: Program,  # noqa: ARG002
+        model: Model,  # noqa: ARG002
+    ) -> tuple[AppliedOperation, ...]:
         return tuple(AppliedOperation("merge", (edit.layers,)) for edit in edits)
 
 
@@ -149,7 +157,9 @@ def random_each_time(program: Program, layers: range, seen: list[int] = []) -> P
     """Give another program every time."""
     seen.append(0)
     stretch = find_stretch(program, layers)
-    return stretch.replaced_by(*(node for layer in stretch.layers for node in layer * (len(seen) % 2 + 1)))
+    return stretch.replaced_by(
+        *(node for layer in stretch.layers for node in layer * (len(seen) % 2 + 1))
+    )
 
 
 def unseeded(program: Program, layers: range, seed: int = 0) -> Program:  # noqa: ARG001
@@ -173,7 +183,9 @@ def past_the_end(program: Program, layers: range) -> Program:
         (past_the_end, "test_layers_another_operation_changed_are_refused", {}),
     ],
 )
-def test_operations_that_break_the_contract_fail_it(function: Any, test: str, arguments: dict[str, Any]) -> None:
+def test_operations_that_break_the_contract_fail_it(
+    function: Any, test: str, arguments: dict[str, Any]
+) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         getattr(OperationContract(), test)(broken(function), {}, **arguments)
 
@@ -189,7 +201,11 @@ def described(**changes: Any) -> Family:
     ("family", "test", "with_ids"),
     [
         (
-            described(attention=replace(LLAMA.attention, stages=(StreamNorm("post_attention_layernorm"), "self_attn"))),
+            described(
+                attention=replace(
+                    LLAMA.attention, stages=(StreamNorm("post_attention_layernorm"), "self_attn")
+                )
+            ),
             "test_the_unedited_program_is_the_stock_model_bit_for_bit",
             True,
         ),
@@ -198,7 +214,11 @@ def described(**changes: Any) -> Family:
             "test_it_trains_and_drops_out_as_the_stock_model_does",
             True,
         ),
-        (described(attention=replace(LLAMA.attention, projections=HALVED)), "test_described_modules_and_units", False),
+        (
+            described(attention=replace(LLAMA.attention, projections=HALVED)),
+            "test_described_modules_and_units",
+            False,
+        ),
     ],
 )
 def test_families_that_break_the_contract_fail_it(
@@ -267,15 +287,27 @@ class Wide(Merges):
     def edits(self, model: Model) -> Iterator[Edit]:
         return (Edit(first, first + 1, self.name) for first in range(model.num_layers - 1))
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(
+        self,
+        edits: Sequence[Edit],
+        program: Program,  # noqa: ARG002
+        model: Model,  # noqa: ARG002
+    ) -> tuple[AppliedOperation, ...]:
         return tuple(AppliedOperation("merge", (range(edit.first, edit.stop + 1),)) for edit in edits)
 
 
 class Unwritable(Merges):
     """Operations with a parameter that no recipe can have."""
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
-        return tuple(AppliedOperation("pair", (edit.layers,), {"form": "side by side"}) for edit in edits)
+    def operations(
+        self,
+        edits: Sequence[Edit],
+        program: Program,  # noqa: ARG002
+        model: Model,  # noqa: ARG002
+    ) -> tuple[AppliedOperation, ...]:
+        return tuple(
+            AppliedOperation("pair", (edit.layers,), {"form": "side by side"}) for edit in edits
+        )
 
 
 class Overlapping(Merges):
@@ -295,7 +327,9 @@ class Overlapping(Merges):
         (Overlapping, "test_stretches_are_choices"),
     ],
 )
-def test_spaces_that_break_the_contract_fail_it(space: type[Space], test: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spaces_that_break_the_contract_fail_it(
+    space: type[Space], test: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And `Merges`, which keeps it, passes."""
     monkeypatch.setitem(SPACES, "merge", space)
     (name,) = (name for name in dir(SpaceContract) if name.startswith(test))
@@ -315,9 +349,13 @@ def run_space_test(name: str, space: Space, model: Model) -> None:
 
 
 def test_an_equation_needs_the_norm_that_the_attention_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = described(attention=replace(LLAMA.attention, stages=(StreamNorm("post_attention_layernorm"), "self_attn")))
+    wrong = described(
+        attention=replace(LLAMA.attention, stages=(StreamNorm("post_attention_layernorm"), "self_attn"))
+    )
     monkeypatch.setitem(FAMILIES, "our_llama", wrong)
-    with pytest.raises(AssertionError, match="self_attn of layer 0 does not read what post_attention_layernorm gives"):
+    with pytest.raises(
+        AssertionError, match="self_attn of layer 0 does not read what post_attention_layernorm gives"
+    ):
         Sublayers(OurForCausalLM(OurConfig(**SMALL)), torch.tensor([[4, 5, 6]]))
 
 

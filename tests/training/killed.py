@@ -28,7 +28,14 @@ from tests.tiny_models import tiny_model
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "all": {"scope": "all", "steps": 5, "learning_rate": 1e-2, "evaluate_every": 2, "save_every": 2},
-    "adapters": {"lora": 2, "steps": 4, "micro_batch": 1, "learning_rate": 5e-2, "evaluate_every": 2, "save_every": 1},
+    "adapters": {
+        "lora": 2,
+        "steps": 4,
+        "micro_batch": 1,
+        "learning_rate": 5e-2,
+        "evaluate_every": 2,
+        "save_every": 1,
+    },
     "patience": {"scope": "all", "steps": 20, "learning_rate": 0.02, "evaluate_every": 1, "patience": 2},
 }
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
@@ -79,11 +86,16 @@ def run(folder: Path, name: str, fatal: int | None) -> None:
     student = edit(tiny_model("llama", 2, dropout=0.2), "[A0 A1] [F0 F1]")
     torch.manual_seed(os.getpid())  # nothing may follow from where random numbers happen to be
     found = train(
-        student, TrainTexts(TrainingText.of(training), held_out), TrainSettings(batch=2, **SETTINGS[name]), folder
+        student,
+        TrainTexts(TrainingText.of(training), held_out),
+        TrainSettings(batch=2, **SETTINGS[name]),
+        folder,
     )
     assert found is not None
     state = found.model.state_dict()
-    numbers = hashlib.sha256(b"".join(key.encode() + state[key].numpy().tobytes() for key in sorted(state)))
+    numbers = hashlib.sha256(
+        b"".join(key.encode() + state[key].numpy().tobytes() for key in sorted(state))
+    )
     said = [found.steps, found.before.to_json(), found.after.to_json()]
     result = {"weights": numbers.hexdigest(), "said": said, "moments": moments.count}
     folder.with_suffix(".json").write_text(json.dumps(result))
@@ -104,7 +116,8 @@ def process(folder: Path, name: str, fatal: int | None = None) -> int:
 def left(folder: Path) -> dict[str, Any]:
     """What a run has left, but for how long it took."""
     tables = {
-        name: pd.read_csv(folder / name).drop(columns="seconds").to_csv() for name in ("training.csv", "held_out.csv")
+        name: pd.read_csv(folder / name).drop(columns="seconds").to_csv()
+        for name in ("training.csv", "held_out.csv")
     }
     result = json.loads(folder.with_suffix(".json").read_text())
     names = sorted(path.name for path in folder.iterdir())
@@ -121,7 +134,8 @@ def compare(folder: Path, name: str, kills: int, seed: int) -> dict[str, Any]:
     while len(ended) < kills and ended[-1:] != [0]:
         begun += any(killed.glob("checkpoint-*"))
         ended.append(process(killed, name, draw.randint(1, moments)))
-    ended.append(process(killed, name))  # where the one before it has come to the end, nothing is left to do
+    # Where the one before it has come to the end, nothing is left to do.
+    ended.append(process(killed, name))
     expected, found = left(whole), left(killed)
     return {
         "name": name,

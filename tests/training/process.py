@@ -32,10 +32,13 @@ def documents() -> TrainTexts:
     rows = [
         row
         for length in rng.integers(2, 20, 24)
-        for row in packer.add(Tokens(rng.integers(3, 60, length).astype(np.int32), rng.random(length) < 0.5))
+        for row in packer.add(
+            Tokens(rng.integers(3, 60, length).astype(np.int32), rng.random(length) < 0.5)
+        )
     ]
     return TrainTexts(
-        TrainingText(datasets.Dataset(as_table(rows, columns("apart"), 12)), "documents", "0"), TEXTS.held_out
+        TrainingText(datasets.Dataset(as_table(rows, columns("apart"), 12)), "documents", "0"),
+        TEXTS.held_out,
     )
 
 
@@ -43,7 +46,9 @@ def require_shared(trainer: Any) -> None:
     """Refuse a process that does not share out every parameter, or holds much more than half of their numbers."""
     parameters = list(trainer.model_wrapped.parameters())
     assert all(isinstance(one, DTensor) for one in parameters)
-    assert sum(one.to_local().numel() for one in parameters) < 0.55 * sum(one.numel() for one in parameters)
+    assert sum(one.to_local().numel() for one in parameters) < 0.55 * sum(
+        one.numel() for one in parameters
+    )
 
 
 def main(folder: str, sharded: str, family: str, program: str, lora: str, hidden: str) -> None:
@@ -55,8 +60,11 @@ def main(folder: str, sharded: str, family: str, program: str, lora: str, hidden
     torch.set_num_threads(1)
     arguments: dict[str, Any] = {"fsdp": True} if sharded == "fsdp" else {}
     if sharded == "deepspeed":
-        arguments["deepspeed"] = read_json(Path(__file__).parents[2] / "recipes" / "launch" / "zero3.json")
-        arguments["deepspeed"]["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # share tiny ones, too
+        arguments["deepspeed"] = read_json(
+            Path(__file__).parents[2] / "recipes" / "launch" / "zero3.json"
+        )
+        # Share tiny ones, too.
+        arguments["deepspeed"]["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     settings = TrainSettings(
         steps=4, batch=4, learning_rate=1e-2, evaluate_every=2, save_every=2, lora=int(lora) or None,
         distillation=Distillation(hidden=float(hidden)), arguments=arguments,
@@ -70,9 +78,12 @@ def main(folder: str, sharded: str, family: str, program: str, lora: str, hidden
         return whole_model(trainer)
 
     with patch.object(ModelTrainer, "whole_model", gathered):
-        found = train(student, documents(), settings, Path(folder), lambda: tiny_model(family, 3, dropout=0.0))
+        found = train(
+            student, documents(), settings, Path(folder), lambda: tiny_model(family, 3, dropout=0.0)
+        )
     if found is not None:
-        every = found.merged().named_parameters(remove_duplicate=False)  # what slices share under each of its names
+        # What slices share under each of its names.
+        every = found.merged().named_parameters(remove_duplicate=False)
         norms = {name: float(parameter.detach().norm()) for name, parameter in every}
         (Path(folder) / "norms.json").write_text(json.dumps(norms))
 

@@ -38,7 +38,14 @@ def student(dropout: float = 0.0, family: str = "llama", program: str = PAIRED) 
 
 def run(folder: Path, model: PreTrainedModel | None = None, **settings: Any) -> Trained:
     """A short run on all weights, unless the settings say otherwise."""
-    given = {"scope": "all", "steps": 4, "batch": 4, "learning_rate": 1e-2, "evaluate_every": 2, "save_every": 1}
+    given = {
+        "scope": "all",
+        "steps": 4,
+        "batch": 4,
+        "learning_rate": 1e-2,
+        "evaluate_every": 2,
+        "save_every": 1,
+    }
     found = train(model or student(), TEXTS, TrainSettings(**given | settings), folder)
     assert found is not None
     return found
@@ -55,7 +62,10 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 def tables(folder: Path) -> dict[str, Any]:
     """What a run's tables say, but for how long it took."""
-    return {name: pd.read_csv(folder / f"{name}.csv").drop(columns="seconds") for name in ("training", "held_out")}
+    return {
+        name: pd.read_csv(folder / f"{name}.csv").drop(columns="seconds")
+        for name in ("training", "held_out")
+    }
 
 
 def record(folder: Path) -> dict[str, Any]:

@@ -54,14 +54,23 @@ def test_settings_become_arguments(tmp_path: Path) -> None:
         arguments={"adam_beta2": 0.95, "weight_decay": 0.1},
     )  # fmt: skip
     made = training_arguments(settings, tmp_path, 40, 4)
-    assert (made.per_device_train_batch_size, made.gradient_accumulation_steps, made.max_steps) == (4, 3, 40)
+    assert (made.per_device_train_batch_size, made.gradient_accumulation_steps, made.max_steps) == (
+        4,
+        3,
+        40,
+    )
     assert (made.learning_rate, str(made.lr_scheduler_type), made.warmup_steps, made.seed) == (
         3e-4,
         "SchedulerType.COSINE",
         5,
         7,
     )
-    assert (made.adam_beta2, made.weight_decay, made.load_best_model_at_end, made.save_steps) == (0.95, 0.1, True, 20)
+    assert (made.adam_beta2, made.weight_decay, made.load_best_model_at_end, made.save_steps) == (
+        0.95,
+        0.1,
+        True,
+        20,
+    )
 
 
 def test_processes_share_a_batch(tmp_path: Path) -> None:
@@ -75,7 +84,9 @@ def test_processes_share_a_batch(tmp_path: Path) -> None:
         training_arguments(TrainSettings(arguments={"deepspeed": "missing.json"}), tmp_path, 1, 8)
 
 
-def test_one_process_trains_on_one_of_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_trains_on_one_of_several_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of transformers would replicate the model on four, and make a batch of 8 one of 32."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -83,7 +94,9 @@ def test_one_process_trains_on_one_of_several_gpus(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
     settings = TrainSettings(batch=8, micro_batch=4)
     processes, where = join_processes("auto")
-    made = training_arguments(settings, tmp_path, 1, share_of_batch(settings, processes.num_processes), where)
+    made = training_arguments(
+        settings, tmp_path, 1, share_of_batch(settings, processes.num_processes), where
+    )
     assert TrainingArguments(str(tmp_path)).n_gpu == 4
     assert (str(made.device), made.n_gpu, made.parallel_mode) == ("cuda:0", 1, ParallelMode.NOT_PARALLEL)
     assert (made.train_batch_size, made.gradient_accumulation_steps) == (4, 2)

@@ -37,7 +37,9 @@ def trainer_of(model: Any, folder: Path) -> ModelTrainer:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_loss_and_gradient_are_those_of_transformers(family: str, checkpointing: bool, tmp_path: Path) -> None:
+def test_loss_and_gradient_are_those_of_transformers(
+    family: str, checkpointing: bool, tmp_path: Path
+) -> None:
     stock = tiny_model(family, 3, dropout=0.0, **ASKED).train()
     stock(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     mine = edit(tiny_model(family, 3, dropout=0.0, **ASKED), DENSE).train()
@@ -56,7 +58,9 @@ def test_loss_and_gradient_are_those_of_transformers(family: str, checkpointing:
 
 def test_experts_of_odd_widths_are_trained(tmp_path: Path) -> None:
     """Whose products PyTorch cannot have all at once."""
-    stock, mine = (tiny_model("qwen3_moe", 3, dropout=0.0, moe_intermediate_size=7).train() for _ in range(2))
+    stock, mine = (
+        tiny_model("qwen3_moe", 3, dropout=0.0, moe_intermediate_size=7).train() for _ in range(2)
+    )
     stock.set_experts_implementation("eager")
     loss = trainer_of(edit(mine, DENSE), tmp_path).compute_loss(mine, {"input_ids": IDS, "labels": IDS})
     loss.backward()
@@ -102,11 +106,15 @@ def test_programs_with_some_experts_are_balanced_and_run(tmp_path: Path) -> None
 def test_nothing_is_added_where_nobody_asks_or_no_router_is_trained() -> None:
     assert ExpertBalance(edit(tiny_model("mixtral", 3), DENSE)).weight == 0
     assert ExpertBalance(edit(tiny_model("llama", 3), DENSE)).weight == 0
-    assert ExpertBalance(edit(tiny_model("mixtral", 3, **ASKED), DENSE).requires_grad_(False)).weight == 0
+    assert (
+        ExpertBalance(edit(tiny_model("mixtral", 3, **ASKED), DENSE).requires_grad_(False)).weight == 0
+    )
 
 
 def test_routers_that_were_not_seen_are_said() -> None:
-    with pytest.raises(ValueError, match="the choices of routers were not seen, .* output_router_logits: false"):
+    with pytest.raises(
+        ValueError, match="the choices of routers were not seen, .* output_router_logits: false"
+    ):
         ExpertBalance(edit(tiny_model("mixtral", 3, **ASKED), DENSE)).loss([])
 
 

@@ -34,7 +34,10 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert list(checkpoints_of(tmp_path / "newest")) == [3, 4]
     run(tmp_path / "best", steps=12, patience=3, learning_rate=0.1, evaluate_every=1)
     measured = tables(tmp_path / "best")["held_out"].iloc[1:]
-    best, last = int(measured.loc[measured["perplexity"].idxmin(), "step"]), int(measured["step"].iloc[-1])
+    best, last = (
+        int(measured.loc[measured["perplexity"].idxmin(), "step"]),
+        int(measured["step"].iloc[-1]),
+    )
     assert last == best + 3
     assert list(checkpoints_of(tmp_path / "best")) == [best, last]
 
@@ -43,7 +46,10 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     ("place", "error"),
     [
         ("surgeon.training.checkpoints.save_file", OSError(28, "No space left on device")),
-        ("torch.save", RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")),
+        (
+            "torch.save",
+            RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
+        ),
     ],
 )
 def test_a_full_disk_costs_one_checkpoint(
@@ -69,9 +75,12 @@ def test_a_full_disk_costs_one_checkpoint(
     assert same(weights(run(folder)), whole)
 
 
-def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = student()
-    needed = 3 * 3 * 4 * sum(parameter.numel() for parameter in model.parameters())  # weights and Adam's, three times
+    # Weights and Adam's, three times.
+    needed = 3 * 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, needed - 1))
     with pytest.raises(OSError, match=f"is too full: {needed / 1000:.1f} KB are needed"):
         run(tmp_path, model)
@@ -105,7 +114,9 @@ def test_a_checkpoint_is_never_trusted(tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("training_args.bin", "optimizer.pt"):
         (last / name).write_bytes(pickle.dumps(Code(), protocol=2))
     write_manifest(last)  # as whoever planted them would
-    with pytest.raises(ValueError, match=r"checkpoint-4 cannot be read \(.*\); remove it, and the same command"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint-4 cannot be read \(.*\); remove it, and the same command"
+    ):
         run(tmp_path / "other", lora=2, scope="edited")
     assert not Path("ran").exists()
     shutil.rmtree(last)
@@ -120,7 +131,9 @@ def test_the_best_weights_are_never_replaced_by_the_last_ones(tmp_path: Path) ->
     run(tmp_path, **settings)
     best, _ = checkpoints_of(tmp_path).values()
     (best / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=rf"{best.name} has the best weights: model\.safetensors is missing;"):
+    with pytest.raises(
+        ValueError, match=rf"{best.name} has the best weights: model\.safetensors is missing;"
+    ):
         run(tmp_path, **settings)
     shutil.rmtree(best)
     with pytest.raises(ValueError, match=rf"{best.name} has the best weights: it is gone; remove"):

@@ -70,12 +70,16 @@ def test_conversations_stand_whole_in_windows_and_the_last_are_held_out(tmp_path
             there.append((ids, (labels != IGNORED).int().tolist()))
     trained = [each for each in expected if each not in held_out]
     assert all(each in there for each in trained)
-    assert sum(sum(marks) for _, marks in there) == sum(sum(marks) for _, marks in trained)  # the rest is padding
+    # The rest is padding.
+    assert sum(sum(marks) for _, marks in there) == sum(sum(marks) for _, marks in trained)
     assert len(rows) < len(trained)
     assert found.notes == (f"{data}: left out 1 row without an answer (of 10 rows read)",)
     assert found.record()["data_left_out"] == {"rows_without_answer": 1}
     answers = found.held_out.predicted
-    assert f"measured on {answers} predicted tokens of {data} (held out: 2 windows behind them)" in found.line()
+    assert (
+        f"measured on {answers} predicted tokens of {data} (held out: 2 windows behind them)"
+        in found.line()
+    )
     few = load_texts(tokenizer(), data, WINDOW, 60, held_out_tokens=10)
     assert few.training.digest != found.training.digest
     assert len(few.training) == 1
@@ -98,7 +102,8 @@ def test_a_run_trains_on_answers_and_is_judged_by_answers(tmp_path: Path) -> Non
     other = written(tmp_path, ROWS[6:9], "other.jsonl")
     texts = load_texts(tokenizer(), written(tmp_path, ROWS[:6]), WINDOW, 1 << 20, other)
     model, original = (
-        tiny_model("llama", 2, vocab_size=len(tokenizer()), attention_dropout=0.0).eval() for _ in range(2)
+        tiny_model("llama", 2, vocab_size=len(tokenizer()), attention_dropout=0.0).eval()
+        for _ in range(2)
     )
     settings = TrainSettings(
         scope="all",
@@ -125,24 +130,33 @@ def test_held_out_conversations_are_others_and_go_with_racks(tmp_path: Path) -> 
     again = read_texts(tmp_path)
     assert torch.equal(again.held_out.answers, found.held_out.answers)
     assert again.training.rows[:] == found.training.rows[:]
-    with pytest.raises(ValueError, match=r"1 of the conversations of .* are in the held-out text .*shared.jsonl, too"):
-        load_texts(tokenizer(), data, WINDOW, 1 << 20, written(tmp_path, ROWS[4:6], "shared.jsonl"), 1 << 20)
+    with pytest.raises(
+        ValueError, match=r"1 of the conversations of .* are in the held-out text .*shared.jsonl, too"
+    ):
+        load_texts(
+            tokenizer(), data, WINDOW, 1 << 20, written(tmp_path, ROWS[4:6], "shared.jsonl"), 1 << 20
+        )
 
 
 def test_what_does_not_go_with_conversations_is_refused(tmp_path: Path) -> None:
     data, text = written(tmp_path, ROWS), tmp_path / "text.txt"
     text.write_text(TEXT * 30)
-    with pytest.raises(ValueError, match="holds conversations, which are apart as they are; leave the separator out"):
+    with pytest.raises(
+        ValueError, match="holds conversations, which are apart as they are; leave the separator out"
+    ):
         load_texts(tokenizer(), data, WINDOW, 100, separator="\n")
     with pytest.raises(ValueError, match=r"holds conversations, and .*text.txt does not"):
         load_texts(tokenizer(), data, WINDOW, 100, str(text), 100)
     with pytest.raises(ValueError, match=r"chat.jsonl holds conversations, and .*text.txt does not"):
         load_texts(tokenizer(), str(text), WINDOW, 100, data, 100)
     with pytest.raises(
-        ValueError, match="7 windows of 90 tokens, and 11650 of the last ones are .* nothing is left to train on"
+        ValueError,
+        match="7 windows of 90 tokens, and 11650 of the last ones are .* nothing is left to train on",
     ):
         load_texts(tokenizer(), data, WINDOW, 1 << 20, held_out_tokens=1 << 20)
-    assert load_texts(tokenizer(), str(text), 16, 100, held_out_tokens=32).training.rows.column_names == ["input_ids"]
+    assert load_texts(
+        tokenizer(), str(text), 16, 100, held_out_tokens=32
+    ).training.rows.column_names == ["input_ids"]
 
 
 def test_a_template_of_a_file_takes_the_place_of_the_tokenizers_own(tmp_path: Path) -> None:
@@ -177,7 +191,10 @@ def test_several_texts_of_conversations_are_mixed_by_weight(tmp_path: Path) -> N
     found = load_texts(tokenizer(), {one: 0.5, two: 0.5}, WINDOW, 1 << 20, held_out_tokens=60)
     assert [part.weight for part in found.training.parts] == [0.5, 0.5]
     assert sum(part.windows for part in found.training.parts) == len(found.training)
-    held_out = [ids[: int(marks.nonzero().max()) + 1].tolist() for ids, marks in zip(*_measured(found), strict=True)]
+    held_out = [
+        ids[: int(marks.nonzero().max()) + 1].tolist()
+        for ids, marks in zip(*_measured(found), strict=True)
+    ]
     for rows in (ROWS[:5], ROWS[5:9]):
         assert any(each.ids in held_out for each in tokens(rows))
 

@@ -46,7 +46,9 @@ def rows(batch: dict[str, Tensor], some: slice) -> dict[str, Tensor]:
     return {name: tensor[some] for name, tensor in batch.items()}
 
 
-def plainly(student: Any, teacher: Any, batch: dict[str, Tensor], settings: Distillation) -> dict[str, Tensor]:
+def plainly(
+    student: Any, teacher: Any, batch: dict[str, Tensor], settings: Distillation
+) -> dict[str, Tensor]:
     """By transformers' own collection of streams, and PyTorch's own losses, with full gradients."""
     program, temperature = surgeon.program_of(student), settings.temperature
     ids = batch["input_ids"]
@@ -54,7 +56,9 @@ def plainly(student: Any, teacher: Any, batch: dict[str, Tensor], settings: Dist
     hooks = []
     for model in (student, teacher):
         norm = model.get_submodule(family_of(model.config).final_norm)
-        hooks.append(norm.register_forward_pre_hook(lambda _, given, key=model: ends.update({key: given[0]})))
+        hooks.append(
+            norm.register_forward_pre_hook(lambda _, given, key=model: ends.update({key: given[0]}))
+        )
     found = student(input_ids=ids, use_cache=False, output_hidden_states=True)
     with torch.no_grad():
         wanted = teacher(input_ids=ids, use_cache=False, output_hidden_states=True)
@@ -71,10 +75,12 @@ def plainly(student: Any, teacher: Any, batch: dict[str, Tensor], settings: Dist
         t = ends[teacher] if layer == layers else wanted.hidden_states[layer * every]
         errors.append(((s - t).norm(dim=-1) ** 2 / t.norm(dim=-1) ** 2)[:, :-1].mean())
     log_q, log_p = (
-        functional.log_softmax(each.logits[:, :-1] / temperature, -1).flatten(0, 1) for each in (found, wanted)
+        functional.log_softmax(each.logits[:, :-1] / temperature, -1).flatten(0, 1)
+        for each in (found, wanted)
     )
     parts = {
-        "logits": temperature**2 * functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean"),
+        "logits": temperature**2
+        * functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean"),
         "hidden": torch.stack(errors).mean(),
         "text": functional.cross_entropy(found.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()),
     }
@@ -163,7 +169,10 @@ def test_micro_batches_add_up() -> None:
     for loss, share in zip(losses, shares, strict=True):
         (loss["loss"] * share).backward()
     assert_close({name: p.grad for name, p in student.named_parameters()}, wanted)
-    total = {name: sum(loss[name] * share for loss, share in zip(losses, shares, strict=True)) for name in whole}
+    total = {
+        name: sum(loss[name] * share for loss, share in zip(losses, shares, strict=True))
+        for name in whole
+    }
     assert_close(total, whole)
 
 
@@ -251,7 +260,9 @@ def test_through_adapters() -> None:
     student, teacher = pair_of()
     distiller = Distiller(BOTH, surgeon.program_of(student), teacher)
     wanted = distiller.loss(student, batch_of())
-    adapted = get_peft_model(student, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=True))
+    adapted = get_peft_model(
+        student, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=True)
+    )
     found = distiller.loss(adapted, batch_of())
     assert_close(found, wanted)  # adapters begin with zeros
     slopes = gradients(adapted, found["loss"])
@@ -266,7 +277,9 @@ def test_logits_from_disk(tmp_path: Path) -> None:
     batch = batch_of()
     settings = Distillation(temperature=2, text=0.5, kept=VOCABULARY)
     live = Distiller(Distillation(temperature=2, text=0.5), surgeon.program_of(student), teacher)
-    kept = TeacherLogits(tmp_path, "0" * 64, "float32", "d" * 64, *batch["input_ids"].shape, VOCABULARY, 2.0)
+    kept = TeacherLogits(
+        tmp_path, "0" * 64, "float32", "d" * 64, *batch["input_ids"].shape, VOCABULARY, 2.0
+    )
     kept.make(teacher, TrainingText.of(Windows(batch["input_ids"], "", "")))
     distiller = Distiller(settings, surgeon.program_of(student), kept)
     for some in (slice(0, 4), slice(2, 3)):
@@ -304,11 +317,15 @@ def test_models_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="teacher runs an edited program; use the original"):
         Distiller(BOTH, Program.dense(4), student)
     distiller = Distiller(BOTH, Program.parse(LATE), teacher)
-    with pytest.raises(ValueError, match="runs a program of 6 nodes, not the one its streams are compared by"):
+    with pytest.raises(
+        ValueError, match="runs a program of 6 nodes, not the one its streams are compared by"
+    ):
         distiller.loss(student, batch_of())
     with pytest.raises(ValueError, match="runs no program"):
         distiller.loss(tiny_model("llama"), batch_of())
-    distiller = Distiller(Distillation(), surgeon.program_of(student), tiny_model("llama", vocab_size=99))
+    distiller = Distiller(
+        Distillation(), surgeon.program_of(student), tiny_model("llama", vocab_size=99)
+    )
     with pytest.raises(ValueError, match="vocabulary of 99 tokens and the student one of 97"):
         distiller.loss(student, batch_of())
 
@@ -318,14 +335,17 @@ def test_a_larger_teacher_has_logits_only() -> None:
     larger = tiny_model("llama", 5, hidden_size=64)
     found = Distiller(Distillation(), surgeon.program_of(student), larger).loss(student, batch_of())
     assert_close(found, plainly_logits(student, larger))
-    with pytest.raises(ValueError, match="stream has 64 numbers for a token and the student's 32; distil the logits"):
+    with pytest.raises(
+        ValueError, match="stream has 64 numbers for a token and the student's 32; distil the logits"
+    ):
         Distiller(BOTH, surgeon.program_of(student), larger).loss(student, batch_of())
 
 
 def plainly_logits(student: Any, teacher: Any) -> dict[str, Tensor]:
     ids = batch_of()["input_ids"]
     both = (
-        functional.log_softmax(model(input_ids=ids).logits[:, :-1], -1).flatten(0, 1) for model in (student, teacher)
+        functional.log_softmax(model(input_ids=ids).logits[:, :-1], -1).flatten(0, 1)
+        for model in (student, teacher)
     )
     found = functional.kl_div(*both, log_target=True, reduction="batchmean")
     return {"loss": found, "logits": found.detach()}

@@ -39,7 +39,11 @@ def slowly(program: Program, num_layers: int) -> list[tuple[int, int]]:
     texts = [str(node) for node in program.nodes]
     for node in range(1, len(texts)):
         before, behind = named(texts[:node]), named(texts[node:])
-        fitting = [k for k in range(num_layers + 1) if before <= set(range(k)) and behind <= set(range(k, num_layers))]
+        fitting = [
+            k
+            for k in range(num_layers + 1)
+            if before <= set(range(k)) and behind <= set(range(k, num_layers))
+        ]
         if fitting:
             found.append((node, fitting[-1]))
     return [*found, (len(texts), num_layers)]
@@ -47,7 +51,9 @@ def slowly(program: Program, num_layers: int) -> list[tuple[int, int]]:
 
 def named(texts: list[str]) -> set[int]:
     """The layers that parts of a program's text name: numbers right behind A or F."""
-    words = " ".join(texts).replace("~", " ").replace("[", " ").replace("{", " ").replace(">", " ").split()
+    words = (
+        " ".join(texts).replace("~", " ").replace("[", " ").replace("{", " ").replace(">", " ").split()
+    )
     wholes = [word.partition("@")[0].partition("/")[0].partition("#")[0].rstrip("]}") for word in words]
     return {int(word[1:]) for word in wholes if word[:1] in ("A", "F")}
 

@@ -40,7 +40,10 @@ def batch(windows: int = 4, tokens: int = 9, vocabulary: int = VOCABULARY) -> di
     """Some windows, a third of whose tokens are not predicted."""
     drawn = torch.Generator().manual_seed(5)
     ids = torch.randint(2, vocabulary, (windows, tokens), generator=drawn)
-    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape, generator=drawn) < 0.3, IGNORED)}
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(torch.rand(ids.shape, generator=drawn) < 0.3, IGNORED),
+    }
 
 
 def plain_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -57,7 +60,10 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
     "family",
-    [name if name in FEW else pytest.param(name, marks=pytest.mark.thorough) for name in sorted(FAMILIES)],
+    [
+        name if name in FEW else pytest.param(name, marks=pytest.mark.thorough)
+        for name in sorted(FAMILIES)
+    ],
 )
 def test_every_family(family: str) -> None:
     """Whatever it does with its logits: scales, caps."""
@@ -74,25 +80,38 @@ def test_every_family(family: str) -> None:
     ours = gradients(model, found)
     assert ours.keys() == slopes.keys()
     for name, slope in slopes.items():
-        assert torch.allclose(ours[name], slope, rtol=1e-9 if double else 1e-4, atol=1e-14 if double else 1e-6), name
-    assert torch.equal(plain_loss(model, inputs), wanted)  # when it is not asked for a loss, it gives logits
+        assert torch.allclose(
+            ours[name], slope, rtol=1e-9 if double else 1e-4, atol=1e-14 if double else 1e-6
+        ), name
+    # When it is not asked for a loss, it gives logits.
+    assert torch.equal(plain_loss(model, inputs), wanted)
 
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_bias_scale_and_cap(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
-    stream, other, matrix, taught = (torch.randn(*shape, dtype=dtype) for shape in ((20, 6), (20, 5), (31, 6), (31, 5)))
+    stream, other, matrix, taught = (
+        torch.randn(*shape, dtype=dtype) for shape in ((20, 6), (20, 5), (31, 6), (31, 5))
+    )
     bias, labels = torch.randn(31, dtype=dtype), torch.randint(31, (20,))
     labels[::3] = IGNORED
     head, teacher = (OutputHead(tiny_model("llama", 1)) for _ in range(2))
-    head.weight, head.bias, head.scale, head.softcap = matrix.requires_grad_(), bias.requires_grad_(), 0.7, 1.3
+    head.weight, head.bias, head.scale, head.softcap = (
+        matrix.requires_grad_(),
+        bias.requires_grad_(),
+        0.7,
+        1.3,
+    )
     teacher.weight = taught
     inputs = [stream.requires_grad_(), matrix, bias]
 
     kept = labels != IGNORED
     logits = 1.3 * torch.tanh(0.7 * functional.linear(stream, matrix, bias) / 1.3)
-    log_q, log_p = logits[kept].div(2).log_softmax(-1), functional.linear(other, taught)[kept].div(2).log_softmax(-1)
+    log_q, log_p = (
+        logits[kept].div(2).log_softmax(-1),
+        functional.linear(other, taught)[kept].div(2).log_softmax(-1),
+    )
     divergence = 4 * functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
     nll = functional.cross_entropy(logits[kept], labels[kept], reduction="sum")
     wanted = torch.autograd.grad(0.6 * divergence + 0.3 * nll, inputs)
@@ -161,7 +180,12 @@ class _Largest(TorchDispatchMode):
         found = function(*args, **kwargs or {})
         for one in torch.utils._pytree.tree_leaves(found):
             of_matrix = isinstance(one, Tensor) and tuple(one.shape) == (HIDDEN, self.vocabulary)
-            if isinstance(one, Tensor) and one.dim() and one.shape[-1] == self.vocabulary and not of_matrix:
+            if (
+                isinstance(one, Tensor)
+                and one.dim()
+                and one.shape[-1] == self.vocabulary
+                and not of_matrix
+            ):
                 self.rows = max(self.rows, one.numel() // self.vocabulary)
         return found
 
@@ -182,7 +206,9 @@ def _distilled(student: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("towards", [_text, pytest.param(_distilled, marks=pytest.mark.thorough)])
-def test_logits_of_a_large_vocabulary_are_never_there(towards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_a_large_vocabulary_are_never_there(
+    towards: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forward and backward, of no more tokens at a time than a chunk has."""
     monkeypatch.setattr(head_loss, "CHUNK_BYTES", {"cpu": 1})
     monkeypatch.setattr(head_loss, "LEAST_ROWS", CHUNK)

@@ -11,7 +11,14 @@ from torch.nn import functional
 
 from surgeon.quality.head import OutputHead
 from surgeon.training import head_loss
-from surgeon.training.head_loss import IGNORED, FullLogits, HeadLoss, LogitsTask, TopLogits, loss_of_stream
+from surgeon.training.head_loss import (
+    IGNORED,
+    FullLogits,
+    HeadLoss,
+    LogitsTask,
+    TopLogits,
+    loss_of_stream,
+)
 from tests.tiny_models import tiny_model
 
 TOKENS, VOCABULARY = 23, 31
@@ -39,7 +46,9 @@ def labels() -> Tensor:
     return torch.where(torch.rand(TOKENS) < 0.3, IGNORED, torch.randint(VOCABULARY, (TOKENS,)))
 
 
-def plainly(student: Tensor, teacher: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def plainly(
+    student: Tensor, teacher: Tensor, labels: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """PyTorch's own divergence and cross-entropy, summed over the tokens that are predicted."""
     kept = labels != IGNORED
     log_q = functional.log_softmax(student[kept] / temperature, -1)
@@ -48,7 +57,9 @@ def plainly(student: Tensor, teacher: Tensor, labels: Tensor, temperature: float
     return divergence, functional.cross_entropy(student, labels, ignore_index=IGNORED, reduction="sum")
 
 
-def in_buckets(student: Tensor, teacher: Tensor, labels: Tensor, temperature: float, kept: int) -> Tensor:
+def in_buckets(
+    student: Tensor, teacher: Tensor, labels: Tensor, temperature: float, kept: int
+) -> Tensor:
     """The divergence over the teacher's likeliest tokens and all others as one, in probabilities."""
     p, q = (torch.softmax(each / temperature, -1)[labels != IGNORED] for each in (teacher, student))
     order = p.argsort(-1, descending=True)
@@ -91,14 +102,19 @@ def test_kept_logits_are_buckets(
 ) -> None:
     divergence = in_buckets(student.double(), teacher.double(), labels, temperature, kept)
     wanted = gradient_of(divergence, student)
-    found, _, _ = loss_of(LogitsTask(TopLogits.of(teacher, kept, temperature), labels, temperature), student)
+    found, _, _ = loss_of(
+        LogitsTask(TopLogits.of(teacher, kept, temperature), labels, temperature), student
+    )
     assert torch.allclose(found, divergence.float(), rtol=1e-5)
     assert torch.allclose(gradient_of(found, student), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_fewer_kept_logits_tell_of_less_divergence(student: Tensor, teacher: Tensor, labels: Tensor) -> None:
+def test_fewer_kept_logits_tell_of_less_divergence(
+    student: Tensor, teacher: Tensor, labels: Tensor
+) -> None:
     by_kept = [
-        loss_of(LogitsTask(TopLogits.of(teacher, kept, 2.0), labels, 2.0), student)[0] for kept in (1, 5, 20, 31)
+        loss_of(LogitsTask(TopLogits.of(teacher, kept, 2.0), labels, 2.0), student)[0]
+        for kept in (1, 5, 20, 31)
     ]
     full, _ = plainly(student, teacher, labels, 2.0)
     assert by_kept == sorted(by_kept)
@@ -118,7 +134,10 @@ def test_the_gradient_by_differences(student: Tensor, teacher: Tensor, labels: T
         gradient = gradient_of(loss_of(task, student)[0], student)
         step = 0.05 * (gradient / gradient.norm() + torch.randn_like(student) / student.numel() ** 0.5)
         with torch.no_grad():
-            low, high = (loss_of(LogitsTask(target(), labels, 1.5, 1.0, 0.5), student + s * step)[0] for s in (-1, 1))
+            low, high = (
+                loss_of(LogitsTask(target(), labels, 1.5, 1.0, 0.5), student + s * step)[0]
+                for s in (-1, 1)
+            )
         assert torch.allclose(2 * (gradient * step).sum(), high - low, rtol=1e-3)
 
 
@@ -128,7 +147,11 @@ def test_far_certain_logits_stay_finite(labels: Tensor) -> None:
     teacher[:, 3] = 300
     student = (-teacher).requires_grad_()
     divergence, _ = plainly(student, teacher, labels, 1.0)
-    for target in (FullLogits(teacher.clone(), 1.0), TopLogits.of(teacher, 2, 1.0), TopLogits.of(teacher, 31, 1.0)):
+    for target in (
+        FullLogits(teacher.clone(), 1.0),
+        TopLogits.of(teacher, 2, 1.0),
+        TopLogits.of(teacher, 31, 1.0),
+    ):
         loss, _, _ = loss_of(LogitsTask(target, labels), student)
         assert torch.allclose(loss, divergence, rtol=1e-4)
         assert gradient_of(loss, student).isfinite().all()
@@ -148,7 +171,9 @@ def test_half_precision(student: Tensor, teacher: Tensor, labels: Tensor) -> Non
 
 def test_what_does_not_fit(student: Tensor, labels: Tensor) -> None:
     target = FullLogits(torch.randn(TOKENS, VOCABULARY + 2), 1.0)
-    with pytest.raises(ValueError, match="teacher has a vocabulary of 33 tokens and the student one of 31"):
+    with pytest.raises(
+        ValueError, match="teacher has a vocabulary of 33 tokens and the student one of 31"
+    ):
         loss_of(LogitsTask(target, labels), student)
     with pytest.raises(ValueError, match="vocabulary has 31 tokens; keep at most as many, not 32"):
         TopLogits.of(student, 32, 1.0)

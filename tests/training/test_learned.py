@@ -20,7 +20,9 @@ def test_a_row_is_shown_with_what_is_learned_of_it(tmp_path: Path) -> None:
     assert learned_lines(found.training, tokenizer()) == [said]
     ids = found.training.rows[0]["input_ids"]
     row = next(
-        row["messages"] for row, each in zip(ROWS, tokens(ROWS), strict=True) if each.ids == ids[: len(each.ids)]
+        row["messages"]
+        for row, each in zip(ROWS, tokens(ROWS), strict=True)
+        if each.ids == ids[: len(each.ids)]
     )
     turns = [message["content"] for message in row]
     expected = [

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.training.checkpoints import MANIFEST_FILE, checkpoints_of, fault_of, newest_checkpoint, write_manifest
+from surgeon.training.checkpoints import (
+    MANIFEST_FILE,
+    checkpoints_of,
+    fault_of,
+    newest_checkpoint,
+    write_manifest,
+)
 
 FILES = {
     "adapter_config.json": b"{}",
@@ -58,7 +64,9 @@ def test_the_last_whole_one_is_gone_on_from(tmp_path: Path) -> None:
     for step in (2, 4, 12):
         checkpoint(tmp_path / f"checkpoint-{step}")
     (tmp_path / "checkpoint-12" / "scheduler.pt").unlink()
-    with pytest.warns(UserWarning, match=r"checkpoint-12: scheduler\.pt is missing; the run goes on from checkpoint-4"):
+    with pytest.warns(
+        UserWarning, match=r"checkpoint-12: scheduler\.pt is missing; the run goes on from checkpoint-4"
+    ):
         assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
     for each in checkpoints_of(tmp_path).values():
         (each / "adapter_model.safetensors").write_bytes(b"")

@@ -38,13 +38,19 @@ PROCESS = "tests.training.process"
 
 def require_alike(one: Path, two: Path) -> None:
     """The same curves, and the same weights at the end, to what sums in another order differ by."""
-    for name, columns in (("training.csv", ["step", "loss", "logits"]), ("held_out.csv", ["perplexity", "divergence"])):
-        expected, found = (pd.read_csv(folder / name)[columns].to_numpy().ravel() for folder in (one, two))
+    for name, columns in (
+        ("training.csv", ["step", "loss", "logits"]),
+        ("held_out.csv", ["perplexity", "divergence"]),
+    ):
+        expected, found = (
+            pd.read_csv(folder / name)[columns].to_numpy().ravel() for folder in (one, two)
+        )
         assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-5), name
     expected_norms, norms = (json.loads((folder / "norms.json").read_text()) for folder in (one, two))
     assert norms.keys() == expected_norms.keys()
     for name, norm in norms.items():
-        if not name.endswith("k_proj.bias"):  # it moves no softmax: what Adam follows of its gradient is rounding
+        # It moves no softmax: what Adam follows of its gradient is rounding.
+        if not name.endswith("k_proj.bias"):
             assert norm == pytest.approx(expected_norms[name], rel=1e-5), name
 
 
@@ -56,7 +62,8 @@ def require_alike(one: Path, two: Path) -> None:
         ("fsdp", "qwen3", DERIVED, "0", "0"),
         ("fsdp", "llama", PAIRED, "2", "0"),
         case("fsdp", "llama", AGAIN, "0", "0.5", default=False),
-        case("fsdp", "opt", DERIVED, "0", "0", default=False),  # its head is its embedding, and its MLP two Linears
+        # Its head is its embedding, and its MLP two Linears.
+        case("fsdp", "opt", DERIVED, "0", "0", default=False),
         case("deepspeed", "llama", AGAIN, "0", "0.5", default=False),
         case("deepspeed", "qwen3", DERIVED, "0", "0", default=False),
         case("deepspeed", "llama", PAIRED, "2", "0", default=False),
@@ -91,7 +98,9 @@ def test_what_is_gathered_together() -> None:
     """Each sublayer; slices with a head norm between them as one; no parameter twice; all but norms of the stream."""
     model = edit(tiny_model("qwen3", 3), "{A0/2:0 F0/2:0 | A0/2:1 F0/2:1} [A1 A1] F1")
     found, inside = shares(model), "model.layers."
-    slices = {f"{inside}A0/2:{piece}.self_attn.{role}_proj.weight" for piece in (0, 1) for role in "qkvo"}
+    slices = {
+        f"{inside}A0/2:{piece}.self_attn.{role}_proj.weight" for piece in (0, 1) for role in "qkvo"
+    }
     assert slices | {f"{inside}A0/2:0.self_attn.{role}_norm.weight" for role in "qk"} in found
     assert {f"{inside}F0/2:1.mlp.{role}_proj.weight" for role in ("gate", "up", "down")} in found
     every = [name for group in found for name in group]
@@ -131,32 +140,50 @@ def test_a_run_goes_on_as_its_checkpoint_is_written(there: str, kind: str, tmp_p
     file.touch()
     for asked in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=asked)
-        sharded: Any = SimpleNamespace(distributed_type=DistributedType.FSDP, state=SimpleNamespace(fsdp_plugin=plugin))
+        sharded: Any = SimpleNamespace(
+            distributed_type=DistributedType.FSDP, state=SimpleNamespace(fsdp_plugin=plugin)
+        )
         follow_checkpoint(sharded, tmp_path)
         assert plugin.state_dict_type.name == f"{kind}_STATE_DICT"
         assert kind.title() in type(plugin.state_dict_config).__name__
     whole: Any = SimpleNamespace(distributed_type=DistributedType.NO)
-    with pytest.raises(ValueError, match="is of a run with FSDP, and this one is without; go on with it, or choose"):
+    with pytest.raises(
+        ValueError, match="is of a run with FSDP, and this one is without; go on with it, or choose"
+    ):
         follow_checkpoint(whole, tmp_path)
     (tmp_path / "empty").mkdir()
     follow_checkpoint(whole, tmp_path / "empty")
-    with pytest.raises(ValueError, match="is of a run without FSDP, and this one is with; go on without it"):
+    with pytest.raises(
+        ValueError, match="is of a run without FSDP, and this one is with; go on without it"
+    ):
         follow_checkpoint(sharded, tmp_path / "empty")
 
 
 @pytest.mark.long
 @pytest.mark.thorough
-def test_the_command_under_accelerate_launch(tmp_path: Path, tiny_checkpoint: Path, tiny_text: Path) -> None:
+def test_the_command_under_accelerate_launch(
+    tmp_path: Path, tiny_checkpoint: Path, tiny_text: Path
+) -> None:
     """As users start it, by the configuration in recipes/, with a checkpoint at the end that the first process writes.
 
     Its parameters are shared out on CPUs, too.
     """
     config = (REPOSITORY / "recipes" / "launch" / "fsdp2.yaml").read_text()
-    for given, ours in (("use_cpu: false", "use_cpu: true"), ("processes: 8", "processes: 2"), ("bf16", '"no"')):
+    for given, ours in (
+        ("use_cpu: false", "use_cpu: true"),
+        ("processes: 8", "processes: 2"),
+        ("bf16", '"no"'),
+    ):
         assert given in config
         config = config.replace(given, ours)
     (tmp_path / "cpu.yaml").write_text(config)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "cpu.yaml")]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(tmp_path / "cpu.yaml"),
+    ]
     settings = json.loads((tiny_checkpoint / "config.json").read_text()) | {"attention_dropout": 0.0}
     (tiny_checkpoint / "config.json").write_text(json.dumps(settings))
     program = "A0 F0 [A1 A2] [F1 F2] A3 F3"

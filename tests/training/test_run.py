@@ -49,11 +49,16 @@ def healed(folder: Path, settings: TrainSettings, texts: TrainTexts = TEXTS, **o
 def test_adapters_over_packed_weights_are_those_over_their_numbers(tmp_path: Path) -> None:
     """Step by step and merged, bit for bit; of layers that are averaged, too."""
     save_source(tmp_path / "model", num_layers=4)
-    folder, settings = quantise_folder(tmp_path / "model", "gptq"), TrainSettings(scope="all", lora=2, steps=2, batch=2)
+    folder, settings = (
+        quantise_folder(tmp_path / "model", "gptq"),
+        TrainSettings(scope="all", lora=2, steps=2, batch=2),
+    )
 
     def trained(packed: bool) -> dict[str, torch.Tensor]:
         student = student_of(open_edited(folder, "A0 F0 >A1 >F1 A2~A3 F3", tokenizer=False), packed)
-        assert sum(isinstance(one, PackedTensor) for one in student.parameters()) == (28 if packed else 0)
+        assert sum(isinstance(one, PackedTensor) for one in student.parameters()) == (
+            28 if packed else 0
+        )
         found = train(student, TEXTS, settings, tmp_path / str(packed))
         assert found is not None
         store = ModuleStore(found.merged())
@@ -96,7 +101,9 @@ def test_training_is_plain_adamw(tmp_path: Path) -> None:
 
 
 def test_what_a_run_says_of_itself(tmp_path: Path) -> None:
-    found = healed(tmp_path, TrainSettings(steps=5, batch=4, learning_rate=1e-2, evaluate_every=2, save_every=2))
+    found = healed(
+        tmp_path, TrainSettings(steps=5, batch=4, learning_rate=1e-2, evaluate_every=2, save_every=2)
+    )
     ids, original = TEXTS.held_out.ids, logits_of(tiny_model("llama", 3))
     assert found.original == text_quality(original, ids)
     assert found.model.config.to_dict() == edit(tiny_model("llama", 3), PAIRED).config.to_dict()
@@ -115,14 +122,18 @@ def test_what_a_run_says_of_itself(tmp_path: Path) -> None:
 
 
 def test_it_learns_the_text_by_heart(tmp_path: Path) -> None:
-    settings = TrainSettings(scope="all", steps=30, batch=5, learning_rate=2e-2, evaluate_every=30, save_every=30)
+    settings = TrainSettings(
+        scope="all", steps=30, batch=5, learning_rate=2e-2, evaluate_every=30, save_every=30
+    )
     healed(tmp_path, settings, dropout=0.0)
     losses = pd.read_csv(tmp_path / "training.csv")["loss"]
     assert losses.iloc[-1] < 0.7 * losses.iloc[0]
 
 
 def test_adapters_are_merged(tmp_path: Path) -> None:
-    settings = TrainSettings(lora=2, steps=3, batch=4, learning_rate=5e-2, evaluate_every=3, save_every=3)
+    settings = TrainSettings(
+        lora=2, steps=3, batch=4, learning_rate=5e-2, evaluate_every=3, save_every=3
+    )
     found = healed(tmp_path, settings, dropout=0.0)
     ids = TEXTS.held_out.ids
     adapted = found.model.eval()(input_ids=ids).logits
@@ -136,7 +147,13 @@ def test_adapters_are_merged(tmp_path: Path) -> None:
 
 def test_patience_ends_a_run_with_the_best_weights(tmp_path: Path) -> None:
     settings = TrainSettings(
-        scope="all", steps=40, batch=4, learning_rate=0.3, schedule="constant", evaluate_every=2, patience=2
+        scope="all",
+        steps=40,
+        batch=4,
+        learning_rate=0.3,
+        schedule="constant",
+        evaluate_every=2,
+        patience=2,
     )
     found = healed(tmp_path, settings, dropout=0.0)
     assert found.steps < 40
@@ -167,19 +184,32 @@ def test_held_out_quality_is_that_of_the_whole_model() -> None:
     assert found.perplexity == pytest.approx(expected.perplexity)
     assert other.training
     assert not HeldOutQuality(TEXTS.held_out, None).measure(other).knows("divergence")
-    answers = torch.ones_like(TEXTS.held_out.ids).tril(5)  # another count, and another end, in each window
-    expected = text_quality(logits_of(other.eval()), TEXTS.held_out.ids, logits_of(original), answers=answers)
+    # Another count, and another end, in each window.
+    answers = torch.ones_like(TEXTS.held_out.ids).tril(5)
+    expected = text_quality(
+        logits_of(other.eval()), TEXTS.held_out.ids, logits_of(original), answers=answers
+    )
     found = HeldOutQuality(replace(TEXTS.held_out, answers=answers), original).measure(other)
     assert found.divergence == pytest.approx(expected.divergence, rel=1e-5)
     assert found.tokens == int(answers[:, 1:].sum())
 
 
-@pytest.mark.parametrize("distillation", [Distillation(), Distillation(kept=20), Distillation(hidden=0.5, text=0.1)])
+@pytest.mark.parametrize(
+    "distillation", [Distillation(), Distillation(kept=20), Distillation(hidden=0.5, text=0.1)]
+)
 def test_distillation_brings_the_original_back(distillation: Distillation, tmp_path: Path) -> None:
     settings = TrainSettings(
-        scope="all", distillation=distillation, steps=30, batch=8, learning_rate=5e-3, evaluate_every=30, save_every=30
+        scope="all",
+        distillation=distillation,
+        steps=30,
+        batch=8,
+        learning_rate=5e-3,
+        evaluate_every=30,
+        save_every=30,
     )
-    found = healed(tmp_path, settings, TrainTexts(TrainingText.of(windows(64, 1)), TEXTS.held_out), dropout=0.0)
+    found = healed(
+        tmp_path, settings, TrainTexts(TrainingText.of(windows(64, 1)), TEXTS.held_out), dropout=0.0
+    )
     assert found.after.divergence is not None
     assert found.before.divergence is not None
     assert found.after.divergence < 0.8 * found.before.divergence
@@ -191,7 +221,12 @@ def test_distillation_brings_the_original_back(distillation: Distillation, tmp_p
 
 def test_there_must_be_somebody_to_learn_from(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no original to distil from"):
-        train(edit(tiny_model("llama", 3), PAIRED), TEXTS, TrainSettings(distillation=Distillation()), tmp_path)
+        train(
+            edit(tiny_model("llama", 3), PAIRED),
+            TEXTS,
+            TrainSettings(distillation=Distillation()),
+            tmp_path,
+        )
 
 
 def test_mixed_precision_ends_with_the_training(tmp_path: Path) -> None:

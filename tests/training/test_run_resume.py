@@ -22,7 +22,9 @@ KILLED = "import sys; from tests.training.killed import main; main(*sys.argv[1:]
 @pytest.mark.thorough
 def test_a_run_killed_anywhere_ends_as_one_that_is_not(tmp_path: Path) -> None:
     """Weights bit for bit, tables, files: all weights, adapters, early stop, with dropout, files torn."""
-    process = Popen([sys.executable, "-c", KILLED, tmp_path, "2", "9"], stdout=subprocess.PIPE, cwd=Path.cwd())
+    process = Popen(
+        [sys.executable, "-c", KILLED, tmp_path, "2", "9"], stdout=subprocess.PIPE, cwd=Path.cwd()
+    )
     found = [json.loads(line) for line in process.communicate(timeout=PATIENCE)[0].splitlines()]
     assert [each["name"] for each in found] == ["all", "adapters", "patience"]
     assert not any(each["different"] for each in found)
@@ -33,7 +35,10 @@ def test_a_run_killed_anywhere_ends_as_one_that_is_not(tmp_path: Path) -> None:
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "healed")
-    with lock_run(folder, "cpu"), pytest.raises(OSError, match=r"another run is writing to .*healed\.run; wait for it"):
+    with (
+        lock_run(folder, "cpu"),
+        pytest.raises(OSError, match=r"another run is writing to .*healed\.run; wait for it"),
+    ):
         run(folder)
     run(folder, steps=1)
 
@@ -63,10 +68,14 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(tmp_path: Path) -> None:
     (folder / "checkpoint-4" / "optimizer.pt").unlink()
     for name in ("training.csv", "held_out.csv"):
         (folder / name).unlink()
-    with pytest.warns(UserWarning, match=r"checkpoint-4: optimizer\.pt is missing; the run goes on from checkpoint-2"):
+    with pytest.warns(
+        UserWarning, match=r"checkpoint-4: optimizer\.pt is missing; the run goes on from checkpoint-2"
+    ):
         again = run(folder, student(0.2), save_every=2)
     assert same(weights(whole), weights(again))
-    assert all(tables(tmp_path / "a")[name].equals(tables(folder)[name]) for name in ("training", "held_out"))
+    assert all(
+        tables(tmp_path / "a")[name].equals(tables(folder)[name]) for name in ("training", "held_out")
+    )
     assert list(checkpoints_of(folder)) == [2, 4]
     assert fault_of(folder / "checkpoint-4") is None
 
@@ -75,10 +84,14 @@ def test_a_folder_that_does_not_say_whose_it_is_is_refused(tmp_path: Path) -> No
     run(tmp_path, steps=1)
     said = (tmp_path / "run.json").read_text()
     (tmp_path / "run.json").write_text(said[:100])
-    with pytest.raises(ValueError, match=r"run\.json is not valid JSON: .*; remove .* to begin the run again"):
+    with pytest.raises(
+        ValueError, match=r"run\.json is not valid JSON: .*; remove .* to begin the run again"
+    ):
         run(tmp_path, steps=1)
     (tmp_path / "run.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"has no run\.json, which says of what run it is; remove"):
+    with pytest.raises(
+        FileNotFoundError, match=r"has no run\.json, which says of what run it is; remove"
+    ):
         run(tmp_path, steps=1)
 
 
@@ -112,4 +125,7 @@ def test_a_run_goes_on_whatever_is_trained(
     shutil.rmtree(tmp_path / "b" / "checkpoint-3")
     again = run(tmp_path / "b", student(0.2, family, program), steps=3, **settings)
     assert same(weights(whole), weights(again))
-    assert all(tables(tmp_path / "a")[name].equals(tables(tmp_path / "b")[name]) for name in ("training", "held_out"))
+    assert all(
+        tables(tmp_path / "a")[name].equals(tables(tmp_path / "b")[name])
+        for name in ("training", "held_out")
+    )

@@ -79,11 +79,15 @@ def test_norms_of_edited_sublayers() -> None:
     model = edit(tiny_model("llama", 4), "A0 F0 [A1 A2] [F1 F2] A3 F3")
     choose_parameters(model, "edited-norms", program_of(model))
     kinds = "input_layernorm", "post_attention_layernorm"
-    assert trained_names(model) == {f"model.layers.{layer}.{kind}.weight" for layer in (1, 2) for kind in kinds}
+    assert trained_names(model) == {
+        f"model.layers.{layer}.{kind}.weight" for layer in (1, 2) for kind in kinds
+    }
 
 
 def test_adapters_everywhere_leave_the_head_alone() -> None:
-    adapted = add_adapters(edit(tiny_model("llama", 2), "A0 F0 >A1 >F1"), "all", Program.parse("A0 F0 >A1 >F1"), 2)
+    adapted = add_adapters(
+        edit(tiny_model("llama", 2), "A0 F0 >A1 >F1"), "all", Program.parse("A0 F0 >A1 >F1"), 2
+    )
     assert not any("lm_head" in name for name in trained_names(adapted))
     assert len(trained_names(adapted)) == 2 * 2 * 7
 
@@ -101,16 +105,22 @@ KEPT = "A0 F0!e0,e3 [A1 A2] [F1 F2] A3 F3"
 def test_routers_alone_or_left_as_they_are() -> None:
     model = edit(tiny_model("qwen3_moe", 4), KEPT)  # layer 2 is dense
     every = {name for name, _ in model.named_parameters()}
-    routers = {name for name in every if ".mlp.gate." in name and ".2." not in name and ".0.mlp" not in name}
+    routers = {
+        name for name in every if ".mlp.gate." in name and ".2." not in name and ".0.mlp" not in name
+    }
     assert {name.split(".")[2] for name in routers} == {"F0!e0,e3", "1", "3"}
     choose_parameters(model, "routers", program_of(model))
     assert trained_names(model) == routers
     choose_parameters(model, "all", program_of(model), "frozen")
-    assert trained_names(model) == {name for name in every if name not in routers and ".0.mlp.gate" not in name} | {
+    assert trained_names(model) == {
+        name for name in every if name not in routers and ".0.mlp.gate" not in name
+    } | {
         "model.layers.0.mlp.gate.weight"  # which the program does not run
     }
     choose_parameters(model, "edited", program_of(model), "frozen")
-    edited = {name for name in every if any(f"layers.{place}." in name for place in ("F0!e0,e3", "1", "2"))}
+    edited = {
+        name for name in every if any(f"layers.{place}." in name for place in ("F0!e0,e3", "1", "2"))
+    }
     assert trained_names(model) == edited - routers
     with pytest.raises(ValueError, match="no routers to train: the program has no mixture"):
         choose_parameters(edit(tiny_model("llama", 2), Program.dense(2)), "routers", Program.dense(2))
@@ -130,9 +140,17 @@ def test_each_expert_has_an_adapter(program: str, router: str) -> None:
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     ids = torch.arange(3, 20)[None]
-    places = {name.partition(".lora_")[0].removeprefix("base_model.model.model.layers.") for name in names}
-    assert {place.partition(".")[0] for place in places} == ({"F0!e0,e3", "1", "2"} if "!" in program else {derived})
-    experts = [one for path, one in model.named_modules() if derived in path and hasattr(one, "get_delta_weight")]
+    places = {
+        name.partition(".lora_")[0].removeprefix("base_model.model.model.layers.") for name in names
+    }
+    assert {place.partition(".")[0] for place in places} == (
+        {"F0!e0,e3", "1", "2"} if "!" in program else {derived}
+    )
+    experts = [
+        one
+        for path, one in model.named_modules()
+        if derived in path and hasattr(one, "get_delta_weight")
+    ]
     for wrapper in experts:
         if getattr(wrapper, "num_experts", 1) > 1 and wrapper.parameter_name != "weight":
             delta, count = wrapper.get_delta_weight("default"), wrapper.num_experts

@@ -18,5 +18,7 @@ def test_it_is_what_weights_gradients_and_moments_take(tiny_model: Callable[...,
     model(input_ids=torch.arange(8)[None]).logits.sum().backward()
     optimiser.step()
     held = [*model.parameters(), *(one.grad for one in model.parameters() if one.grad is not None)]
-    held += [each for state in optimiser.state.values() for name, each in state.items() if name != "step"]
+    held += [
+        each for state in optimiser.state.values() for name, each in state.items() if name != "step"
+    ]
     assert training_bytes(model) == sum(one.nbytes for one in held)

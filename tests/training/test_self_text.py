@@ -26,7 +26,9 @@ TEMPLATE = (
 )
 WINDOW = 24
 END = 1  # of the tiny Llama's texts, by its configuration
-BEFORE, BEHIND = (tiny_tokenizer()(text, add_special_tokens=False).input_ids for text in ("<u>", "\n<a>"))
+BEFORE, BEHIND = (
+    tiny_tokenizer()(text, add_special_tokens=False).input_ids for text in ("<u>", "\n<a>")
+)
 TURN_ENDS = (END, BEHIND[0])
 
 
@@ -94,7 +96,9 @@ def test_next_to_temperature_0_it_is_what_transformers_writes(folder: Path, tmp_
     assert text.startswith("<u>")
 
 
-def test_killed_it_goes_on_with_the_same(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_it_goes_on_with_the_same(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in torchrun.VARIABLES:  # as in a process of torchrun's that trains
         monkeypatch.setenv(name, "2")
     monkeypatch.setenv("RANK", "1")
@@ -107,7 +111,11 @@ def test_killed_it_goes_on_with_the_same(folder: Path, tmp_path: Path, monkeypat
     kept = (tmp_path / "whole" / TEXTS_FILE).read_bytes()
     texts = texts_in(tmp_path / "whole")
     chats = texts[1::2]
-    assert whole.written == {"texts": len(texts), "conversations": len(chats), "tokens": sum(map(len, texts))}
+    assert whole.written == {
+        "texts": len(texts),
+        "conversations": len(chats),
+        "tokens": sum(map(len, texts)),
+    }
     assert 22 * WINDOW <= whole.written["tokens"] < 23 * WINDOW
     assert f"{len(texts) - len(chats)} texts from <s> and {len(chats)} conversations" in whole.line()
     assert "tokens/s" in whole.line()
@@ -130,7 +138,9 @@ def test_killed_it_goes_on_with_the_same(folder: Path, tmp_path: Path, monkeypat
     monkeypatch.delattr(self_text, "Service")  # nothing is written again
     assert windows(again, 22) == rows
     assert (again.record(), "tokens/s" in again.line()) == (whole.record(), False)
-    with pytest.raises(ValueError, match=r"whole holds a self-text of another seed: 5, now 6; use another output"):
+    with pytest.raises(
+        ValueError, match=r"whole holds a self-text of another seed: 5, now 6; use another output"
+    ):
         writer(folder, tmp_path / "whole", seed=6).windows(23)
     with pytest.raises(ValueError, match=r"self-text of another temperature: 1.0, now 0.5"):
         writer(folder, tmp_path / "whole", seed=5, temperature=0.5).windows(23)
@@ -149,26 +159,39 @@ def test_a_full_disk_is_said_and_what_was_kept_stays(folder: Path, tmp_path: Pat
 
 def test_what_cannot_write_is_refused(folder: Path, tmp_path: Path) -> None:
     for temperature in (0, -1, float("nan")):
-        with pytest.raises(ValueError, match="the temperature of text that the original writes must be above 0"):
+        with pytest.raises(
+            ValueError, match="the temperature of text that the original writes must be above 0"
+        ):
             writer(folder, tmp_path, temperature=temperature)
     opened = open_edited(folder)
     tokenizer = opened.model.tokenizer
-    with pytest.raises(ValueError, match="a window of 6 tokens has no room for a turn in the chat template"):
+    with pytest.raises(
+        ValueError, match="a window of 6 tokens has no room for a turn in the chat template"
+    ):
         SelfText(opened, tokenizer, 6, tmp_path)
     for template, said in (
-        ("{{ raise_exception('no') }}", r"the model that writes text.s chat template does not take these messages: no"),
+        (
+            "{{ raise_exception('no') }}",
+            r"the model that writes text.s chat template does not take these messages: no",
+        ),
         ("{{ messages[0].content }}", "does not put something before a user's turn and behind it"),
     ):
         tokenizer.chat_template = template
         with pytest.raises(ValueError, match=said):
             SelfText(opened, tokenizer, WINDOW, tmp_path)
     tokenizer.chat_template = None
-    for start, given in ((0, {}), (7, {"bos_token": None}), (1, {"bos_token": None, "bos_token_id": None})):
+    for start, given in (
+        (0, {}),
+        (7, {"bos_token": None}),
+        (1, {"bos_token": None, "bos_token_id": None}),
+    ):
         tokenizer.bos_token = given.get("bos_token", "<s>")
         opened.model.config.bos_token_id = given.get("bos_token_id", 7)
         assert SelfText(opened, tokenizer, WINDOW, tmp_path).follows()["start"] == start
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="has neither BOS nor EOS, from which it could write"):
         SelfText(opened, tokenizer, WINDOW, tmp_path)
-    with pytest.raises(ValueError, match=r"self is text that the original of an edited model writes.*\./self"):
+    with pytest.raises(
+        ValueError, match=r"self is text that the original of an edited model writes.*\./self"
+    ):
         load_texts(tiny_tokenizer(), "self", 8, 80)

@@ -51,7 +51,10 @@ def test_what_is_said_before_a_run() -> None:
     (late,) = TrainSettings(epochs=2.0, warmup=30, batch=2).notes_on(20)
     assert "rises over 30 steps, and the run has 20" in late
     (again,) = TrainSettings(steps=10, batch=8).notes_on(32)
-    assert again == "the steps go through 80 windows, and the training text has 32: each is trained on 2.5 times"
+    assert (
+        again
+        == "the steps go through 80 windows, and the training text has 32: each is trained on 2.5 times"
+    )
 
 
 def test_adapters_learn_faster() -> None:
@@ -64,6 +67,12 @@ def test_presets_are_the_papers() -> None:
     lp, ladder = (TrainSettings(**preset(name).values) for name in PRESETS)
     assert "BAAI/Infinity-Instruct:7M:train" in preset("ladder").data
     assert (lp.scope, lp.batch, lp.rate, lp.schedule, lp.steps) == ("edited", 32, 1e-4, "linear", 4096)
-    assert (ladder.batch, ladder.rate, ladder.warmup, ladder.schedule, ladder.epochs) == (32, 5e-6, 200, "cosine", 2)
+    assert (ladder.batch, ladder.rate, ladder.warmup, ladder.schedule, ladder.epochs) == (
+        32,
+        5e-6,
+        200,
+        "cosine",
+        2,
+    )
     with pytest.raises(ValueError, match="did you mean 'ladder'"):
         preset("lader")

@@ -24,8 +24,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
         ValueError, match=rf"loss is nan at step 3, made on windows {windows} of the .* not taken"
     ) as told:
         run(folder, model)
-    assert f"weights after step 2 are in {folder / 'checkpoint-2'}; use a lower learning rate than 0.01" in str(
-        told.value
+    assert (
+        f"weights after step 2 are in {folder / 'checkpoint-2'}; use a lower learning rate than 0.01"
+        in str(told.value)
     )
     assert list(checkpoints_of(folder)) == [1, 2]
     assert tables(folder)["training"]["step"].tolist() == [1, 2]
@@ -38,7 +39,9 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path, clipped: flo
     model = student()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model.get_submodule("lm_head").weight.register_hook(lambda gradient: gradient / 0)
-    with pytest.raises(ValueError, match=r"the gradient's norm is (inf|nan) at step 1, .* no weights were kept; use a"):
+    with pytest.raises(
+        ValueError, match=r"the gradient's norm is (inf|nan) at step 1, .* no weights were kept; use a"
+    ):
         run(tmp_path, model, arguments={"max_grad_norm": clipped})
     assert same(dict(model.state_dict()), before)
 
@@ -84,6 +87,10 @@ def test_memory_that_is_too_little_is_said(tmp_path: Path, backwards: bool) -> N
 
 def test_micro_batches_change_nothing(tmp_path: Path) -> None:
     whole, parts = (run(tmp_path / str(size), micro_batch=size, batch=6) for size in (6, 2))
-    assert all(torch.allclose(one, weights(parts)[name], atol=2e-5) for name, one in weights(whole).items())
+    assert all(
+        torch.allclose(one, weights(parts)[name], atol=2e-5) for name, one in weights(whole).items()
+    )
     for name, table in tables(tmp_path / "6").items():
-        assert table.to_numpy() == pytest.approx(tables(tmp_path / "2")[name].to_numpy(), rel=1e-4, nan_ok=True)
+        assert table.to_numpy() == pytest.approx(
+            tables(tmp_path / "2")[name].to_numpy(), rel=1e-4, nan_ok=True
+        )

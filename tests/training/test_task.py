@@ -20,7 +20,14 @@ from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import RunOrder
 from tests.training.runs import TEXTS, run, same, student, weights
 
-SETTINGS = {"scope": "all", "steps": 4, "batch": 4, "micro_batch": 2, "evaluate_every": 2, "save_every": 2}
+SETTINGS = {
+    "scope": "all",
+    "steps": 4,
+    "batch": 4,
+    "micro_batch": 2,
+    "evaluate_every": 2,
+    "save_every": 2,
+}
 
 
 class Watched(HeldOutQuality):
@@ -85,13 +92,17 @@ def test_a_run_that_goes_on_has_the_places_that_are_left(tmp_path: Path) -> None
     found = trained(tmp_path / "killed", TrainingTask(held_out, loss))
     assert loss.places == [[8, 9], [10, 11], [12, 13], [14, 15]]
     assert held_out.asked == [4, 4]
-    assert same(weights(found), weights(trained(tmp_path / "whole", TrainingTask(Watched(), HalfTheLoss()))))
+    assert same(
+        weights(found), weights(trained(tmp_path / "whole", TrainingTask(Watched(), HalfTheLoss())))
+    )
 
 
 def test_its_loss_is_what_is_trained(tmp_path: Path) -> None:
     """Half the loss with plain gradient descent is half the rate on the whole loss."""
     plain = {"optim": "sgd", "max_grad_norm": 0.0}
-    found = trained(tmp_path / "half", TrainingTask(Watched(), HalfTheLoss()), learning_rate=0.5, arguments=plain)
+    found = trained(
+        tmp_path / "half", TrainingTask(Watched(), HalfTheLoss()), learning_rate=0.5, arguments=plain
+    )
     whole = run(tmp_path / "whole", **SETTINGS | {"learning_rate": 0.25, "arguments": plain})
     for name, value in weights(whole).items():
         assert torch.allclose(weights(found)[name], value, atol=1e-6), name

@@ -56,7 +56,9 @@ class CountedTeacher:
 
 
 def text() -> Tensor:
-    return torch.randint(2, models.VOCABULARY, (WINDOWS, WINDOW), generator=torch.Generator().manual_seed(3))
+    return torch.randint(
+        2, models.VOCABULARY, (WINDOWS, WINDOW), generator=torch.Generator().manual_seed(3)
+    )
 
 
 def make(teacher: CountedTeacher, folder: Path, logits: TeacherLogits = LOGITS) -> TeacherLogits:
@@ -126,17 +128,24 @@ def test_killed_it_goes_on(teacher: CountedTeacher, tmp_path: Path) -> None:
         ({"data": "e" * 64}, "another text"),
         ({"dtype": "bfloat16"}, "a teacher in another dtype \\(dtype float32, not bfloat16\\)"),
         ({"kept": 6}, "another number of tokens \\(kept 5, not 6\\)"),
-        ({"temperature": 1.0}, "another temperature \\(temperature 1.5, not 1.0\\); use another folder, or remove"),
+        (
+            {"temperature": 1.0},
+            "another temperature \\(temperature 1.5, not 1.0\\); use another folder, or remove",
+        ),
     ],
 )
-def test_other_ones_are_refused(teacher: CountedTeacher, tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+def test_other_ones_are_refused(
+    teacher: CountedTeacher, tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
     make(teacher, tmp_path)
     with pytest.raises(ValueError, match=reason):
         make(teacher, tmp_path, replace(LOGITS, **change))
 
 
 def test_what_makes_no_sense(teacher: CountedTeacher, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="kept logits of 8 windows of 12 tokens cannot be made from 7 x 12"):
+    with pytest.raises(
+        ValueError, match="kept logits of 8 windows of 12 tokens cannot be made from 7 x 12"
+    ):
         make(teacher, tmp_path, replace(LOGITS, windows=8))
     with pytest.raises(ValueError, match="at least 1 of the teacher's logits"):
         replace(LOGITS, kept=0)
@@ -149,7 +158,9 @@ def test_what_makes_no_sense(teacher: CountedTeacher, tmp_path: Path) -> None:
 def test_a_broken_teacher(teacher: CountedTeacher, tmp_path: Path) -> None:
     teacher.model.model.embed_tokens.weight.data[text()[4, 2]] = torch.nan
     broken = int((text() == text()[4, 2]).any(-1).nonzero()[0])
-    with pytest.raises(ValueError, match=f"not finite in training window {broken}; are its weights damaged"):
+    with pytest.raises(
+        ValueError, match=f"not finite in training window {broken}; are its weights damaged"
+    ):
         make(teacher, tmp_path)
 
 
@@ -180,9 +191,14 @@ def no_file_above(size: int) -> Iterator[None]:
 def test_without_room_what_is_whole_stays(teacher: CountedTeacher, tmp_path: Path) -> None:
     process = warm.Popen([sys.executable, "-c", MAKE, tmp_path, "3"], cwd=Path.cwd())
     assert process.wait(PATIENCE) == -signal.SIGKILL
-    with no_file_above(1000), pytest.raises(OSError, match="cannot be written to .*make room and start again"):
+    with (
+        no_file_above(1000),
+        pytest.raises(OSError, match="cannot be written to .*make room and start again"),
+    ):
         make(teacher, tmp_path)
-    assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == ["windows-0000000.safetensors"]
+    assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == [
+        "windows-0000000.safetensors"
+    ]
     make(teacher, tmp_path)
     assert teacher.calls == 3 + WINDOWS - 3
 

@@ -58,8 +58,12 @@ def test_by_default_a_tenth_is_held_out(text: str, monkeypatch: pytest.MonkeyPat
     tenth = len(every) // 10
     assert torch.equal(found.training.ids, every[:-tenth])
     assert torch.equal(found.held_out.ids, every[-tenth:])
-    assert f"measured on {tenth * 8:,} tokens of {text} (held out: {tenth} windows behind them)" in found.line()
-    few = load_texts(tiny_tokenizer(), text, 8, 40)  # what is held out does not follow from what is trained on
+    assert (
+        f"measured on {tenth * 8:,} tokens of {text} (held out: {tenth} windows behind them)"
+        in found.line()
+    )
+    # What is held out does not follow from what is trained on.
+    few = load_texts(tiny_tokenizer(), text, 8, 40)
     assert torch.equal(few.training.ids, every[:5])
     assert torch.equal(few.held_out.ids, every[5 : 5 + tenth])
     one = load_texts(tiny_tokenizer(), text, len(every.flatten()) // 3, 1 << 20)
@@ -67,7 +71,9 @@ def test_by_default_a_tenth_is_held_out(text: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(texts_module, "HELD_OUT_TOKENS", 24)
     most = load_texts(tiny_tokenizer(), text, 8, 40)
     assert torch.equal(most.held_out.ids, every[5:8])
-    with pytest.raises(ValueError, match="has 1 window of .*, and 1 of the last ones are held out .* nothing is left"):
+    with pytest.raises(
+        ValueError, match="has 1 window of .*, and 1 of the last ones are held out .* nothing is left"
+    ):
         load_texts(tiny_tokenizer(), text, len(every.flatten()), 1 << 20)
 
 
@@ -75,10 +81,18 @@ def test_by_default_a_tenth_is_held_out(text: str, monkeypatch: pytest.MonkeyPat
 def test_held_out_documents_are_measured_each_by_itself(tmp_path: Path, documents: Documents) -> None:
     """Padding and marks that fill windows are no text, and windows that are not full take nothing from training."""
     path, tokenizer, window = tmp_path / "rows.jsonl", tiny_tokenizer(), 24
-    rows = [" ".join(str(number * 7 + each) for each in range(1 + number * 5 % 13)) for number in range(120)]
+    rows = [
+        " ".join(str(number * 7 + each) for each in range(1 + number * 5 % 13)) for number in range(120)
+    ]
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     found = load_texts(
-        tokenizer, str(path), window, 30 * window, held_out_tokens=9 * window, documents=documents, cache=tmp_path
+        tokenizer,
+        str(path),
+        window,
+        30 * window,
+        held_out_tokens=9 * window,
+        documents=documents,
+        cache=tmp_path,
     )
     assert len(found.training) == 30
     stored, _ = TextSource(tokenizer, str(path), window, documents).windows(39, tmp_path)
@@ -88,7 +102,12 @@ def test_held_out_documents_are_measured_each_by_itself(tmp_path: Path, document
         starts = [place for place in range(window) if row["position_ids"][place] == 0]
         for start, end in pairwise([*starts, window]):
             ids = row["input_ids"][start:end]
-            assert (ids[0] == tokenizer.bos_token_id) or start == 0 or (ids == 1).all() or documents == "whole"
+            assert (
+                (ids[0] == tokenizer.bos_token_id)
+                or start == 0
+                or (ids == 1).all()
+                or documents == "whole"
+            )
             if len(ids) < 2 or (ids == tokenizer.eos_token_id).all():  # the latter is padding
                 continue
             with torch.no_grad():
@@ -102,7 +121,10 @@ def test_held_out_documents_are_measured_each_by_itself(tmp_path: Path, document
     again.mkdir()
     write_texts(again, found)
     assert HeldOutQuality(read_texts(again).held_out, None).measure(model) == measured
-    assert f"measured on {len(wanted)} predicted tokens of {path} (held out: 9 windows behind them)" in found.line()
+    assert (
+        f"measured on {len(wanted)} predicted tokens of {path} (held out: 9 windows behind them)"
+        in found.line()
+    )
 
 
 def test_of_several_texts_each_holds_out_its_share(tmp_path: Path) -> None:
@@ -127,7 +149,9 @@ def test_nothing_to_predict_is_not_measured() -> None:
 def test_too_little_text(text: str) -> None:
     with pytest.raises(ValueError, match="nothing is left to train on; give more text"):
         load_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=1 << 20)
-    with pytest.raises(ValueError, match="window must be at least 2 tokens, so that one is predicted, not 1"):
+    with pytest.raises(
+        ValueError, match="window must be at least 2 tokens, so that one is predicted, not 1"
+    ):
         load_texts(tiny_tokenizer(), text, 1, 1 << 20)
 
 
@@ -163,7 +187,11 @@ def test_several_texts_have_their_turns_by_weight() -> None:
         epochs = [own[start : start + windows] for start in range(0, len(own) - windows, windows)]
         assert all(sorted(epoch) == list(range(first, first + windows)) for epoch in epochs)
         assert len({tuple(epoch) for epoch in epochs}) > 1
-    assert [RunOrder(12, 25, 4, 3, parts)[place] for place in (99, 3, 50)] == [found[99], found[3], found[50]]
+    assert [RunOrder(12, 25, 4, 3, parts)[place] for place in (99, 3, 50)] == [
+        found[99],
+        found[3],
+        found[50],
+    ]
     assert list(RunOrder(12, 5, 4, 3, parts)) == found[:20]
 
 
@@ -181,7 +209,9 @@ def test_windows_of_several_texts(text: str, tmp_path: Path) -> None:
     swapped = {text: 1.0, str(other): 3.0}
     other_way = load_texts(tiny_tokenizer(), swapped, 8, 80, held_out_tokens=32)
     assert other_way.training.digest != found.training.digest
-    with pytest.raises(ValueError, match="has no weight, as each of several texts needs one; write .*=0.5, say"):
+    with pytest.raises(
+        ValueError, match="has no weight, as each of several texts needs one; write .*=0.5, say"
+    ):
         parse_texts([text, f"{other}=1"])
     with pytest.raises(ValueError, match="is given twice"):
         parse_texts([f"{text}=1", f"{text}=2"])
@@ -212,7 +242,9 @@ def test_documents_apart(tmp_path: Path) -> None:
     assert (rows["labels"][~begins & (rows["position_ids"] > 0)] != IGNORED).all()
     plain = tmp_path / "plain.txt"
     plain.write_text("one text")
-    with pytest.raises(ValueError, match="is one text, whose documents cannot be told apart; give the separator"):
+    with pytest.raises(
+        ValueError, match="is one text, whose documents cannot be told apart; give the separator"
+    ):
         load_texts(tokenizer, str(plain), 16, 320, documents="apart")
 
 
@@ -224,7 +256,9 @@ def test_a_run_on_several_texts_goes_on_in_the_middle_of_an_epoch(tmp_path: Path
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     several = {str(tmp_path / "a.jsonl"): 2.0, str(tmp_path / "b.jsonl"): 1.0}
     texts = load_texts(tiny_tokenizer(), several, 16, 400, held_out_tokens=32, documents="apart")
-    settings = TrainSettings(scope="all", steps=5, batch=4, learning_rate=1e-2, save_every=1, evaluate_every=5)
+    settings = TrainSettings(
+        scope="all", steps=5, batch=4, learning_rate=1e-2, save_every=1, evaluate_every=5
+    )
 
     def trained(folder: Path, text: TrainTexts, fatal: int | None = None) -> Trained | None:
         model = edit(tiny_model("llama", 2, dropout=0.1, vocab_size=300), "[A0 A1] [F0 F1]")

@@ -41,7 +41,14 @@ WINDOWS = torch.arange(496).view(62, 8)
 
 
 def test_it_is_made_once_as_far_as_it_is_needed(tmp_path: Path) -> None:
-    for asked, wanted, given in ((10, 10, 16), (10, 10, 0), (20, 20, 32), (15, 15, 0), (1 << 40, 62, 100), (70, 62, 0)):
+    for asked, wanted, given in (
+        (10, 10, 16),
+        (10, 10, 0),
+        (20, 20, 32),
+        (15, 15, 0),
+        (1 << 40, 62, 100),
+        (70, 62, 0),
+    ):
         source = Numbers()
         rows, known = source.windows(asked, tmp_path)
         assert source.given == given
@@ -57,7 +64,9 @@ def test_digests_and_what_is_shared(tmp_path: Path) -> None:
     assert rows_digest(rows.select(range(13)), 8) == digest_of(WINDOWS[:13])
     others = Windows(WINDOWS[28:32], "others", "a")
     require_apart(TrainingText(rows.select(range(28)), "numbers", "b"), others)
-    with pytest.raises(ValueError, match="windows of the held-out text others are in the training text numbers, too"):
+    with pytest.raises(
+        ValueError, match="windows of the held-out text others are in the training text numbers, too"
+    ):
         require_apart(TrainingText(rows, "numbers", "b"), others)
 
 
@@ -75,7 +84,11 @@ def test_killed_it_leaves_nothing_half_written(tmp_path: Path, name: str) -> Non
         calls = iter(range(20))
         write = getattr(token_store, name)
         dies = 10 if name == "as_table" else 0
-        setattr(token_store, name, lambda *rest: os.kill(os.getpid(), 9) if next(calls) == dies else write(*rest))
+        setattr(
+            token_store,
+            name,
+            lambda *rest: os.kill(os.getpid(), 9) if next(calls) == dies else write(*rest),
+        )
         Numbers().windows(1 << 40, tmp_path)
         os._exit(1)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL

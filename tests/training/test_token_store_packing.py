@@ -20,7 +20,15 @@ from surgeon.training.head_loss import text_loss
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
-from surgeon.training.token_store import IGNORED, Documents, Packer, Row, as_table, attends_across, columns
+from surgeon.training.token_store import (
+    IGNORED,
+    Documents,
+    Packer,
+    Row,
+    as_table,
+    attends_across,
+    columns,
+)
 from tests.selection import case
 from tests.tiny_models import tiny_model
 from tests.training.runs import TEXTS, student
@@ -54,7 +62,10 @@ def test_documents_apart_begin_anew() -> None:
         [10, 11, 12, 20, 21, 22, 23, 24],
         [25, 30, 31, 32, 33, 34, 35, 36],
     ]
-    assert [row["position_ids"].tolist() for row in rows] == [[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6]]
+    assert [row["position_ids"].tolist() for row in rows] == [
+        [0, 1, 2, 0, 1, 2, 3, 4],
+        [0, 0, 1, 2, 3, 4, 5, 6],
+    ]
     assert rows[0]["labels"].tolist() == [-100, 11, -100, -100, 21, -100, 23, -100]
     assert rows[1]["labels"].tolist() == [25, -100, 31, -100, 33, -100, 35, -100]
     everything = packed([Tokens(each.ids) for each in documents_of((3, 6, 12))], "apart")
@@ -64,9 +75,15 @@ def test_documents_apart_begin_anew() -> None:
 def test_whole_documents_are_not_cut() -> None:
     documents = documents_of(LENGTHS)
     rows = packed(documents, "whole")
-    found = [part for row in rows for part in np.split(row["input_ids"], np.flatnonzero(row["position_ids"] == 0)[1:])]
+    found = [
+        part
+        for row in rows
+        for part in np.split(row["input_ids"], np.flatnonzero(row["position_ids"] == 0)[1:])
+    ]
     wanted = [part for each in documents for part in np.split(each.ids, range(8, len(each.ids), 8))]
-    assert sorted(part.tolist() for part in found if part[0] != 5) == sorted(part.tolist() for part in wanted)
+    assert sorted(part.tolist() for part in found if part[0] != 5) == sorted(
+        part.tolist() for part in wanted
+    )
     assert len(rows) == 5  # 34 tokens: as few as there can be
     assert sum((row["input_ids"] == 5).sum() for row in rows) == 40 - 34
     assert all((row["labels"][row["input_ids"] == 5] == IGNORED).all() for row in rows)
@@ -86,10 +103,16 @@ def test_stretches_change_nothing(how: Documents) -> None:
         for start in range(0, len(each.ids), 3):
             part = slice(start, start + 3)
             assert each.answer is not None
-            found += packer.add(Tokens(each.ids[part], each.answer[part], ends=start + 3 >= len(each.ids)))
+            found += packer.add(
+                Tokens(each.ids[part], each.answer[part], ends=start + 3 >= len(each.ids))
+            )
     found += packer.rest()
     assert len(found) == len(wanted)
-    assert all(np.array_equal(one[name], other[name]) for one, other in zip(found, wanted, strict=True) for name in one)
+    assert all(
+        np.array_equal(one[name], other[name])
+        for one, other in zip(found, wanted, strict=True)
+        for name in one
+    )
 
 
 def cut(lengths: Sequence[int], how: Documents, window: int) -> list[list[tuple[int, bool]]]:
@@ -97,7 +120,9 @@ def cut(lengths: Sequence[int], how: Documents, window: int) -> list[list[tuple[
     found, place = list[list[tuple[int, bool]]](), 0
     for each in documents_of(lengths):
         piece = list[tuple[int, bool]]()
-        for number, (token, answer) in enumerate(zip(each.ids.tolist(), each.answer.tolist(), strict=True)):
+        for number, (token, answer) in enumerate(
+            zip(each.ids.tolist(), each.answer.tolist(), strict=True)
+        ):
             if piece and (place if how == "apart" else number) % window == 0:
                 found.append(piece)
                 piece = []
@@ -122,7 +147,9 @@ def test_every_piece_begins_anew(lengths: list[int], window: int, how: Documents
         rows += packer.add(Tokens(each.ids[:0], each.answer[:0], ends=False))
         for start in range(0, len(each.ids), step or len(each.ids)):
             part = slice(start, start + (step or len(each.ids)))
-            rows += packer.add(Tokens(each.ids[part], each.answer[part], ends=part.stop >= len(each.ids)))
+            rows += packer.add(
+                Tokens(each.ids[part], each.answer[part], ends=part.stop >= len(each.ids))
+            )
     rows += packer.rest()
     found = list[list[tuple[int, bool]]]()
     for row in rows:
@@ -197,7 +224,10 @@ def test_a_document_sees_no_other(family: str, program: str | None) -> None:
         edit(model, program)
     row = row_of((7, 11, 2))
     logits = model(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False).logits
-    alone = [model(input_ids=part, use_cache=False).logits for part in row["input_ids"].split((7, 11, 2), dim=1)]
+    alone = [
+        model(input_ids=part, use_cache=False).logits
+        for part in row["input_ids"].split((7, 11, 2), dim=1)
+    ]
     assert torch.allclose(logits, torch.cat(alone, dim=1), atol=5e-5) != attends_across(model.config)
 
 
@@ -206,7 +236,9 @@ def test_every_answer_of_a_step_counts_alike(tmp_path: Path) -> None:
     rows = packed(documents_of(LENGTHS), "apart")[:2] + packed(documents_of((2, 3)), "whole")
     rows.append({**rows[0], "labels": np.full(8, IGNORED, np.int32)})  # nothing is learned of it
     text = TrainingText(datasets.Dataset(as_table(rows, columns("apart"), 8)), "rows", "0")
-    settings = TrainSettings(scope="all", steps=1, batch=4, learning_rate=1e-2, arguments={"optim": "sgd"})
+    settings = TrainSettings(
+        scope="all", steps=1, batch=4, learning_rate=1e-2, arguments={"optim": "sgd"}
+    )
     found = [
         train(student(), TrainTexts(text, TEXTS.held_out), one, tmp_path / str(number))
         for number, one in enumerate([settings, TrainSettings(**{**vars(settings), "micro_batch": 1})])
@@ -214,7 +246,11 @@ def test_every_answer_of_a_step_counts_alike(tmp_path: Path) -> None:
     plain = student()
     inputs = {name: torch.tensor(np.stack([row[name] for row in rows])).long() for name in rows[0]}
     positions = inputs["position_ids"]
-    logits = plain(input_ids=inputs["input_ids"], position_ids=positions, use_cache=False).logits[:, :-1].flatten(0, 1)
+    logits = (
+        plain(input_ids=inputs["input_ids"], position_ids=positions, use_cache=False)
+        .logits[:, :-1]
+        .flatten(0, 1)
+    )
     functional.cross_entropy(logits, inputs["labels"][:, 1:].flatten()).backward()
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     for name, parameter in plain.named_parameters():

@@ -27,13 +27,17 @@ STEPS = 3
 
 @pytest.mark.parametrize("name", [*DECIDED, "push_to_hub", "label_smoothing_factor", "debug"])
 def test_what_would_do_nothing_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} (is decided by the run; use surgeon's own|is no argument .* here; )"):
+    with pytest.raises(
+        ValueError, match=f"{name} (is decided by the run; use surgeon's own|is no argument .* here; )"
+    ):
         TrainSettings(arguments={name: 1})
     with pytest.raises(ValueError, match=f"{name} "):
         parse_trainer_arguments([f"{name}=1"])
 
 
-@pytest.mark.parametrize(("name", "others"), [(name, others) for name, others in TAKEN.items() if others])
+@pytest.mark.parametrize(
+    ("name", "others"), [(name, others) for name, others in TAKEN.items() if others]
+)
 def test_what_does_nothing_alone_is_refused_alone(name: str, others: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=f"{name} does nothing without {others[0]}"):
         TrainSettings(arguments={name: 1})
@@ -49,12 +53,20 @@ def test_what_nobody_has_thought_of_is_refused() -> None:
     ("arguments", "message"),
     [
         ({"optim": "sgd", "adam_beta1": 0.5}, "adam_beta1 does nothing with the optimiser sgd"),
-        ({"optim": "adafactor", "optim_args": "momentum=0.9"}, "optim_args does nothing with the optimiser adafactor"),
+        (
+            {"optim": "adafactor", "optim_args": "momentum=0.9"},
+            "optim_args does nothing with the optimiser adafactor",
+        ),
         ({"accelerator_config": '{"split_batches": true}'}, "split_batches is decided by the run"),
-        ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}, "num_steps is decided by the run"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+            "num_steps is decided by the run",
+        ),
     ],
 )
-def test_what_the_others_rule_out_is_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+def test_what_the_others_rule_out_is_refused(
+    tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         training_arguments(TrainSettings(arguments=arguments), tmp_path, 1, 8)
 
@@ -121,7 +133,13 @@ def plain_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", FILES)
 def test_it_changes_the_files(name: str, tmp_path: Path, plain_files: Path) -> None:
     given, look, without, expected = FILES[name]
-    run(tmp_path, steps=STEPS, evaluate_every=1, save_every=3 if "logging" in name else 1, arguments=OFTEN | given)
+    run(
+        tmp_path,
+        steps=STEPS,
+        evaluate_every=1,
+        save_every=3 if "logging" in name else 1,
+        arguments=OFTEN | given,
+    )
     assert (look(plain_files), look(tmp_path)) == (without, expected)
 
 
@@ -227,7 +245,10 @@ def test_memory_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}, "follows from the program, and what is taken is cpu_"),
+        (
+            {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
+            "follows from the program, and what is taken is cpu_",
+        ),
         ({"fsdp_version": 1}, "fsdp_version 1 does not know programs; use 2"),
     ],
 )
@@ -249,5 +270,11 @@ def test_modules_that_an_optimiser_is_for(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_argument_that_is_taken_is_shown() -> None:
-    others = [*CHECKPOINTING, "run_name", "torch_empty_cache_steps", "optim_target_modules", "fsdp_config"]
+    others = [
+        *CHECKPOINTING,
+        "run_name",
+        "torch_empty_cache_steps",
+        "optim_target_modules",
+        "fsdp_config",
+    ]
     assert sorted([*WEIGHTS, *FILES, *MADE, *IMPOSSIBLE, *others]) == sorted(TAKEN)

@@ -40,7 +40,9 @@ class Attention(nn.Module):
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         assert queries.shape[1:] == (self.heads, self.head_size)
         assert keys.shape == values.shape == (len(queries), self.kv_heads, self.head_size)
-        keys, values = (each.repeat_interleave(self.heads // self.kv_heads, 1) for each in (keys, values))
+        keys, values = (
+            each.repeat_interleave(self.heads // self.kv_heads, 1) for each in (keys, values)
+        )
         scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)

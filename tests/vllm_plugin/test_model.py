@@ -27,7 +27,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "qwen3": {"tie_word_embeddings": True},
 }
-SOME_DENSE = ("qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")  # of whose layers one is no mixture
+# Of whose layers one is no mixture.
+SOME_DENSE = ("qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
 CHUNKED = [name for name in RANKED if FAMILIES[name].off_vllm is not None]
 RUN = [name for name in RANKED if name not in CHUNKED]
 MIXED = [name for name, family in FAMILIES.items() if family.mixture]
@@ -49,9 +50,13 @@ def build(stages: SimpleNamespace) -> Build:
     """Makes the model of a pipeline stage, with its weights."""
     from surgeon.vllm_plugin.model import ProgramForCausalLM
 
-    def build(folder: Path, stage: int = 0, number: int = 1, dtype: Any = torch.float32, **settings: Any) -> Any:
+    def build(
+        folder: Path, stage: int = 0, number: int = 1, dtype: Any = torch.float32, **settings: Any
+    ) -> Any:
         first, last = stage == 0, stage == number - 1
-        vars(stages).update(rank_in_group=stage, world_size=number, is_first_rank=first, is_last_rank=last)
+        vars(stages).update(
+            rank_in_group=stage, world_size=number, is_first_rank=first, is_last_rank=last
+        )
         configuration = fake_vllm.configuration(folder, **settings)
         configuration.model_config.dtype = dtype
         torch.set_default_dtype(dtype)  # as vLLM does
@@ -94,7 +99,9 @@ def test_logits(family: str, build: Build, tmp_path: Path) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("family", RUN)
-def test_vllm_s_own_operations(family: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_s_own_operations(
+    family: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They compute what this package's kernels do not; here there are none."""
     monkeypatch.setattr(functions, "kernels", lambda: None)
     program = WHOLE if family in (*NORMED_BEHIND, *MIXED) else SLICED
@@ -104,7 +111,11 @@ def test_vllm_s_own_operations(family: str, build: Build, tmp_path: Path, monkey
     roles = {projection.role for projection in known.spec(FEED_FORWARD).projections}
     gated = "gate" in roles and (known.mixture is None or family in SOME_DENSE)
     gate = "gelu_tanh_and_mul" if family.startswith("gemma") else "silu_and_mul"
-    wanted = {"rms_norm": known.norms.kind == "rms", "rotary_embedding": known.positions.rotary, gate: gated}
+    wanted = {
+        "rms_norm": known.norms.kind == "rms",
+        "rotary_embedding": known.positions.rotary,
+        gate: gated,
+    }
     assert torch.ops._C.called == {name for name, used in wanted.items() if used}
 
 
@@ -117,7 +128,9 @@ def test_attentions_that_are_vllm_s_own(family: str, build: Build, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("family", "normed"), [("llama", True), ("gemma2", False)])
-def test_gains_wider_than_the_stream_are_not_rounded(family: str, normed: bool, build: Build, tmp_path: Path) -> None:
+def test_gains_wider_than_the_stream_are_not_rounded(
+    family: str, normed: bool, build: Build, tmp_path: Path
+) -> None:
     expected = plain_logits(save(tmp_path, family, WHOLE), WHOLE, IDS)
     found = logits([build(tmp_path, dtype=torch.bfloat16)])
     assert relative_error(found.float(), expected) < 0.1
@@ -172,20 +185,27 @@ def test_pipeline_stages(family: str, number: int, build: Build, tmp_path: Path)
     assert relative_error(logits(stages), expected) < 1e-4
     names = [slot.name for stage in stages for slot in stage.slots]
     assert len(set(names)) == len(names) == 4
-    assert all(sum(part.isdecimal() for part in name.split(".")) == 1 for name in names)  # vLLM counts slots by it
+    # VLLM counts slots by it.
+    assert all(sum(part.isdecimal() for part in name.split(".")) == 1 for name in names)
 
 
 def test_an_empty_pass_has_the_shape_of_what_a_stage_hands_on(build: Build, tmp_path: Path) -> None:
     save(tmp_path, "llama", WHOLE)
     first = build(tmp_path, 0, 2)
     handed_on = first(IDS[0], torch.arange(IDS.shape[1])).tensors
-    empty = first.make_empty_intermediate_tensors(IDS.shape[1], torch.float32, torch.device("cpu")).tensors
-    assert {name: one.shape for name, one in empty.items()} == {name: one.shape for name, one in handed_on.items()}
+    empty = first.make_empty_intermediate_tensors(
+        IDS.shape[1], torch.float32, torch.device("cpu")
+    ).tensors
+    assert {name: one.shape for name, one in empty.items()} == {
+        name: one.shape for name, one in handed_on.items()
+    }
 
 
 def test_what_is_refused(build: Build, tmp_path: Path) -> None:
     save(tmp_path, "llama", WHOLE)
-    with pytest.raises(ValueError, match="no reduce 'torhc' in --additional-config; did you mean 'torch'"):
+    with pytest.raises(
+        ValueError, match="no reduce 'torhc' in --additional-config; did you mean 'torch'"
+    ):
         build(tmp_path, reduce="torhc")
     with pytest.raises(ValueError, match="no setting 'redcue' .* did you mean 'reduce'"):
         build(tmp_path, redcue="torch")
@@ -198,5 +218,7 @@ def test_what_is_refused(build: Build, tmp_path: Path) -> None:
 def test_positions_that_go_by_the_length_of_a_text_are_refused(build: Build, tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     tiny_model("llama", rope_parameters=rope, max_position_embeddings=16).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="texts of more than 16 tokens, which surgeon's plugin cannot run; set --max-"):
+    with pytest.raises(
+        ValueError, match="texts of more than 16 tokens, which surgeon's plugin cannot run; set --max-"
+    ):
         build(tmp_path)

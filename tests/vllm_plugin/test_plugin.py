@@ -41,7 +41,9 @@ def test_vllm_starts_it_as_often_as_it_likes(monkeypatch: pytest.MonkeyPatch) ->
     registry = SimpleNamespace(register_model=found.__setitem__)
     monkeypatch.setattr(sys.modules["vllm"], "ModelRegistry", registry, raising=False)
     shapes = ModuleType("vllm.transformers_utils.model_arch_config_convertor")
-    vars(shapes).update(ModelArchConfigConvertorBase=Shape, MODEL_ARCH_CONFIG_CONVERTORS={"falcon": Shape})
+    vars(shapes).update(
+        ModelArchConfigConvertorBase=Shape, MODEL_ARCH_CONFIG_CONVERTORS={"falcon": Shape}
+    )
     utils = ModuleType("vllm.transformers_utils")
     utils.model_arch_config_convertor = shapes  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, utils.__name__, utils)
@@ -97,7 +99,9 @@ def test_the_heads_of_all_tracks_divide_among_ranks(family: str) -> None:
     """A track may have a single head: two tracks have two, for two ranks; the heads' width stays that of one."""
     from surgeon.vllm_plugin.configs import CONFIGS
 
-    dense = tiny_model(family, 2, num_attention_heads=2, **({"num_key_value_heads": 2} if family == "llama" else {}))
+    dense = tiny_model(
+        family, 2, num_attention_heads=2, **({"num_key_value_heads": 2} if family == "llama" else {})
+    )
     narrowed, program = narrow(dense.config, count=2, depth=1)
     entries = narrowed.to_dict() | {"model_type": f"surgeon_{family}", "surgeon_program": str(program)}
     shape = with_all_heads(Shape)(CONFIGS[family].from_dict(entries))
@@ -110,7 +114,12 @@ def test_the_heads_of_all_tracks_divide_among_ranks(family: str) -> None:
     ("part", "name", "value", "message"),
     [
         ("load_config", "load_format", "dummy", "not by --load-format dummy; use auto or safetensors"),
-        ("parallel_config", "decode_context_parallel_size", 2, "leave out --decode-context-parallel-size"),
+        (
+            "parallel_config",
+            "decode_context_parallel_size",
+            2,
+            "leave out --decode-context-parallel-size",
+        ),
         (None, "quant_config", object(), "leave out --quantization"),
     ],
 )

@@ -51,7 +51,11 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     def of(number: int) -> None:
         nccl = fake_vllm.Nccl(range(number), device)
         found.ranks = SimpleNamespace(
-            world_size=number, rank_in_group=0, ranks=range(10, 10 + number), device=device, all_reduce=nccl.all_reduce
+            world_size=number,
+            rank_in_group=0,
+            ranks=range(10, 10 + number),
+            device=device,
+            all_reduce=nccl.all_reduce,
         )
         found.ranks.device_communicator = SimpleNamespace(pynccl_comm=nccl)
 
@@ -75,10 +79,14 @@ class Together(Collectives):
         return lambda: torch.stack([tensor] * len(self.group))
 
 
-def stream_after(folder: Path, name: str, collectives: Collectives, seen: Callable[[int], None]) -> Tensor:
+def stream_after(
+    folder: Path, name: str, collectives: Collectives, seen: Callable[[int], None]
+) -> Tensor:
     """The stream behind a program on the first of its ranks; attentions look at each token alone."""
     ranks, program = PROGRAMS[name]
-    plan = replace(make_plan(folder, ranks, 32, program, low_rank="gather"), arithmetic=Arithmetic(1e-6, "silu"))
+    plan = replace(
+        make_plan(folder, ranks, 32, program, low_rank="gather"), arithmetic=Arithmetic(1e-6, "silu")
+    )
     rank = RankProgram(plan, Peers(collectives), torch.device("cpu"))
     rank.load(ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim))
 

@@ -22,14 +22,19 @@ from surgeon.models.edited_layers import EditedLayers, ModelMachine
 from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource, ModelWeights, Tensors, module_with, stored_tensors
 
-_LOOKING = Lock()  # what a decoder hands its layers is seen by standing in for them, which one thread at a time can
+# What a decoder hands its layers is seen by standing in for them, which one thread at a time can.
+_LOOKING = Lock()
 
 
 class PlanMachine(ModelMachine):
     """Runs any program's sublayers on an unedited model, without a cache; averages and slices live while they run."""
 
     def __init__(
-        self, model: PreTrainedModel, input_ids: Tensor, cache_bytes: int = 0, factors: FactorSource | None = None
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        cache_bytes: int = 0,
+        factors: FactorSource | None = None,
     ) -> None:
         with _LOOKING:
             self.stream, arguments = decoder_inputs(model, input_ids)
@@ -62,7 +67,10 @@ class RunningAverages:
         if not layers or layers != sublayer.layers[: len(layers)]:
             layers = sublayer.layers[:1]
             stored = stored_tensors(Sublayer(sublayer.kind, layers), self.weights)
-            sums = {path: one.to(torch.promote_types(one.dtype, torch.float32)) for path, one in stored.items()}
+            sums = {
+                path: one.to(torch.promote_types(one.dtype, torch.float32))
+                for path, one in stored.items()
+            }
             dtypes = {path: one.dtype for path, one in stored.items()}
         for layer in sublayer.layers[len(layers) :]:
             for path, summed in sums.items():
@@ -85,7 +93,9 @@ class _OnDemand(EditedLayers):
         layers = decoder_layers(model)
         family = family_of(model.config)
         assert isinstance(layers, nn.ModuleList)
-        super().__init__(layers, model.config, family, Program.dense(len(layers), family.steps_per_layer), factors)
+        super().__init__(
+            layers, model.config, family, Program.dense(len(layers), family.steps_per_layer), factors
+        )
         self.streamed = streamed_layers(model)
         self.cache: OrderedDict[Sublayer, nn.Module] = OrderedDict()
         self.cache_bytes = cache_bytes
@@ -109,7 +119,10 @@ class _OnDemand(EditedLayers):
             return super().owner(sublayer)
         if sublayer not in self.cache:  # those used longest ago give way to it
             size = {kind: self.streamed.sublayer_bytes(kind) for kind in KINDS}
-            while self.cache and sum(size[one.kind] for one in self.cache) > self.cache_bytes - size[sublayer.kind]:
+            while (
+                self.cache
+                and sum(size[one.kind] for one in self.cache) > self.cache_bytes - size[sublayer.kind]
+            ):
                 self.cache.popitem(last=False)
             self.cache[sublayer] = self.derive(sublayer)
         self.cache.move_to_end(sublayer)

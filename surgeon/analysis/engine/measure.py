@@ -36,7 +36,13 @@ from surgeon.language.program import Program, steps_of
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.processes.journal import Journal, read_journal
-from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions, TextReferences, concatenate_windows
+from surgeon.quality.head import (
+    ByWindow,
+    OutputHead,
+    ReferencePredictions,
+    TextReferences,
+    concatenate_windows,
+)
 from surgeon.quality.summary import ACCEPTANCES, Values
 from surgeon.threads import Beside, one_at_a_time, torch_threads
 
@@ -174,7 +180,11 @@ def measure(
     while start < len(ids):
         size = min(at_once, max(options.first or at_once, start))
         windows = range(start, min(start + size, len(ids)))
-        wanted = [p for p in plan.programs if not options.is_done(p, windows) and finished.get(p, 0) < windows.stop]
+        wanted = [
+            p
+            for p in plan.programs
+            if not options.is_done(p, windows) and finished.get(p, 0) < windows.stop
+        ]
         try:
             for measured in run.measure(windows, wanted):
                 yield measured
@@ -189,7 +199,10 @@ def measure(
             if len(windows) == 1:
                 raise
             at_once = len(windows) // 2
-            warnings.warn(f"out of memory with {len(windows)} windows together; going on with {at_once}", stacklevel=2)
+            warnings.warn(
+                f"out of memory with {len(windows)} windows together; going on with {at_once}",
+                stacklevel=2,
+            )
         else:
             start = windows.stop
         if model.device.type == "cuda":
@@ -206,7 +219,9 @@ def streams_after(
 
 
 class _Run:
-    def __init__(self, model: PreTrainedModel, ids: Tensor, plan: SharedPlan, options: MeasureOptions) -> None:
+    def __init__(
+        self, model: PreTrainedModel, ids: Tensor, plan: SharedPlan, options: MeasureOptions
+    ) -> None:
         self.model = model
         self.ids = ids
         self.whole = plan
@@ -218,7 +233,9 @@ class _Run:
         self.factors = options.factors or TruncatedSVD(remembers=True)
         self.ran = one_at_a_time(options.ran)
         # Threads would read or factorise the same weights.
-        self.shares = not self.streamed and not any(s.ranks for program in plan.programs for s in program.sublayers())
+        self.shares = not self.streamed and not any(
+            s.ranks for program in plan.programs for s in program.sublayers()
+        )
         self.lock = Lock()
         self.planned: Collection[Program] = ()
         self.plan = plan  # of these
@@ -261,12 +278,16 @@ class _Run:
         for program, stream in self.streams(chunk, windows, go_on):
             yield program, _on_cpu(self._quality(program, stream, chunk, windows))
 
-    def streams(self, chunk: Tensor, windows: range, go_on: GoOn = lambda: None) -> Iterator[tuple[Program, Tensor]]:
+    def streams(
+        self, chunk: Tensor, windows: range, go_on: GoOn = lambda: None
+    ) -> Iterator[tuple[Program, Tensor]]:
         """The planned programs with the stream after each, (windows, tokens, hidden), as they are reached."""
         cache_bytes = 0
         states_bytes = None
         if self.streamed:
-            cache_bytes, states_bytes = streaming_room(self.model, self.plan, chunk.numel(), self.options.memory)
+            cache_bytes, states_bytes = streaming_room(
+                self.model, self.plan, chunk.numel(), self.options.memory
+            )
         machine = PlanMachine(self.model, chunk, cache_bytes, self.factors)
         if self.cache is None:
             cached = None
@@ -313,7 +334,9 @@ def parts_of(windows: range, count: int) -> list[range]:
     return [range(first, end) for first, end in pairwise(bounds)]
 
 
-def side_by_side(lanes: Sequence[Callable[[GoOn], Iterator[tuple[Program, T]]]]) -> Iterator[tuple[Program, list[T]]]:
+def side_by_side(
+    lanes: Sequence[Callable[[GoOn], Iterator[tuple[Program, T]]]],
+) -> Iterator[tuple[Program, list[T]]]:
     """Yield the findings of several lanes on each program, in their order, as soon as all of them have it.
 
     Every lane runs in a thread of its own, where torch has one thread; a single one runs in this thread. Lanes call
@@ -363,7 +386,13 @@ class ProgramJournal(Journal):
     """
 
     def __init__(
-        self, folder: Path, name: str, work: str, identity: dict[str, Any], windows: int, sampled: bool = False
+        self,
+        folder: Path,
+        name: str,
+        work: str,
+        identity: dict[str, Any],
+        windows: int,
+        sampled: bool = False,
     ) -> None:
         self.folder = folder
         self.windows = windows

@@ -27,7 +27,11 @@ _FIRST_USE = 40 << 20
 
 
 def windows_at_once(
-    model: PreTrainedModel, plan: SharedPlan, ids: Tensor, memory: int | None = None, batch: int | None = None
+    model: PreTrainedModel,
+    plan: SharedPlan,
+    ids: Tensor,
+    memory: int | None = None,
+    batch: int | None = None,
 ) -> int:
     """Choose how many windows to run together, at most `batch`; ValueError if not even one fits into the limit.
 
@@ -49,7 +53,9 @@ def windows_in_a_walk(
 ) -> int:
     """Choose how many windows to run together in a walk through the unedited model; errors as `windows_at_once`."""
     beside += cache_bytes(model)
-    return _largest_batch(model, ids, lambda tokens: beside + _computing_bytes(model, streams, tokens), memory)
+    return _largest_batch(
+        model, ids, lambda tokens: beside + _computing_bytes(model, streams, tokens), memory
+    )
 
 
 def lanes_for(device: torch.device, window: int, windows: int) -> int:
@@ -60,7 +66,11 @@ def lanes_for(device: torch.device, window: int, windows: int) -> int:
 
 
 def _largest_batch(
-    model: PreTrainedModel, ids: Tensor, needed: Callable[[int], int], memory: int | None, batch: int | None = None
+    model: PreTrainedModel,
+    ids: Tensor,
+    needed: Callable[[int], int],
+    memory: int | None,
+    batch: int | None = None,
 ) -> int:
     """The most windows, of those that run fast together, that fit into memory; `needed` bytes for so many tokens."""
     window = ids.shape[1]
@@ -95,7 +105,9 @@ def _held_and_limit(device: torch.device, memory: int | None) -> tuple[int, int]
     return held, memory or held + free_bytes()
 
 
-def streaming_room(model: PreTrainedModel, plan: SharedPlan, tokens: int, memory: int | None) -> tuple[int, int]:
+def streaming_room(
+    model: PreTrainedModel, plan: SharedPlan, tokens: int, memory: int | None
+) -> tuple[int, int]:
     """Bytes for cached weights and for hidden states of a streamed model's plan; the rest of these goes to disk."""
     streamed = streamed_layers(model)
     assert streamed is not None
@@ -116,9 +128,13 @@ def working_bytes(model: PreTrainedModel, plan: SharedPlan, tokens: int) -> int:
     return _computing_bytes(model, plan.peak_tensors, tokens) + derived + _factor_bytes(model, plan)
 
 
-def streaming_bytes(model: PreTrainedModel, streamed: StreamedLayers, plan: SharedPlan, tokens: int) -> int:
+def streaming_bytes(
+    model: PreTrainedModel, streamed: StreamedLayers, plan: SharedPlan, tokens: int
+) -> int:
     """Count the bytes for streamed layers, with most states on disk."""
-    return _task_bytes(model, streamed, tokens) + _least_states(model, tokens) + _factor_bytes(model, plan)
+    return (
+        _task_bytes(model, streamed, tokens) + _least_states(model, tokens) + _factor_bytes(model, plan)
+    )
 
 
 def _computing_bytes(model: PreTrainedModel, tensors: int, tokens: int) -> int:
@@ -141,7 +157,10 @@ def _factor_bytes(model: PreTrainedModel, plan: SharedPlan) -> int:
     """Memory of factorising matrices: a layer's directions, and one decomposition, both in float64."""
     if not any(sublayer.ranks for program in plan.programs for sublayer in program.sublayers()):
         return 0
-    sizes = [math.prod(shape) for shape in family_of(model.config).layer_shapes(model.config).matrices.values()]
+    sizes = [
+        math.prod(shape)
+        for shape in family_of(model.config).layer_shapes(model.config).matrices.values()
+    ]
     return 8 * (sum(sizes) + 5 * max(sizes))
 
 

@@ -69,7 +69,9 @@ class Prefixes:
         return numbers
 
 
-def resume(plan: SharedPlan, numbers: Mapping[int, int], is_cached: Callable[[int, bool], bool]) -> SharedPlan:
+def resume(
+    plan: SharedPlan, numbers: Mapping[int, int], is_cached: Callable[[int, bool], bool]
+) -> SharedPlan:
     """Put kept states in the place of the tasks that lead to them; `is_cached` takes a prefix, and if it is landed."""
 
     def cached(task: Task) -> Task:
@@ -115,7 +117,8 @@ class StateCache:
 
     def __post_init__(self) -> None:
         self._entries: dict[Place, _Entry] = {}
-        self._order: list[tuple[float, Place]] = []  # a heap by value; entries that were used since are stale
+        # A heap by value; entries that were used since are stale.
+        self._order: list[tuple[float, Place]] = []
         self._dropped = 0.0  # the value of what was dropped last
 
     def __len__(self) -> int:
@@ -177,12 +180,16 @@ class PlanStates:
         plan: the one that starts from them.
     """
 
-    def __init__(self, cache: StateCache, plan: SharedPlan, numbers: Mapping[int, int], windows: range) -> None:
+    def __init__(
+        self, cache: StateCache, plan: SharedPlan, numbers: Mapping[int, int], windows: range
+    ) -> None:
         self.cache = cache
         self.numbers = numbers
         self.windows = windows
         with cache.lock:
-            self.plan = resume(plan, numbers, lambda prefix, land: cache.find(self._place(prefix), land) is not None)
+            self.plan = resume(
+                plan, numbers, lambda prefix, land: cache.find(self._place(prefix), land) is not None
+            )
             # They are held here until the plan comes to them, whatever is dropped meanwhile.
             takes = [task.prefix for task in self.plan.tasks if isinstance(task, Take)]
             self._ready = {prefix: cache.take(self._place(prefix)) for prefix in takes}
@@ -217,7 +224,9 @@ class States:
     def __init__(self, plan: SharedPlan, limit: int | None = None, folder: Path | None = None) -> None:
         self.limit = limit
         self.folder = None if limit is None else Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
-        self.last_use = {register: turn for turn, task in enumerate(plan.tasks) for register in reads(task)}
+        self.last_use = {
+            register: turn for turn, task in enumerate(plan.tasks) for register in reads(task)
+        }
         self.in_memory: dict[int, Tensors] = {}
         self.on_disk: dict[int, torch.device] = {}
         self.bytes = 0  # of what is in memory
@@ -236,7 +245,9 @@ class States:
         if "sum" in tensors:
             return tensors["sum"]
         pending = tensors.get("pending")
-        return State(tensors["stream"], None if pending is None else lambda: pending, tensors.get("added"))
+        return State(
+            tensors["stream"], None if pending is None else lambda: pending, tensors.get("added")
+        )
 
     def __setitem__(self, register: int, value: Register) -> None:
         self.in_memory[register] = _as_tensors(value)
@@ -256,7 +267,9 @@ class States:
         size = _size(tensors)
         self.bytes -= size
         try:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self._file(register))
+            save_file(
+                {name: tensor.contiguous() for name, tensor in tensors.items()}, self._file(register)
+            )
         except (OSError, SafetensorError) as error:
             raise OSError(
                 f"no room for {show_size(size)} of hidden states in {self._file(register).parent} ({error}); free some "

@@ -112,7 +112,8 @@ class SharedPlan:
                 sublayers[task.program], since = since, 0
             else:
                 waits = isinstance(task, RunStep | Join | Take) and not task.land
-                held[task.target] = 2 if waits else 1  # the stream, and an output that is not yet added to it
+                # The stream, and an output that is not yet added to it.
+                held[task.target] = 2 if waits else 1
             peak = max(peak, sum(held.values()))
             for register in freed:
                 del held[register]
@@ -131,7 +132,9 @@ class SharedPlan:
         """The part of the plan that it takes to reach some of its programs."""
         if all(program in programs for program in self.sublayers):
             return self
-        return self.rewritten(lambda task: None if isinstance(task, Reach) and task.program not in programs else task)
+        return self.rewritten(
+            lambda task: None if isinstance(task, Reach) and task.program not in programs else task
+        )
 
     def rewritten(self, change: Callable[[Task], Task | None]) -> SharedPlan:
         """The plan with other tasks in the place of some, and without those that only led to what has gone.
@@ -142,7 +145,9 @@ class SharedPlan:
         tasks: list[Task] = []
         read: set[int] = set()
         for task in reversed(self.tasks):
-            if (isinstance(task, Reach) or task.target in read) and (changed := change(task)) is not None:
+            if (isinstance(task, Reach) or task.target in read) and (
+                changed := change(task)
+            ) is not None:
                 tasks.append(changed)
                 read.update(reads(changed))
         return SharedPlan.of(tasks[::-1])
@@ -164,7 +169,9 @@ def share(programs: Iterable[Program]) -> SharedPlan:
         task, place = waiting.pop()
         if not isinstance(task, Reach):
             task = replace(task, target=len(tasks) + 1)  # registers are numbered when their turn comes
-            waiting += reversed(place.tasks(task.source if isinstance(task, Extend) else task.target, task.target))
+            waiting += reversed(
+                place.tasks(task.source if isinstance(task, Extend) else task.target, task.target)
+            )
         tasks.append(task)
     return SharedPlan.of(tasks)
 

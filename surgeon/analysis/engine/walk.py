@@ -27,7 +27,9 @@ from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource
 
-HEAD_NOT_FINITE = "the unedited model's predictions are not finite: check the final norm and the output head"
+HEAD_NOT_FINITE = (
+    "the unedited model's predictions are not finite: check the final norm and the output head"
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,11 @@ class Walk:
     """
 
     def __init__(
-        self, model: PreTrainedModel, ids: Tensor, like: Walk | None = None, factors: FactorSource | None = None
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        like: Walk | None = None,
+        factors: FactorSource | None = None,
     ) -> None:
         self.ids = ids.to(model.device)
         machine = PlanMachine(model, self.ids, cache_bytes(model), factors)
@@ -75,7 +81,9 @@ class Walk:
         self.machine: PlanMachine = machine if like is None else like.machine
         self.reads_same = family_of(model.config).steps_per_layer == 1
         if not self.start.isfinite().all():
-            raise ValueError("the unedited model's embedded tokens are not finite; check the embedding's weights")
+            raise ValueError(
+                "the unedited model's embedded tokens are not finite; check the embedding's weights"
+            )
 
     def attention(self, layer: int, stream: Tensor) -> Tensor:
         """Run a layer's attention on this stream, its norm included."""
@@ -98,7 +106,9 @@ class Walk:
         return passed
 
 
-def walks(model: PreTrainedModel, ids: Tensor, at_once: int, factors: FactorSource | None = None) -> Iterator[Walk]:
+def walks(
+    model: PreTrainedModel, ids: Tensor, at_once: int, factors: FactorSource | None = None
+) -> Iterator[Walk]:
     """Walks over all windows, so many at a time; masks and positions are made once for each shape."""
     first: dict[torch.Size, Walk] = {}
     for chunk in torch.split(ids, at_once):
@@ -175,7 +185,9 @@ class _After(NamedTuple):
     ended: tuple[Tensor | None, ...]
 
 
-def _list_run(walk: Walk, nodes: Branch, state: State, before: Tensor | None) -> Generator[RunLayer, None, _After]:
+def _list_run(
+    walk: Walk, nodes: Branch, state: State, before: Tensor | None
+) -> Generator[RunLayer, None, _After]:
     """The layers of a list of nodes; `before` is what the layer before them has added, if that is known."""
     after = _After(state, (before,))
     for part in parts_of(nodes, 1 if walk.reads_same else 2):
@@ -202,7 +214,9 @@ def _run(walk: Walk, run: range, after: _After) -> Generator[RunLayer, None, _Af
         without = passed.before
         if layer == run[-1]:
             # The last output stays pending, for a late step that may follow.
-            last, read = (passed.update, passed.before) if walk.reads_same else (passed.mlp, passed.middle)
+            last, read = (
+                (passed.update, passed.before) if walk.reads_same else (passed.mlp, passed.middle)
+            )
             update = passed.update
             landing = None if walk.reads_same else passed.attention
         else:

@@ -33,7 +33,11 @@ from surgeon.opened import open_model
 from surgeon.processes.children import when_parent_ends
 from surgeon.progress import progress
 
-_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError, "MemoryError": MemoryError}
+_ERRORS: dict[str, type[Exception]] = {
+    "ValueError": ValueError,
+    "OSError": OSError,
+    "MemoryError": MemoryError,
+}
 _PATIENCE = 0.5  # seconds between looks at whether all workers are still alive
 
 
@@ -129,13 +133,19 @@ def measure_missing(
             )
             measured = measure_in_workers(job, workers, ran)
         else:
-            measured = measure(subject.model, ids, left, replace(options, is_done=is_done, ran=ran, references={}))
+            measured = measure(
+                subject.model, ids, left, replace(options, is_done=is_done, ran=ran, references={})
+            )
         journal.add_new(measured, windows)
 
 
 def split(job: Job, workers: int) -> list[Job]:
     """A job for each worker, with programs that are neighbours in the shared plan and about as much to run in each."""
-    costs = {str(program): sublayers for program, sublayers in job.plan.sublayers.items() if str(program) != job.dense}
+    costs = {
+        str(program): sublayers
+        for program, sublayers in job.plan.sublayers.items()
+        if str(program) != job.dense
+    }
     wanted = sum(costs.values()) / workers
     parts: list[list[str]] = [[] for _ in range(workers)]
     done = 0.0
@@ -156,7 +166,9 @@ def split(job: Job, workers: int) -> list[Job]:
     ]
 
 
-def _collect(processes: Sequence[BaseProcess], messages: Any, ran: Callable[[float], Any]) -> Iterator[MeasuredWindows]:
+def _collect(
+    processes: Sequence[BaseProcess], messages: Any, ran: Callable[[float], Any]
+) -> Iterator[MeasuredWindows]:
     """Pass on what the workers send, until all of them have ended."""
     running = len(processes)
     while running:
@@ -193,7 +205,8 @@ def _check_alive(processes: Sequence[BaseProcess]) -> None:
 
 
 def _work(job: Job, messages: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process too, which ends the others
+    # Ctrl-C reaches the first process too, which ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     when_parent_ends(lambda: os._exit(1))
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("always", category=UserWarning, module=r"surgeon\b")

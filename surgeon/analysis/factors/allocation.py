@@ -73,9 +73,13 @@ class Curve:
         lost = self.lost_energy()
         ranks = sorted(self.damage)
         # Noise must not make a higher rank look worse than a lower one.
-        measured = np.maximum.accumulate([max(self.damage[rank], _LEAST) for rank in reversed(ranks)])[::-1]
+        measured = np.maximum.accumulate([max(self.damage[rank], _LEAST) for rank in reversed(ranks)])[
+            ::-1
+        ]
         points = {
-            float(lost[rank]): float(value) for rank, value in zip(ranks, measured, strict=True) if lost[rank] > 0
+            float(lost[rank]): float(value)
+            for rank, value in zip(ranks, measured, strict=True)
+            if lost[rank] > 0
         }
         if not points:
             return np.zeros(len(lost))
@@ -174,7 +178,9 @@ def by_damage(curves: Sequence[Curve], budget: float, cost: Cost = parameters) -
     return {matrix: option.rank for matrix, option in chosen.items()}
 
 
-def total_cost(curves: Sequence[Curve], ranks: Mapping[Matrix, int | None], cost: Cost = parameters) -> float:
+def total_cost(
+    curves: Sequence[Curve], ranks: Mapping[Matrix, int | None], cost: Cost = parameters
+) -> float:
     """Sum the cost of all matrices at these ranks."""
     return sum(cost(curve, ranks[curve.matrix]) for curve in curves)
 
@@ -246,7 +252,9 @@ def _slope(first: Option, second: Option) -> float:
     return (second.damage - first.damage) / (second.cost - first.cost)
 
 
-def _spend(options: Mapping[Matrix, Sequence[Option]], chosen: dict[Matrix, Option], left: float) -> None:
+def _spend(
+    options: Mapping[Matrix, Sequence[Option]], chosen: dict[Matrix, Option], left: float
+) -> None:
     """Spend the rest, less than the next step of the hulls costs, on the largest spared damage that it pays for."""
     costs = {matrix: np.array([option.cost for option in some]) for matrix, some in options.items()}
 
@@ -269,4 +277,6 @@ def _spend(options: Mapping[Matrix, Sequence[Option]], chosen: dict[Matrix, Opti
 
 
 def _too_small(budget: float, least: float) -> ValueError:
-    return ValueError(f"a budget of {budget:,.0f} is below {math.ceil(least):,}, which rank 1 of every matrix costs")
+    return ValueError(
+        f"a budget of {budget:,.0f} is below {math.ceil(least):,}, which rank 1 of every matrix costs"
+    )

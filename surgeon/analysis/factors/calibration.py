@@ -79,7 +79,9 @@ def load_recorded(model: Model, calibration: Calibration) -> Windows:
         ValueError: if it is not named, has changed since the recipe was made, or cannot be used.
     """
     if "data" not in calibration:
-        raise ValueError("calibration has no text; add data, as in calibration: {data: text.txt, tokens: 32768}")
+        raise ValueError(
+            "calibration has no text; add data, as in calibration: {data: text.txt, tokens: 32768}"
+        )
     data = calibration["data"]
     after = calibration.get("after", 0)
     size = window_for(model.config, calibration.get("window"))
@@ -93,7 +95,9 @@ def load_recorded(model: Model, calibration: Calibration) -> Windows:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"the calibration text is gone: {error}") from error
     if not len(found.ids):
-        raise ValueError(f"calibration: {data} has no more than {whole} tokens, of which {after} are left out")
+        raise ValueError(
+            f"calibration: {data} has no more than {whole} tokens, of which {after} are left out"
+        )
     known = calibration.get("hash")
     if known is not None and known != f"sha256:{found.digest}":
         raise ValueError(

@@ -87,16 +87,25 @@ class FactorPlan:
     @classmethod
     def all_by(cls, making: Making, program: Program) -> FactorPlan:
         """All factors of a program, made in one way."""
-        ranked = (Matrix(sublayer, role) for sublayer in program.sublayers() for role, _ in sublayer.ranks)
+        ranked = (
+            Matrix(sublayer, role) for sublayer in program.sublayers() for role, _ in sublayer.ranks
+        )
         return cls(program, dict.fromkeys(ranked, making))
 
     def to_json(self) -> dict[str, Any]:
         """Identify the values of the factors, beside the model and the text."""
-        methods = {str(matrix): [making.method, making.alpha] for matrix, making in sorted(self.makings.items())}
+        methods = {
+            str(matrix): [making.method, making.alpha] for matrix, making in sorted(self.makings.items())
+        }
         ways = {name: self.calibration.get(name, False) for name in WAYS}
         chosen = sorted({**self.units, **self.importance}.items())
         units = {f"{kind}{layer}": str(by) for (kind, layer), by in chosen}
-        return {"program": str(self.program), "methods": methods, **ways, **({"units": units} if units else {})}
+        return {
+            "program": str(self.program),
+            "methods": methods,
+            **ways,
+            **({"units": units} if units else {}),
+        }
 
 
 def plan_factors(recipe: Recipe, model: Model) -> FactorPlan:
@@ -105,13 +114,22 @@ def plan_factors(recipe: Recipe, model: Model) -> FactorPlan:
     by_rank: dict[tuple[str, tuple[int, ...], str], Making] = {}
     calibration: Calibration | None = None
     has_factors = False
-    units: dict[tuple[str, int], UnitSource | Criterion] = dict.fromkeys(_narrow_sublayers(program), Untold())
-    for operation, program in recipe.steps(model.program, model.family.layer_shapes(model.config), model.own):
-        making = Making(operation.parameters.get("method", "plain"), operation.parameters.get("alpha", ALPHA))
+    units: dict[tuple[str, int], UnitSource | Criterion] = dict.fromkeys(
+        _narrow_sublayers(program), Untold()
+    )
+    for operation, program in recipe.steps(
+        model.program, model.family.layer_shapes(model.config), model.own
+    ):
+        making = Making(
+            operation.parameters.get("method", "plain"), operation.parameters.get("alpha", ALPHA)
+        )
         ranked = ((one.kind, one.layers, role) for one in program.sublayers() for role, _ in one.ranks)
         new = {key for key in ranked if key not in by_rank}
         by_rank |= dict.fromkeys(new, making)
-        chosen = {part: _choice(part[0], operation.parameters) for part in _narrow_sublayers(program) - units.keys()}
+        chosen = {
+            part: _choice(part[0], operation.parameters)
+            for part in _narrow_sublayers(program) - units.keys()
+        }
         units |= chosen
         if any(kind == FEED_FORWARD and by == Untold() for (kind, _), by in chosen.items()):
             warnings.warn(
@@ -123,7 +141,9 @@ def plan_factors(recipe: Recipe, model: Model) -> FactorPlan:
             given: Calibration = operation.parameters.get("calibration") or Calibration()
             # How factors go by the text is nothing to units.
             ways = WAYS if making.is_calibrated and has_factors else ()
-            if calibration is not None and any(calibration.get(key) != given.get(key) for key in (*_TEXT, *ways)):
+            if calibration is not None and any(
+                calibration.get(key) != given.get(key) for key in (*_TEXT, *ways)
+            ):
                 raise ValueError(
                     f"{recipe.source}:{operation.line}: {operation.name}: calibration is another than that of an "
                     "earlier entry; what goes by a text goes by the same one, so give all entries the same"
@@ -153,7 +173,8 @@ def _choice(kind: str, parameters: Mapping[str, Any]) -> UnitSource | Criterion:
         return by
     if by == "random":
         return RandomUnits(parameters.get("seed") or 0)
-    return Magnitude() if by == "magnitude" and kind == FEED_FORWARD else Untold()  # of KV groups both are the same
+    # Of KV groups both are the same.
+    return Magnitude() if by == "magnitude" and kind == FEED_FORWARD else Untold()
 
 
 JOURNAL = "journal.jsonl"

@@ -111,7 +111,9 @@ class InputSums:
 
     def __init__(self, features: int, device: torch.device, moment: bool, cross: bool) -> None:
         self.moment = SecondMoment(features, device) if moment else None
-        self.cross = torch.zeros(features, features, dtype=torch.float64, device=device) if cross else None
+        self.cross = (
+            torch.zeros(features, features, dtype=torch.float64, device=device) if cross else None
+        )
         self.size = torch.zeros(features, dtype=torch.float64, device=device)
         self.samples = 0
 
@@ -154,7 +156,9 @@ class _Work:
         widest = max(inputs for _, inputs in sizes)
         largest = max(outputs * inputs for outputs, inputs in sizes)
         beside = 8 * ((5 + self.update) * widest**2 + 4 * largest)
-        runs = [ProgramRun(model, plan.program, ids, beside, memory, source) for _ in range(1 + self.update)]
+        runs = [
+            ProgramRun(model, plan.program, ids, beside, memory, source) for _ in range(1 + self.update)
+        ]
         self.run = runs[0]
         self.whole = runs[1] if self.update else None
 
@@ -163,7 +167,9 @@ class _Work:
         nodes = self.plan.program.nodes
         whole = self.whole
         places = [place for place, node in enumerate(nodes) if matrices_in(node, self.missing)]
-        with progress("factors", len(self.plan.makings), "matrices", len(self.plan.makings) - len(self.missing)) as ran:
+        with progress(
+            "factors", len(self.plan.makings), "matrices", len(self.plan.makings) - len(self.missing)
+        ) as ran:
             for place in range(places[-1] + 1):
                 before = len(self.missing)
                 states = None
@@ -173,7 +179,12 @@ class _Work:
                 if place < places[-1]:
                     self.run.step(None if self.sequential else states)
                     if whole is not None:
-                        whole.step([whole.see(part, (), lambda *_: None, _without_ranks) for part in whole.parts])
+                        whole.step(
+                            [
+                                whole.see(part, (), lambda *_: None, _without_ranks)
+                                for part in whole.parts
+                            ]
+                        )
 
     def _make(self, matrices: Sequence[Matrix], run_as: Renaming) -> list[State]:
         """Make factors of matrices of the next node; the states after it, as it ran."""
@@ -198,17 +209,23 @@ class _Work:
         elif matrices or not self.sequential:
             yield matrices, _without_ranks
 
-    def _collect(self, groups: Sequence[list[Matrix]], run_as: Renaming) -> tuple[dict[Matrix, InputSums], list[State]]:
+    def _collect(
+        self, groups: Sequence[list[Matrix]], run_as: Renaming
+    ) -> tuple[dict[Matrix, InputSums], list[State]]:
         """Sums over the inputs of the first matrix of each group that goes by text, and the states after the node."""
         makings = self.plan.makings
         whole = self.whole
-        watched = {group[0]: group for group in groups if any(makings[one].is_calibrated for one in group)}
+        watched = {
+            group[0]: group for group in groups if any(makings[one].is_calibrated for one in group)
+        }
         sums: dict[Matrix, InputSums] = {}
         others: dict[Matrix, list[Tensor]] = {}
 
         def seen(matrix: Matrix, inputs: Tensor) -> None:
             if matrix not in sums:
-                moment = self.update or any(NEEDS[makings[one].method] == "moment" for one in watched[matrix])
+                moment = self.update or any(
+                    NEEDS[makings[one].method] == "moment" for one in watched[matrix]
+                )
                 sums[matrix] = InputSums(inputs.shape[-1], inputs.device, moment, self.update)
             sums[matrix].add(inputs, others[matrix].pop(0) if whole is not None else None)
 
@@ -217,7 +234,12 @@ class _Work:
             if whole is not None and watched:
                 others.clear()
                 others.update((matrix, []) for matrix in watched)
-                whole.see(whole.parts[index], watched, lambda matrix, x: others[matrix].append(x), _without_ranks)
+                whole.see(
+                    whole.parts[index],
+                    watched,
+                    lambda matrix, x: others[matrix].append(x),
+                    _without_ranks,
+                )
             states.append(self.run.see(part, watched, seen, run_as))
             stay_below(self.memory)
         return sums, states
@@ -236,8 +258,12 @@ class _Work:
             stored = weights.matrix(replace(matrix.sublayer, ranks=()), matrix.role)
             values = stored.whole(torch.promote_types(stored.dtype, torch.float32))
             if not values.isfinite().all():
-                raise ValueError(f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again")
-            factors, facts = self._factors(matrix, values, ways[making], known if making.is_calibrated else None)
+                raise ValueError(
+                    f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again"
+                )
+            factors, facts = self._factors(
+                matrix, values, ways[making], known if making.is_calibrated else None
+            )
             write_factors(self.journal.file(matrix), factors)
             self.journal.add(matrix, facts)
             self.missing.remove(matrix)
@@ -262,7 +288,9 @@ class _Work:
             if whole > 0:
                 loss = truncation_loss(values.cpu(), factors, moment) / whole
         samples = 0 if known is None else known.samples
-        return factors, FactorFacts(rank, min(values.shape), values.shape[1], found.reached, samples, loss)
+        return factors, FactorFacts(
+            rank, min(values.shape), values.shape[1], found.reached, samples, loss
+        )
 
 
 def _without_ranks(sublayer: Sublayer) -> Sublayer:

@@ -97,14 +97,18 @@ class Matrices:
             plain = isinstance(module, nn.Linear | Conv1D) and type(module.weight) is nn.Parameter
             if not plain or {name for name, _ in module.named_parameters()} - {"weight", "bias"}:
                 kind = type(module).__name__
-                raise ValueError(f"{matrix} is a {kind}, not a plain linear module; load the model without it")
+                raise ValueError(
+                    f"{matrix} is a {kind}, not a plain linear module; load the model without it"
+                )
             if self._weight(matrix).is_meta:
                 raise ValueError(
                     f"{matrix} is not in memory, where its weights have to be; load the model without offloading, on a "
                     "machine with more memory"
                 )
             if not self.read(matrix).isfinite().all():
-                raise ValueError(f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again")
+                raise ValueError(
+                    f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again"
+                )
 
     def stored(self, matrix: Matrix) -> Dense:
         """The place of its values in the module's weight."""
@@ -123,13 +127,20 @@ def choose_layers(num_layers: int, layers: range | None) -> range:
     if layers is None:
         return range(num_layers)
     if not layers or layers.start < 0 or layers.stop > num_layers:
-        raise ValueError(f"layers {show_range(layers)} are out of range: the model's layers are 0:{num_layers}")
+        raise ValueError(
+            f"layers {show_range(layers)} are out of range: the model's layers are 0:{num_layers}"
+        )
     return layers
 
 
 def choose_weights(family: Family, names: Sequence[str] | None) -> tuple[str, ...]:
     """The roles asked for, in the order of programs, or all; ValueError if the family has no such one."""
-    inside = {projection.role for spec in family.specs() for projection in spec.projections if not projection.stacked}
+    inside = {
+        projection.role
+        for spec in family.specs()
+        for projection in spec.projections
+        if not projection.stacked
+    }
     known = [role for kind in KINDS for role in ROLES[kind] if role in inside]
     for name in names or ():
         if name not in known:

@@ -29,8 +29,10 @@ from surgeon.quality.head import OutputHead, join_measures
 from surgeon.quality.summary import Values
 
 Renaming = Callable[[Sublayer], Sublayer]
-Seen = Callable[..., None]  # gets a matrix and its inputs, (..., in); of experts, too, who is sent to which (EXPERTS)
-EXPERTS = "experts"  # stands for the role of a matrix where a mixture's experts together get their inputs
+# Gets a matrix and its inputs, (..., in); of experts, too, who is sent to which (EXPERTS).
+Seen = Callable[..., None]
+# Stands for the role of a matrix where a mixture's experts together get their inputs.
+EXPERTS = "experts"
 S = TypeVar("S", bound=Any)  # sums over inputs, with a method `add`
 
 
@@ -75,7 +77,9 @@ class ProgramRun:
         self.parts = [RunPart(walk.ids, walk.machine, State(walk.start)) for walk in parts]
 
     @torch.inference_mode()
-    def see(self, part: RunPart, matrices: Collection[Matrix], seen: Seen, run_as: Renaming | None = None) -> State:
+    def see(
+        self, part: RunPart, matrices: Collection[Matrix], seen: Seen, run_as: Renaming | None = None
+    ) -> State:
         """The state of a part after the next node, whose matrices' inputs are shown; the part stays where it is.
 
         Args:
@@ -148,7 +152,9 @@ class _Tapping(ModelMachine):
     Of a slice, inputs are shown of the whole sublayer, run on the slice's stream.
     """
 
-    def __init__(self, machine: PlanMachine, run_as: Renaming, matrices: Collection[Matrix], seen: Seen) -> None:
+    def __init__(
+        self, machine: PlanMachine, run_as: Renaming, matrices: Collection[Matrix], seen: Seen
+    ) -> None:
         super().__init__(machine.layers, machine.arguments)
         self.slots = machine
         self.run_as = run_as
@@ -177,7 +183,8 @@ class _Tapping(ModelMachine):
         owner = super().owner(sublayer)
         spec = self.layers.family.spec(sublayer.kind, sublayer.layers[0])
         for matrix in self.watched:
-            if matrix.role == EXPERTS and spec.mixture is not None:  # who is sent to which they are told, or not
+            # Who is sent to which they are told, or not.
+            if matrix.role == EXPERTS and spec.mixture is not None:
                 if spec.mixture.weighs_inputs:
                     path = spec.module
                 else:
@@ -193,5 +200,7 @@ def _show(matrix: Matrix, seen: Seen, module: nn.Module, arguments: tuple[Tensor
     del module
     inputs, *routed = arguments
     if not inputs.isfinite().all():
-        raise ValueError(f"the inputs of {matrix} hold NaN or infinity; check the weights of what comes before it")
+        raise ValueError(
+            f"the inputs of {matrix} hold NaN or infinity; check the weights of what comes before it"
+        )
     seen(matrix, inputs, *routed)

@@ -103,7 +103,9 @@ def parse_budget(text: str, size: int, allocation: Allocation = "damage") -> Ran
     """
     match = _BUDGET.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no budget; write e.g. params=0.6x, weight_bytes=20MB or wire_bytes=40KB")
+        raise ValueError(
+            f"{text!r} is no budget; write e.g. params=0.6x, weight_bytes=20MB or wire_bytes=40KB"
+        )
     name, amount, relative = match.groups()
     quantities: tuple[Quantity, ...] = get_args(Quantity)
     quantity = next((one for one in quantities if one == name), None)
@@ -119,7 +121,12 @@ def parse_budget(text: str, size: int, allocation: Allocation = "damage") -> Ran
 
 
 def corrected_ranks(
-    subject: Subject, curves: Sequence[Curve], budget: RankBudget, method: Method, calibration: Windows, folder: Path
+    subject: Subject,
+    curves: Sequence[Curve],
+    budget: RankBudget,
+    method: Method,
+    calibration: Windows,
+    folder: Path,
 ) -> Ranks:
     """Allocate ranks by damage, and once more by corrected damage."""
     model = subject.model
@@ -154,7 +161,12 @@ def ranked(own: Program, ranks: Mapping[Matrix, int | None]) -> Program:
 
 
 def write_recipe(
-    folder: Path, subject: Subject, found: Spectrum, budget: RankBudget, ranks: Ranks, calibration: Calibration
+    folder: Path,
+    subject: Subject,
+    found: Spectrum,
+    budget: RankBudget,
+    ranks: Ranks,
+    calibration: Calibration,
 ) -> Path:
     """Write recipe.yaml with the ranks that a spectrum gives, bound to the model; returns its path."""
     operation = as_operation(ranks, found.record["method"], calibration)
@@ -167,7 +179,9 @@ def write_recipe(
         f"# {kept:.1%} of the {whole:,} parameters of {len(curves)} matrices are kept.",
     ]
     if all(curve.damage for curve in curves):
-        comments.append(f"# Measured one by one, they add up to a divergence of {foreseen_damage(curves, ranks):.4g}.")
+        comments.append(
+            f"# Measured one by one, they add up to a divergence of {foreseen_damage(curves, ranks):.4g}."
+        )
     path = folder / RECIPE
     write_text(path, "\n".join(comments) + "\n" + recipe.to_yaml())
     return path
@@ -181,7 +195,9 @@ def as_operation(ranks: Ranks, method: str, calibration: Calibration | None = No
     for matrix, rank in ranks.items():
         by_role.setdefault(matrix.role, {})[matrix.layer] = rank
     lists = {role: [given.get(layer) for layer in stretch] for role, given in by_role.items()}
-    named = {role: given[0] if len(set(given)) == 1 else given for role, given in lists.items() if any(given)}
+    named = {
+        role: given[0] if len(set(given)) == 1 else given for role, given in lists.items() if any(given)
+    }
     given: dict[str, Any] = {"ranks": named, "method": method}
     if calibration is not None and method != "plain":
         given["calibration"] = dict(calibration)

@@ -41,7 +41,8 @@ __all__ = [
     "per_layer_lists",
 ]
 
-FORMS: dict[str, Form] = {form.name: form for form in (PLAIN, FUSED, PROGRAM)}  # the most portable one first
+# The most portable one first.
+FORMS: dict[str, Form] = {form.name: form for form in (PLAIN, FUSED, PROGRAM)}
 
 
 def form_of(checkpoint: Checkpoint) -> Form:
@@ -80,9 +81,13 @@ def lay_out(
         copies = "" if one.stored_once else _copies(layout)
         if copies and form == "auto":
             copying = copying or replace(layout, reason=f"{layout.reason}; {copies}")
-            refusals.setdefault(f"{copies} there; ask for it if other software is to load it", []).append(one.name)
+            refusals.setdefault(
+                f"{copies} there; ask for it if other software is to load it", []
+            ).append(one.name)
         else:
-            return replace(layout, reason="; ".join(filter(None, [layout.reason, copies, *_explain(refusals)])))
+            return replace(
+                layout, reason="; ".join(filter(None, [layout.reason, copies, *_explain(refusals)]))
+            )
     if copying is not None:
         return copying
     if form == "auto":

@@ -12,7 +12,12 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from surgeon.checkpoint.forms.planning import PlannedTensor, TensorPlanner
-from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, per_layer_lists, stored_layers
+from surgeon.checkpoint.forms.stored_layers import (
+    Inexpressible,
+    StoredLayer,
+    per_layer_lists,
+    stored_layers,
+)
 from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint, Wrapped
 from surgeon.checkpoint.remote_code import FAMILY_KEY, RemoteCode
 from surgeon.checkpoint.stored import StoredModel
@@ -119,21 +124,33 @@ class Form(ABC):
         """
         return self.planner(original, dtype, factors).plan(layout.layers)
 
-    def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:  # noqa: ARG002
+    def config(
+        self,
+        original: StoredModel,
+        layout: Layout,
+        tensors: list[PlannedTensor],  # noqa: ARG002
+    ) -> dict[str, Any]:
         """Return config.json without class names: the original's, every per-layer entry following the layers."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         config = copy.deepcopy(original.checkpoint.config)
-        for key in ("auto_map", WEIGHTS_KEY, PROGRAM_KEY, FAMILY_KEY):  # files of the original's, and its own program
+        # Files of the original's, and its own program.
+        for key in ("auto_map", WEIGHTS_KEY, PROGRAM_KEY, FAMILY_KEY):
             config.pop(key, None)
         if original.checkpoint.imported:  # whose class was another one
             config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[original.family.model_type]]
-        if type(original.config).from_dict(config).tie_word_embeddings != original.config.tie_word_embeddings:
-            config["tie_word_embeddings"] = original.config.tie_word_embeddings  # most software takes it at its word
+        if (
+            type(original.config).from_dict(config).tie_word_embeddings
+            != original.config.tie_word_embeddings
+        ):
+            # Most software takes it at its word.
+            config["tie_word_embeddings"] = original.config.tie_word_embeddings
         aliases = original.config.attribute_map
         config[aliases.get("num_hidden_layers", "num_hidden_layers")] = len(layout.layers)
         sources = [layer.sources[0] for layer in layout.layers]
-        for key, values in per_layer_lists(original.family, original.config, original.checkpoint.config).items():
+        for key, values in per_layer_lists(
+            original.family, original.config, original.checkpoint.config
+        ).items():
             config[key] = [values[source] for source in sources]
         feed_forwards = [(layer.feed_forward or layer.attention)[0].layers[0] for layer in layout.layers]
         return config | original.family.per_layer_entries(original.config, sources, feed_forwards)
@@ -158,7 +175,8 @@ class Form(ABC):
 
     def model_class(self, stored: StoredModel) -> Any:  # noqa: ARG002
         """Return the class that `surgeon.load` builds, whose code is never the folder's own."""
-        from transformers import AutoModelForCausalLM  # takes seconds, and who only reads configurations does without
+        # Takes seconds, and who only reads configurations does without.
+        from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM
 
@@ -175,7 +193,9 @@ class Form(ABC):
             return MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored.config
         if wrapped is not None:
             model_type = wrapped.wrapper.model_type
-        model_class: Any = self.shipped.model_class(model_type, stored.folder, around=wrapped is not None)
+        model_class: Any = self.shipped.model_class(
+            model_type, stored.folder, around=wrapped is not None
+        )
         return model_class, model_class.config_class.from_pretrained(stored.folder)
 
     # How it is used.

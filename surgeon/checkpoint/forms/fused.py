@@ -43,7 +43,8 @@ from surgeon.models.families.positions import long_rotary_angles, rotated_layers
 from surgeon.models.families.specs import Clamp, Growth, Unit
 from surgeon.models.weights import FactorSource, ModelWeights
 
-ROWS = 64  # that are computed at a time: they stay in the second cache, and the heap keeps them for the next ones
+# That are computed at a time: they stay in the second cache, and the heap keeps them for the next ones.
+ROWS = 64
 
 
 class FusedPlanner(TensorPlanner):
@@ -54,7 +55,9 @@ class FusedPlanner(TensorPlanner):
             there; layers without one get zeros.
     """
 
-    def __init__(self, original: StoredModel, dtype: torch.dtype | None, factors: FactorSource | None = None) -> None:
+    def __init__(
+        self, original: StoredModel, dtype: torch.dtype | None, factors: FactorSource | None = None
+    ) -> None:
         super().__init__(original, dtype, factors)
         stored = [name for name in self.source.names() if name.startswith(self.prefix)]
         self.biases = {
@@ -74,7 +77,9 @@ class FusedPlanner(TensorPlanner):
                     known = known_modules(self.family.spec(kind))
                     for path in self.paths(sublayer):
                         if path.rpartition(".")[0] not in known:
-                            raise ValueError(f"{path} of {self.family.name} cannot be stored in the fused form")
+                            raise ValueError(
+                                f"{path} of {self.family.name} cannot be stored in the fused form"
+                            )
                 if sublayers:
                     tensors = self._norms(kind, sublayers) | self._projections(kind, sublayers)
                 else:
@@ -90,14 +95,20 @@ class FusedPlanner(TensorPlanner):
         tied = self.config.tie_word_embeddings
         planned = list[PlannedTensor]()
         planned += [] if tied else self._move(f"{FUSED_FAMILY.head}.weight", self.family.head)
-        planned += self._move(f"{FUSED_FAMILY.head}.bias", self.family.head, "bias") if self.family.head_bias else []
+        planned += (
+            self._move(f"{FUSED_FAMILY.head}.bias", self.family.head, "bias")
+            if self.family.head_bias
+            else []
+        )
         return planned
 
     def _move(self, name: str, path: str, part: str = "weight") -> list[PlannedTensor]:
         whole = f"{path}.{part}"
         if whole not in self.weights:
             stored = self.weights.names.of(whole)
-            raise ValueError(f"{self.source.folder} has no tensor {stored}, which {self.family.name} needs")
+            raise ValueError(
+                f"{self.source.folder} has no tensor {stored}, which {self.family.name} needs"
+            )
         return self.planned(name, lambda weights: weights.tensor(whole))
 
     def _norms(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
@@ -125,7 +136,9 @@ class FusedPlanner(TensorPlanner):
                 tensors[f"{path}.bias"] = partial(self._bias, sublayers, projection)
         return tensors
 
-    def _weight(self, sublayers: tuple[Sublayer, ...], projection: Projection, weights: ModelWeights) -> Computed:
+    def _weight(
+        self, sublayers: tuple[Sublayer, ...], projection: Projection, weights: ModelWeights
+    ) -> Computed:
         """Return (out_features, in_features) of all sublayers; float32 where norms' gains are folded in."""
         matrices = [self._matrix(sublayer, projection, weights) for sublayer in sublayers]
         if len(matrices) == 1:
@@ -150,7 +163,9 @@ class FusedPlanner(TensorPlanner):
                 for rows in matrix.unflatten(0, (blocks, -1))[turn].split(ROWS):
                     yield rows.to(torch.float32, copy=True).mul_(gain)  # one new tensor, not two
 
-    def _bias(self, sublayers: tuple[Sublayer, ...], projection: Projection, weights: ModelWeights) -> Tensor:
+    def _bias(
+        self, sublayers: tuple[Sublayer, ...], projection: Projection, weights: ModelWeights
+    ) -> Tensor:
         """Return (out_features,) of all sublayers; float32 if there are several."""
         biases = []
         for sublayer in sublayers:
@@ -167,7 +182,9 @@ class FusedPlanner(TensorPlanner):
         if self.family.norms.kind == "layer":
             for index, sublayer in enumerate(sublayers):
                 shift = self._norm_part(sublayer, "bias", weights).float()
-                biases[index] = biases[index] + self._matrix(sublayer, projection, weights).float() @ shift
+                biases[index] = (
+                    biases[index] + self._matrix(sublayer, projection, weights).float() @ shift
+                )
         return self._in_turn(biases, sublayers, dim=0)
 
     def _matrix(self, sublayer: Sublayer, projection: Projection, weights: ModelWeights) -> Tensor:
@@ -189,7 +206,9 @@ class FusedPlanner(TensorPlanner):
     def _in_turn(self, parts: list[Tensor], sublayers: tuple[Sublayer, ...], dim: int) -> Tensor:
         """Interleave heads (or neurons) of several sublayers along one dimension, in blocks."""
         blocks = self._blocks(sublayers)
-        return torch.cat([part.unflatten(dim, (blocks, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
+        return torch.cat([part.unflatten(dim, (blocks, -1)) for part in parts], dim + 1).flatten(
+            dim, dim + 1
+        )
 
     def _blocks(self, sublayers: tuple[Sublayer, ...]) -> int:
         """Count the turns of all sublayers' heads, in whole KV groups.
@@ -204,22 +223,35 @@ class FusedPlanner(TensorPlanner):
 def groups_of(sublayers: tuple[Sublayer, ...], units: int) -> list[int]:
     """Return the KV heads, or neurons, of several sublayers; `units` are a whole one's."""
     widths = [units if sublayer.width is None else sublayer.width for sublayer in sublayers]
-    return [width // (one.piece[1] if one.piece else 1) for width, one in zip(widths, sublayers, strict=True)]
+    return [
+        width // (one.piece[1] if one.piece else 1) for width, one in zip(widths, sublayers, strict=True)
+    ]
 
 
-def _as(like: Callable[[Tensor], Tensor], compute: Callable[[ModelWeights], Tensor], weights: ModelWeights) -> Tensor:
+def _as(
+    like: Callable[[Tensor], Tensor], compute: Callable[[ModelWeights], Tensor], weights: ModelWeights
+) -> Tensor:
     return like(compute(weights))
 
 
-ORIGINAL_KEY = "surgeon_original"  # the config.json of the layers one beside the other, as their architecture has it
+# The config.json of the layers one beside the other, as their architecture has it.
+ORIGINAL_KEY = "surgeon_original"
 WIDTHS_KEY = "per_layer_config"
-GLOBAL_WIDTHS_KEY = "allow_global_per_layer_attribute_access"  # lets transformers read the other layers' widths
+# Lets transformers read the other layers' widths.
+GLOBAL_WIDTHS_KEY = "allow_global_per_layer_attribute_access"
 
 KIND_NAMES = {ATTENTION: "attention", FEED_FORWARD: "mlp"}  # as layers say that they skip it
 PATHS = {role: projection.path for role, projection in PROJECTIONS.items()}
 # What means the same in every architecture.
 CARRIED = (
-    *("vocab_size", "hidden_size", "max_position_embeddings", "initializer_range", "use_cache", "tie_word_embeddings"),
+    *(
+        "vocab_size",
+        "hidden_size",
+        "max_position_embeddings",
+        "initializer_range",
+        "use_cache",
+        "tie_word_embeddings",
+    ),
     *("bos_token_id", "eos_token_id", "pad_token_id", "original_max_position_embeddings"),
 )
 
@@ -228,7 +260,8 @@ class Fused(Form):
     """Layers side by side in one, with the modeling file that builds layers of different widths."""
 
     name = "fused"
-    model_types = (FUSED_FAMILY.model_type, PROGRAM_PREFIX + FUSED_FAMILY.model_type)  # the latter was edited again
+    # The latter was edited again.
+    model_types = (FUSED_FAMILY.model_type, PROGRAM_PREFIX + FUSED_FAMILY.model_type)
     shipped = remote_code.FUSED
     widths_differ = True
     why_code = "its layers differ in width, which no class of transformers allows"
@@ -254,7 +287,9 @@ class Fused(Form):
             family.window.layers: windowed_layers(family, config),
             family.positions.layers: rotated_layers(family, config),
         }
-        require_uniform(layers, family, {name: values for name, values in lists.items() if name is not None})
+        require_uniform(
+            layers, family, {name: values for name, values in lists.items() if name is not None}
+        )
         require_divisible(program.sublayers(), family, config)
         wide = sum(not layer.is_single and not layer.lacks for layer in layers)
         narrow = sum(layer.is_single and not layer.has_stock_width for layer in layers)
@@ -271,12 +306,20 @@ class Fused(Form):
         return Layout(self, reason, layers)
 
     def sources(self, program: Program, family: Family, num_layers: int) -> list[tuple[int, ...]]:  # noqa: ARG002
-        return [tuple(layer.sources) for layer in stored_layers(program, family.steps_per_layer, partly=True)]
+        return [
+            tuple(layer.sources) for layer in stored_layers(program, family.steps_per_layer, partly=True)
+        ]
 
-    def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:
+    def config(
+        self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]
+    ) -> dict[str, Any]:
         """A configuration of the form's own, whatever the original's."""
         shapes = {tensor.name: tensor.shape for tensor in tensors}
-        kept = {key: value for key, value in original.checkpoint.config.items() if key in ("dtype", "torch_dtype")}
+        kept = {
+            key: value
+            for key, value in original.checkpoint.config.items()
+            if key in ("dtype", "torch_dtype")
+        }
         apart = tuple(
             StoredLayer(layer.attention[at : at + 1], layer.feed_forward[at : at + 1])
             for layer in layout.layers
@@ -289,7 +332,9 @@ class Fused(Form):
         return self.shipped.entries(FUSED_FAMILY.model_type)
 
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
-        config = config_beside(checkpoint.config, self.shipped.model_class(family.model_type).config_class)
+        config = config_beside(
+            checkpoint.config, self.shipped.model_class(family.model_type).config_class
+        )
         config.auto_map = self.shipped.auto_map(family.model_type)
         return config
 
@@ -301,7 +346,9 @@ class Fused(Form):
         dense = Program.dense(len(skipped), family.steps_per_layer)
         found = []
         for step in steps_of(dense.nodes):
-            there = tuple(one for one in step.sublayers if KIND_NAMES[one.kind] not in skipped[one.layers[0]])
+            there = tuple(
+                one for one in step.sublayers if KIND_NAMES[one.kind] not in skipped[one.layers[0]]
+            )
             found += [Step(there)] if there else []
         return Program(tuple(found))
 
@@ -313,21 +360,26 @@ class Fused(Form):
 
     def model_class(self, stored: StoredModel) -> Any:
         found = self.shipped.model_class(stored.config.model_type)
-        found.register_for_auto_class("AutoModelForCausalLM")  # so that save_pretrained writes the modeling file, too
+        # So that save_pretrained writes the modeling file, too.
+        found.register_for_auto_class("AutoModelForCausalLM")
         return found
 
 
 FUSED = Fused()
 
 
-def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def fused_config(
+    family: Family, config: Any, layout: Layout, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Any]:
     """Return the configuration's entries, apart from those that name classes.
 
     Args:
         config: the original's, as `transformers` reads it.
         shapes: of the tensors to be written, by name.
     """
-    biases = {role: any(name.endswith(f"{path}.bias") for name in shapes) for role, path in PATHS.items()}
+    biases = {
+        role: any(name.endswith(f"{path}.bias") for name in shapes) for role, path in PATHS.items()
+    }
     units = family.units(config)
     scale = family.scales.attention(config)
     growth = family.attention.head_stage(Growth)
@@ -371,7 +423,8 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "head_norm": family.attention.head_norm.gains is not None,
         # How far each layer's attention looks, in the words that `transformers` has for masks.
         "layer_types": [
-            "sliding_attention" if windowed[layer.sources[0]] else "full_attention" for layer in layout.layers
+            "sliding_attention" if windowed[layer.sources[0]] else "full_attention"
+            for layer in layout.layers
         ],
         "sliding_window": getattr(config, family.window.tokens) if family.window.tokens else None,
         "rotary_layers": [rotates[layer.sources[0]] for layer in layout.layers] if some_rotate else None,
@@ -391,7 +444,9 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "embedding_dropout": dropped(family.dropout.embedding),
     }
     widths = {
-        str(k): _widths(layer, family, units) for k, layer in enumerate(layout.layers) if not layer.has_stock_width
+        str(k): _widths(layer, family, units)
+        for k, layer in enumerate(layout.layers)
+        if not layer.has_stock_width
     }
     return entries | ({WIDTHS_KEY: widths, GLOBAL_WIDTHS_KEY: True} if widths else {})
 

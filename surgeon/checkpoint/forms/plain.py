@@ -30,18 +30,30 @@ class Plain(Form):
         layers = stored_layers(program, family.steps_per_layer)
         first = [(sublayer.kind, sublayer.width) for sublayer in layers[0].sublayers]
         for layer in layers:
-            if not layer.is_single or [(sublayer.kind, sublayer.width) for sublayer in layer.sublayers] != first:
+            if (
+                not layer.is_single
+                or [(sublayer.kind, sublayer.width) for sublayer in layer.sublayers] != first
+            ):
                 wide = " ".join(map(str, layer.sublayers))
                 raise Inexpressible(f"{wide} would be a layer of another width than the others")
         if mixed := next(
-            (one for one in layers if family.shares_norm and len({each.layers for each in one.sublayers}) > 1), None
+            (
+                one
+                for one in layers
+                if family.shares_norm and len({each.layers for each in one.sublayers}) > 1
+            ),
+            None,
         ):
             wide = " ".join(map(str, mixed.sublayers))
-            raise Inexpressible(f"{wide} would be one layer, whose sublayers have one norm in {family.name}")
+            raise Inexpressible(
+                f"{wide} would be one layer, whose sublayers have one norm in {family.name}"
+            )
         require_uniform(layers, family, per_layer_lists(family, config, config.to_dict()))
         reason = f"the program is a sequence of {len(layers)} whole layers, which any software loads"
         try:
-            family.entries.follow_mlp(config, [one.layers[0] for layer in layers for one in layer.feed_forward[:1]])
+            family.entries.follow_mlp(
+                config, [one.layers[0] for layer in layers for one in layer.feed_forward[:1]]
+            )
         except ValueError as error:  # of configurations that cannot say which layers are dense
             raise Inexpressible(str(error)) from error
         if widths := _widths(layers[0], family, config) | _experts(layers, family, config):
@@ -50,15 +62,20 @@ class Plain(Form):
                 type(config).from_dict(config.to_dict() | widths)
             except Exception as error:  # what it checks of its entries
                 reason = str(error).strip().splitlines()[-1].strip()
-                raise Inexpressible(f"{family.name} has no configuration of such layers ({reason})") from error
+                raise Inexpressible(
+                    f"{family.name} has no configuration of such layers ({reason})"
+                ) from error
         return Layout(self, reason, layers)
 
-    def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:
+    def config(
+        self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]
+    ) -> dict[str, Any]:
         widths = _widths(layout.layers[0], original.family, original.config)
         entries = super().config(original, layout, tensors) | widths
         for key, value in _experts(layout.layers, original.family, original.config).items():
             names = {key, original.config.attribute_map.get(key, key)}
-            entries |= dict.fromkeys(names & entries.keys() or names, value)  # by any name that software knows
+            # By any name that software knows.
+            entries |= dict.fromkeys(names & entries.keys() or names, value)
         return entries
 
 
@@ -87,7 +104,9 @@ def _experts(layers: tuple[StoredLayer, ...], family: Family, config: Any) -> di
     shapes = family.layer_shapes(config)
     if mixture is None:
         return {}
-    mixtures = (one for layer in layers for one in layer.feed_forward if shapes.of(one).mixture is not None)
+    mixtures = (
+        one for layer in layers for one in layer.feed_forward if shapes.of(one).mixture is not None
+    )
     counts = sorted({shapes.experts(one) for one in mixtures})
     if counts in ([], [getattr(config, mixture.count)]):
         return {}

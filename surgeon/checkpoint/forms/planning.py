@@ -129,7 +129,9 @@ class TensorPlanner:
         ValueError: if the original lacks a tensor that its architecture has, or has one in a layer that is not known.
     """
 
-    def __init__(self, original: StoredModel, dtype: torch.dtype | None, factors: FactorSource | None = None) -> None:
+    def __init__(
+        self, original: StoredModel, dtype: torch.dtype | None, factors: FactorSource | None = None
+    ) -> None:
         self.source = original.checkpoint
         self.family = original.family
         self.config = original.config
@@ -148,7 +150,8 @@ class TensorPlanner:
         last = [name for name in outside if name not in first]
         planned = [tensor for name in first for tensor in self._copy(name)]
         for index, layer in enumerate(layers):
-            computed = dict(chain.from_iterable(map(self._sublayer_tensors, layer.sublayers)))  # one norm may be both's
+            # One norm may be both's.
+            computed = dict(chain.from_iterable(map(self._sublayer_tensors, layer.sublayers)))
             for path, compute in computed.items():
                 planned += self.planned(f"{self.prefix}{index}.{path}", compute)
         return planned + [tensor for name in last for tensor in self._copy(name)]
@@ -231,7 +234,10 @@ class TensorPlanner:
             # The tensors that hold a quantised matrix stay as they are, for one of another name.
             module = name.removesuffix(matrices[0].scheme.stands_for)
             parts = ((f"{module}{ending}", part) for ending, part in matrices[0].parts.items())
-            return [replace(carried(self.source.raw, part), name=written, part_of=name) for written, part in parts]
+            return [
+                replace(carried(self.source.raw, part), name=written, part_of=name)
+                for written, part in parts
+            ]
         if isinstance(compute, OfExperts) and matrices and self.dtype is None:
             outline, read = self.outlines.trace(compute.whole)
             some = some_of(name, matrices[0], compute.experts) if outline[0] is read[sources[0]] else []
@@ -245,7 +251,9 @@ class TensorPlanner:
                 rounded=torch.promote_types(outline[0].dtype, dtype) != dtype,
                 rows=lambda: _rows(compute(self.weights)),
                 sources=sources,
-                blocks=self.source[sources[0]].blocks if whole and not matrices and dtype == original else None,
+                blocks=self.source[sources[0]].blocks
+                if whole and not matrices and dtype == original
+                else None,
                 dequantised=bool(matrices),
             )
         ]
@@ -272,7 +280,11 @@ class TensorPlanner:
         own = (name for name in names if name.startswith(self._roots(spec)))
         if spec.mixture is not None:
             return list(own)
-        return [name for name in own if name.rpartition(".")[2] not in BUFFERS or name.rpartition(".")[0] in modules]
+        return [
+            name
+            for name in own
+            if name.rpartition(".")[2] not in BUFFERS or name.rpartition(".")[0] in modules
+        ]
 
     def _roots(self, spec: SublayerSpec) -> tuple[str, ...]:
         """Return the prefixes of a sublayer's tensors, behind those of the layer."""
@@ -313,19 +325,28 @@ class ModulePlanner(TensorPlanner):
         tensors = self.outlines.weights.norms(sublayer) | self.outlines.weights.router(sublayer)
         for name in tensors:
             places = spec.norms | {"router": "", "shared_router": ""}
-            path = spec.mixture.whole.get(name) or f"{places[name.partition('.')[0]]}.{name.rpartition('.')[2]}"
+            path = (
+                spec.mixture.whole.get(name)
+                or f"{places[name.partition('.')[0]]}.{name.rpartition('.')[2]}"
+            )
             yield path, partial(_beside, sublayer, name)
         apart = taken_apart(spec, lambda role: sublayer.rank(role) is not None)
         for packed_here in modules_of(spec).values():
             if packed_here[0] not in apart:
-                yield from self._quantised_tensors(sublayer, packed_here) or self._module(sublayer, packed_here)
+                yield from self._quantised_tensors(sublayer, packed_here) or self._module(
+                    sublayer, packed_here
+                )
         yield from self.apart(sublayer, apart)
 
-    def _quantised_tensors(self, sublayer: Sublayer, projections: list[Projection]) -> list[tuple[str, Compute]]:
+    def _quantised_tensors(
+        self, sublayer: Sublayer, projections: list[Projection]
+    ) -> list[tuple[str, Compute]]:
         """Return a quantised parameter that stays as it is stored; empty if there is none."""
         like = projections[0]
         layer, *others = sublayer.layers
-        stored = [path for path in (like.weight, like.bias) if f"{self.prefix}{layer}.{path}" in self.source]
+        stored = [
+            path for path in (like.weight, like.bias) if f"{self.prefix}{layer}.{path}" in self.source
+        ]
         is_whole = sublayer.width in (None, self.weights.stored_width(sublayer.kind, layer))
         if others or sublayer.piece is not None or not is_whole:
             return []
@@ -333,12 +354,17 @@ class ModulePlanner(TensorPlanner):
             return []
         return [(path, self.as_stored(sublayer, path)) for path in stored]
 
-    def _module(self, sublayer: Sublayer, projections: list[Projection]) -> Iterator[tuple[str, Compute]]:
+    def _module(
+        self, sublayer: Sublayer, projections: list[Projection]
+    ) -> Iterator[tuple[str, Compute]]:
         like = projections[0]
         each = self.weights.each_expert(sublayer) if like.stacked else None
         has_bias = self.weights.bias(each[0] if each else sublayer, like.role) is not None
         for path in (like.weight, like.bias) if has_bias else (like.weight,):
-            yield path, _each(each, sublayer, partial(_pack, self.weights.spec(sublayer), projections, path))
+            yield (
+                path,
+                _each(each, sublayer, partial(_pack, self.weights.spec(sublayer), projections, path)),
+            )
 
 
 class _Outlines:
@@ -382,7 +408,9 @@ class _Outlines:
 
 
 def _each(
-    experts: tuple[Sublayer, ...] | None, sublayer: Sublayer, compute: Callable[[Sublayer, ModelWeights], Tensor]
+    experts: tuple[Sublayer, ...] | None,
+    sublayer: Sublayer,
+    compute: Callable[[Sublayer, ModelWeights], Tensor],
 ) -> Compute:
     """Compute something of a sublayer; or of a mixture's experts, stacked, one at a time."""
     if experts is None:
@@ -391,13 +419,19 @@ def _each(
 
 
 def _pack(
-    spec: SublayerSpec, projections: list[Projection], path: str, sublayer: Sublayer, weights: ModelWeights
+    spec: SublayerSpec,
+    projections: list[Projection],
+    path: str,
+    sublayer: Sublayer,
+    weights: ModelWeights,
 ) -> Tensor:
     """Return a module's parameter that some projections are packed in; of a mixture, one expert's part of it."""
     tensors: Tensors = {}
     for projection in projections:
         found = weights.matrix_tensors(sublayer, projection.role, None)
-        tensors |= {name: tensor[None] if projection.stacked else tensor for name, tensor in found.items()}
+        tensors |= {
+            name: tensor[None] if projection.stacked else tensor for name, tensor in found.items()
+        }
     made = packed(tensors, spec, weights.unit_width(sublayer.kind))[path]
     if projections[0].stacked:
         return made[0]

@@ -47,7 +47,8 @@ class ProgramForm(Form):
             )
         groups = _groups(program)
         layers = tuple(
-            StoredLayer(*((_stored_sublayer(one, kind, family),) for kind in KINDS)) for one in groups.groups
+            StoredLayer(*((_stored_sublayer(one, kind, family),) for kind in KINDS))
+            for one in groups.groups
         )
         require_divisible(program.sublayers(), family, config)
         renumbered = program.renamed(lambda sublayer: sublayer.stored_in(groups.place(sublayer)))
@@ -57,7 +58,9 @@ class ProgramForm(Form):
             who = "transformers loads"
         else:
             who = "transformers and unmodified vLLM load"
-        reason = f"{who} it with the modeling file inside (trust_remote_code=True), which runs the program"
+        reason = (
+            f"{who} it with the modeling file inside (trust_remote_code=True), which runs the program"
+        )
         if why_not:
             reason += f"; {NOT_ON_VLLM} of {why_not}"
         elif why_plugin:
@@ -102,7 +105,9 @@ class ProgramForm(Form):
         own = f"{family.head}."
         stored = f"{family.stored_head}."
         return [
-            replace(tensor, name=own + tensor.name.removeprefix(stored)) if tensor.name.startswith(stored) else tensor
+            replace(tensor, name=own + tensor.name.removeprefix(stored))
+            if tensor.name.startswith(stored)
+            else tensor
             for tensor in planned
         ]
 
@@ -131,7 +136,10 @@ class ProgramForm(Form):
         if (why_not := stored.family.apart(stored.program)) is not None:
             return by_transformers(f"of {why_not}", serve)
         if (why := stored.family.off_vllm) is not None:
-            return f"{NOT_ON_VLLM} of these attentions: {why}. Ranks of surgeon's own do:", f"surgeon serve {name}"
+            return (
+                f"{NOT_ON_VLLM} of these attentions: {why}. Ranks of surgeon's own do:",
+                f"surgeon serve {name}",
+            )
         if needs_plugin(stored.program, stored.family, stored.config, stored.num_layers) is None:
             return BY_THE_FILE, f"{serve} --trust-remote-code"
         return self.on_vllm, f"pip install --no-deps PATH_OF_SURGEON\n{serve}"
@@ -157,7 +165,9 @@ def needs_plugin(program: Program, family: Family, config: Any, num_layers: int)
     if program.whole() != Program.dense(num_layers, family.steps_per_layer):
         return "the program is another than one layer after the other"
     if family.head_bias:
-        return f"{family.name}'s output head has a bias, which vLLM's backend for transformers leaves out"
+        return (
+            f"{family.name}'s output head has a bias, which vLLM's backend for transformers leaves out"
+        )
     if family.attention.counts:
         return f"{family.name}'s attention in transformers goes by the number of all heads, of which a rank has some"
     if family.attention.why_whole is not None:
@@ -187,14 +197,16 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
         "feed_forward": list(family.mlp.stages),
         "reads": reads,
         "writes": [p.path for p in projections if not p.reads_stream],
-        "roles": [[p.role, p.path] for p in projections],  # a list: `save_pretrained` sorts what has keys
+        # A list: `save_pretrained` sorts what has keys.
+        "roles": [[p.role, p.path] for p in projections],
         "turns": {p.path: family.head_dim(config) for p in projections if p.interleaved},
         "packed": {path: shares for path in reads if len(shares := _shares(family, config, path)) > 1},
         "groups": family.units(config)["kv_heads"],
         "feature_norms": list(family.attention.feature_norms),
         "sinks": family.attention.sinks,
         "mixture": _mixture_row(family),
-        "counts": [path for path in counts if path.rpartition(".")[0] not in reads],  # slices replace those whole
+        # Slices replace those whole.
+        "counts": [path for path in counts if path.rpartition(".")[0] not in reads],
         "layer_lists": list(family.entries.lists),
         "dropout": family.dropout.output,
         "output_scale": family.scales.output(config),

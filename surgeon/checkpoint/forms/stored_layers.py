@@ -27,12 +27,16 @@ class StoredLayer:
     @property
     def has_stock_width(self) -> bool:
         """True if it is as wide as the layers of the original."""
-        return self.is_single and all(one.width is None and one.experts is None for one in self.sublayers)
+        return self.is_single and all(
+            one.width is None and one.experts is None for one in self.sublayers
+        )
 
     @property
     def is_single(self) -> bool:
         """True if it is one attention and one feed-forward, each unsliced."""
-        return all(len(side) == 1 and side[0].piece is None for side in (self.attention, self.feed_forward))
+        return all(
+            len(side) == 1 and side[0].piece is None for side in (self.attention, self.feed_forward)
+        )
 
     @property
     def lacks(self) -> list[str]:
@@ -50,7 +54,9 @@ class Inexpressible(ValueError):
     """A form cannot hold this program exactly; the message says why."""
 
 
-def stored_layers(program: Program, steps_per_layer: int, partly: bool = False) -> tuple[StoredLayer, ...]:
+def stored_layers(
+    program: Program, steps_per_layer: int, partly: bool = False
+) -> tuple[StoredLayer, ...]:
     """Divide the program into layers of an attention and a feed-forward step, or of one step with both.
 
     Args:
@@ -70,7 +76,9 @@ def stored_layers(program: Program, steps_per_layer: int, partly: bool = False) 
             raise Inexpressible(f"{step} stands where a layer has {what} step")
     if len(steps) % 2:
         raise Inexpressible("the last attention step has no feed-forward step after it")
-    return tuple(StoredLayer(a.sublayers, f.sublayers) for a, f in zip(steps[::2], steps[1::2], strict=True))
+    return tuple(
+        StoredLayer(a.sublayers, f.sublayers) for a, f in zip(steps[::2], steps[1::2], strict=True)
+    )
 
 
 def per_layer_lists(family: Family, config: Any, stored: dict[str, Any]) -> dict[str, list[Any]]:
@@ -91,7 +99,9 @@ def per_layer_lists(family: Family, config: Any, stored: dict[str, Any]) -> dict
     }
 
 
-def require_uniform(layers: tuple[StoredLayer, ...], family: Family, lists: dict[str, list[Any]]) -> None:
+def require_uniform(
+    layers: tuple[StoredLayer, ...], family: Family, lists: dict[str, list[Any]]
+) -> None:
     """Refuse layers stored as one whose entries in per-layer lists differ."""
     for key, values in lists.items():
         for layer in layers:
@@ -144,5 +154,7 @@ def _partly_there(steps: list[Step]) -> Iterator[StoredLayer]:
 def _of_kind(step: Step, kind: str, partly: bool) -> tuple[Sublayer, ...]:
     found = tuple(sublayer for sublayer in step.sublayers if sublayer.kind == kind)
     if not found and not partly:
-        raise Inexpressible(f"{step} has no {'attention' if kind == ATTENTION else 'feed-forward'} beside the rest")
+        raise Inexpressible(
+            f"{step} has no {'attention' if kind == ATTENTION else 'feed-forward'} beside the rest"
+        )
     return found

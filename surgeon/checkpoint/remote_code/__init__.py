@@ -71,7 +71,9 @@ class RemoteCode:
         suffixes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
         if around:
             suffixes = {"AutoConfig": "Config", f"AutoModel{AROUND}": AROUND}
-        return {auto: f"{self.module}.{self.stem(model_type)}{suffix}" for auto, suffix in suffixes.items()}
+        return {
+            auto: f"{self.module}.{self.stem(model_type)}{suffix}" for auto, suffix in suffixes.items()
+        }
 
     def entries(self, model_type: str, around: bool = False) -> dict[str, Any]:
         """Return config.json's entries for the classes; `around` as of `auto_map`."""
@@ -81,7 +83,9 @@ class RemoteCode:
             "model_type": self.prefix + model_type,
         }
 
-    def model_class(self, model_type: str, folder: Path | None = None, around: bool = False) -> type[PreTrainedModel]:
+    def model_class(
+        self, model_type: str, folder: Path | None = None, around: bool = False
+    ) -> type[PreTrainedModel]:
         """Return the class with a language-model head: this package's, or that of a folder's copy.
 
         Args:

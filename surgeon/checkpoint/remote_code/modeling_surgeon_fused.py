@@ -32,7 +32,10 @@ NORMS: Any = {
     "centred": partial(nn.LayerNorm, bias=False),
     "plain": partial(nn.LayerNorm, elementwise_affine=False),
 }
-MASKS: Any = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+MASKS: Any = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+}
 
 
 class SurgeonFusedConfig(PreTrainedConfig):
@@ -40,7 +43,11 @@ class SurgeonFusedConfig(PreTrainedConfig):
 
     model_type = "surgeon_fused"
     keys_to_ignore_at_inference = [CACHE]
-    ignore_keys_at_rope_validation = {"partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings"}
+    ignore_keys_at_rope_validation = {
+        "partial_rotary_factor",
+        "llama_4_scaling_beta",
+        "max_position_embeddings",
+    }
     base_model_tp_plan = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -73,7 +80,8 @@ class SurgeonFusedConfig(PreTrainedConfig):
     o_bias: bool = False
     attention_scaling: float = 1.0
     clip_qkv: float | None = None  # the bound of what is projected to queries, keys and values
-    query_growth: list[float] | None = None  # b and n: of 1 + b * log(1 + floor(position / n)), a factor on queries
+    # B and n: of 1 + b * log(1 + floor(position / n)), a factor on queries.
+    query_growth: list[float] | None = None
     head_norm: bool = False  # every head's query and key is normed
     head_norm_turns: int = 1  # how many layers' heads take turns
     layer_types: list[str] | None = None
@@ -86,11 +94,14 @@ class SurgeonFusedConfig(PreTrainedConfig):
     # Positions: rotary ones, or learned ones, added to the embeddings.
     rope_parameters: dict[str, Any] | None = None
     rotary_layers: list[bool] | None = None  # which layers have the rotary ones; None for all
-    rotary_neighbours: bool = False  # features 2i and 2i + 1 turn as a pair, not i and that half a width further on
-    anew_beyond: int | None = None  # a text that grows beyond so many tokens is computed again, its cache thrown away
+    # Features 2i and 2i + 1 turn as a pair, not i and that half a width further on.
+    rotary_neighbours: bool = False
+    # A text that grows beyond so many tokens is computed again, its cache thrown away.
+    anew_beyond: int | None = None
     learned_positions: int = 0  # rows of their table; 0 for rotary positions
     position_offset: int = 0  # rows before that of position 0
-    positions_from_mask: bool = False  # count the tokens that the attention mask has, unless positions are given
+    # Count the tokens that the attention mask has, unless positions are given.
+    positions_from_mask: bool = False
     # Training.
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
@@ -141,15 +152,21 @@ class FusedAttention(nn.Module):
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
         widths = config.per_layer_config[index]
-        q_width, kv_width = (n * config.head_dim for n in (widths.num_attention_heads, widths.num_key_value_heads))
+        q_width, kv_width = (
+            n * config.head_dim for n in (widths.num_attention_heads, widths.num_key_value_heads)
+        )
         self.config = config  # one for all layers, so that set_attn_implementation reaches them
         self.layer_idx = index
         self.head_dim = config.head_dim
         self.num_key_value_groups = q_width // kv_width
         self.scaling = config.attention_scaling
         self.is_causal = True
-        self.sliding_window = config.sliding_window if config.layer_types[index] == "sliding_attention" else None
-        self.rotary = not config.learned_positions and (config.rotary_layers is None or config.rotary_layers[index])
+        self.sliding_window = (
+            config.sliding_window if config.layer_types[index] == "sliding_attention" else None
+        )
+        self.rotary = not config.learned_positions and (
+            config.rotary_layers is None or config.rotary_layers[index]
+        )
         self.q_proj = nn.Linear(config.hidden_size, q_width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
@@ -216,7 +233,9 @@ class FusedMLP(nn.Module):
         width = config.per_layer_config[index].intermediate_size
         self.up_proj = nn.Linear(config.hidden_size, width, bias=config.up_bias)
         self.down_proj = nn.Linear(width, config.hidden_size, bias=config.down_bias)
-        self.gate_proj = nn.Linear(config.hidden_size, width, bias=config.up_bias) if config.gated else None
+        self.gate_proj = (
+            nn.Linear(config.hidden_size, width, bias=config.up_bias) if config.gated else None
+        )
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -247,7 +266,8 @@ class FusedLayer(GradientCheckpointingLayer):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         attended = hidden_states
         if "attention" in self.skip:
-            if (cache := kwargs.get(CACHE)) is not None:  # which says at which position the next token stands
+            # Which says at which position the next token stands.
+            if (cache := kwargs.get(CACHE)) is not None:
                 nothing = hidden_states.new_zeros(len(hidden_states), 1, hidden_states.shape[1], 1)
                 cache.update(nothing, nothing, self.layer_idx)
         else:
@@ -288,7 +308,8 @@ class SurgeonFusedModel(SurgeonFusedPreTrainedModel):
         super().__init__(config)
         if config.head_norm:  # a rank's gradient of their gains is of its own heads
             norms = dict.fromkeys(
-                ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce"
+                ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"),
+                "replicated_with_grad_allreduce",
             )
             config.base_model_tp_plan = config.base_model_tp_plan | norms
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -298,7 +319,9 @@ class SurgeonFusedModel(SurgeonFusedPreTrainedModel):
         else:
             self.rotary_emb = Phi3RotaryEmbedding(config)
         self.dropout = nn.Dropout(config.embedding_dropout)
-        self.layers = nn.ModuleList([FusedLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList(
+            [FusedLayer(config, index) for index in range(config.num_hidden_layers)]
+        )
         self.norm = make_norm(config)
         self.post_init()
 
@@ -330,13 +353,18 @@ class SurgeonFusedModel(SurgeonFusedPreTrainedModel):
         kinds = self.config.layer_types
         masks: Any = attention_mask
         if not isinstance(masks, dict):  # generation with a static cache makes them itself
-            masks = {kind: MASKS[kind](config=self.config, inputs_embeds=stream, **given) for kind in set(kinds)}
+            masks = {
+                kind: MASKS[kind](config=self.config, inputs_embeds=stream, **given)
+                for kind in set(kinds)
+            }
         if self.config.embedding_scale != 1.0:
             # Rounded to the dtype first, as Gemma does it.
             stream = stream * torch.tensor(self.config.embedding_scale, dtype=stream.dtype)
         if self.embed_positions is not None:
             stream = stream + self.embed_positions(position_ids + self.config.position_offset)
-        rotation = None if self.rotary_emb is None else self.rotary_emb(stream, position_ids=position_ids)
+        rotation = (
+            None if self.rotary_emb is None else self.rotary_emb(stream, position_ids=position_ids)
+        )
         stream = self.dropout(stream)
         for layer, kind in zip(self.layers, kinds, strict=True):
             given["attention_mask"] = masks[kind]
@@ -390,7 +418,9 @@ class SurgeonFusedForCausalLM(SurgeonFusedPreTrainedModel, GenerationMixin):
             logits = logits * self.config.logit_scale
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

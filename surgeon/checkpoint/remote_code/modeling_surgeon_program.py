@@ -54,29 +54,37 @@ CACHES = ("cache", "past_key_values", "layer_past")
 class Family(NamedTuple):
     """An architecture: where a layer has its sublayers (paths from the layer), and how the decoder calls layers."""
 
-    attentions: tuple[dict[str, Any], ...]  # of each kind: "called", norms and modules in order; "module", the one that
+    # Of each kind: "called", norms and modules in order; "module", the one that.
+    attentions: tuple[dict[str, Any], ...]
     # gets the decoder's arguments; "slot", the attribute that says which entry of the cache it uses; "renamed",
     # arguments that it calls otherwise, or (null) lacks; "counted_by", where its entry counts no tokens, what lists
     # have for one
     feed_forward: tuple[str, ...]  # norms and modules, in order
     reads: tuple[str, ...]  # projections of the normed stream: a slice has some of their output features
     writes: tuple[str, ...]  # projections to the stream: a slice has some of their input features
-    roles: tuple[list[str], ...]  # what programs call a projection, and its path; those of one path are packed so
-    turns: dict[str, int]  # where they are packed head by head, or KV group by KV group: how wide a head is
+    # What programs call a projection, and its path; those of one path are packed so.
+    roles: tuple[list[str], ...]
+    # Where they are packed head by head, or KV group by KV group: how wide a head is.
+    turns: dict[str, int]
     packed: dict[str, list[int]]  # several in one: how wide each is, in proportion
     groups: int  # KV heads of a layer
-    feature_norms: tuple[str, ...]  # of queries and keys: they have a gain for each head, or for each of its features
+    # Of queries and keys: they have a gain for each head, or for each of its features.
+    feature_norms: tuple[str, ...]
     sinks: str | None  # a parameter with a number for each head
-    mixture: dict[str, Any] | None  # where a layer has a mixture of experts: "experts", the module of their matrices,
+    # Where a layer has a mixture of experts: "experts", the module of their matrices,.
+    mixture: dict[str, Any] | None
     # "roles", what programs call those, and their parameters, "rows", what has a row of each, "counts" and "top_k"
     counts: tuple[str, ...]  # attributes that count heads or their features: less in a slice
-    layer_lists: tuple[str, ...]  # config attributes with an item per layer that says something of its attention
+    # Config attributes with an item per layer that says something of its attention.
+    layer_lists: tuple[str, ...]
     dropout: str | None  # the config's probability of dropping sublayer outputs while training
     output_scale: float | None  # what sublayer outputs are multiplied by
     arguments: tuple[str, ...]  # what the decoder hands a layer by position after the stream
     returns_tuple: bool  # whether a layer returns (stream, attention weights)
-    steps: int  # of a layer of the unedited model: 2, or 1 where attention and feed-forward read the same stream
-    inside: tuple[str, str] | None  # of a text decoder inside another model: the config's entry, and the path
+    # Of a layer of the unedited model: 2, or 1 where attention and feed-forward read the same stream.
+    steps: int
+    # Of a text decoder inside another model: the config's entry, and the path.
+    inside: tuple[str, str] | None
 
 
 def family_in(config: Any) -> Family:
@@ -84,8 +92,12 @@ def family_in(config: Any) -> Family:
     row = getattr(config, "surgeon_family", None)
     if not isinstance(row, dict) or set(row) != set(Family._fields):
         fields = ", ".join(Family._fields)
-        raise ValueError(f"surgeon_family must describe the architecture by {fields}, not be {str(row)[:200]}")
-    entries: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        raise ValueError(
+            f"surgeon_family must describe the architecture by {fields}, not be {str(row)[:200]}"
+        )
+    entries: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in row.items()
+    }
     return Family(**entries)
 
 
@@ -113,7 +125,9 @@ class Fork(NamedTuple):
     branches: list[list[Any]]
 
 
-TOKEN = re.compile(r"[\[\]{}|>]|[AF]\d+(?:!e\d+(?:,e\d+)*)?(?:#\d+)?(?:/\d+:\d+)?(?:@[a-z]+\d+(?:,[a-z]+\d+)*)?")
+TOKEN = re.compile(
+    r"[\[\]{}|>]|[AF]\d+(?:!e\d+(?:,e\d+)*)?(?:#\d+)?(?:/\d+:\d+)?(?:@[a-z]+\d+(?:,[a-z]+\d+)*)?"
+)
 
 
 def parse(text: Any) -> list[Any]:
@@ -178,14 +192,21 @@ def in_stock_order(nodes: list[Any], steps: int, layers: int) -> bool:
     names = [[(kind, layer) for kind in "AF"] for layer in range(layers)]
     stock = names if steps == 1 else [[name] for layer in names for name in layer]
     plain = all(isinstance(node, Step) and not node.late for node in nodes)
-    return plain and stock == [[(s.kind, s.layer) for s in node.sublayers if s.piece is None] for node in nodes]
+    return plain and stock == [
+        [(s.kind, s.layer) for s in node.sublayers if s.piece is None] for node in nodes
+    ]
 
 
-def part(features: Tensor, piece: tuple[int, int], shares: tuple[int, ...] = (1,), dim: int = -1) -> Tensor:
+def part(
+    features: Tensor, piece: tuple[int, int], shares: tuple[int, ...] = (1,), dim: int = -1
+) -> Tensor:
     """Return a slice's features of projections that lie side by side, whose widths are to each other as shares."""
     index, count = piece
     width = features.shape[dim] // sum(shares)
-    parts = [each.chunk(count, dim)[index] for each in features.split([width * share for share in shares], dim)]
+    parts = [
+        each.chunk(count, dim)[index]
+        for each in features.split([width * share for share in shares], dim)
+    ]
     joined: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     return joined
 
@@ -264,7 +285,11 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self, whole: Any, mixture: dict[str, Any], ranks: Any = None, piece: tuple[int, int] | None = None
+        self,
+        whole: Any,
+        mixture: dict[str, Any],
+        ranks: Any = None,
+        piece: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.mixture = mixture
@@ -286,7 +311,9 @@ class Experts(nn.Module):
             return whole.maps(role, expert)
         return [stock_map(whole, self.mixture, role, expert)]
 
-    def forward(self, hidden_states: Tensor, top_k_index: Any = None, top_k_weights: Any = None) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Any = None, top_k_weights: Any = None
+    ) -> Tensor:
         if top_k_index is None:  # tokens of one expert after the other, as many of each
             own = hidden_states.view(self.count(), -1, hidden_states.shape[-1])
             return torch.cat([self.made(expert, tokens) for expert, tokens in enumerate(own)])
@@ -320,7 +347,9 @@ class Experts(nn.Module):
         maps = self.maps(writing, expert)
         for place, (weight, bias) in enumerate(maps):
             own = weight if place or self.piece is None else part(weight, self.piece)
-            output = nn.functional.linear(output, own, None if self.piece is not None and self.piece[0] else bias)
+            output = nn.functional.linear(
+                output, own, None if self.piece is not None and self.piece[0] else bias
+            )
         return output
 
 
@@ -335,7 +364,9 @@ class Stack(nn.Module):
         else:
             self.first = Stack(weight.new_empty(experts, rank, inputs), None, None)
             self.second = Stack(weight.new_empty(experts, outputs, rank), bias, None)
-        self.bias = None if bias is None or rank is not None else nn.Parameter(bias.new_empty(bias.shape))
+        self.bias = (
+            None if bias is None or rank is not None else nn.Parameter(bias.new_empty(bias.shape))
+        )
 
     def maps(self, expert: int) -> list[tuple[Tensor, Tensor | None]]:
         if hasattr(self, "first"):
@@ -343,7 +374,9 @@ class Stack(nn.Module):
         return [(self.weight[expert], None if self.bias is None else self.bias[expert])]
 
 
-def stock_map(whole: Any, mixture: dict[str, Any], role: str, which: Any) -> tuple[Tensor, Tensor | None]:
+def stock_map(
+    whole: Any, mixture: dict[str, Any], role: str, which: Any
+) -> tuple[Tensor, Tensor | None]:
     """Return a matrix (out, in) and a bias of an expert, or of all, as the stock module has them."""
     name = dict(mixture["roles"])[role]
     packed = [one for one, place in mixture["roles"] if place == name]
@@ -405,7 +438,11 @@ def called_in(layer: nn.Module, family: Family, kind: str) -> tuple[str, ...]:
 
 def narrow(layer: nn.Module, family: Family, kind: str, width: int) -> None:
     """Give a layer the modules that hold so many KV groups, or neurons, and have it count those."""
-    paths = {role: path for role, path in family.roles if (role in "qgkvo") == (kind == "A") and has(layer, path)}
+    paths = {
+        role: path
+        for role, path in family.roles
+        if (role in "qgkvo") == (kind == "A") and has(layer, path)
+    }
     units = family.groups if kind == "A" else sizes_of(layer.get_submodule(paths["down"]))[0]
     for path in dict.fromkeys(paths.values()):
         whole: Any = layer.get_submodule(path)
@@ -430,7 +467,9 @@ def narrow(layer: nn.Module, family: Family, kind: str, width: int) -> None:
 
 def by_head(family: Family) -> list[str]:
     """Return paths of parameters with an entry for each head."""
-    return [f"{path}.weight" for path in family.feature_norms] + [path for path in (family.sinks,) if path]
+    return [f"{path}.weight" for path in family.feature_norms] + [
+        path for path in (family.sinks,) if path
+    ]
 
 
 def sizes_of(linear: Any) -> tuple[int, int]:
@@ -442,11 +481,18 @@ def sizes_of(linear: Any) -> tuple[int, int]:
 def factorise(layer: nn.Module, family: Family, sublayer: Sublayer) -> None:
     """Give a layer the modules that hold the factors of one of its sublayers."""
     mixture = family.mixture
-    if mixture is not None and sublayer.kind == "F" and has(layer, mixture["experts"]) and sublayer.ranks:
+    if (
+        mixture is not None
+        and sublayer.kind == "F"
+        and has(layer, mixture["experts"])
+        and sublayer.ranks
+    ):
         own = layer.get_submodule(mixture["experts"])
         if not isinstance(own, Experts):
             set_at(layer, mixture["experts"], Experts(own, mixture, sublayer.ranks))
-    for path in dict.fromkeys(path for role, path in family.roles if role in sublayer.ranks and has(layer, path)):
+    for path in dict.fromkeys(
+        path for role, path in family.roles if role in sublayer.ranks and has(layer, path)
+    ):
         whole: Any = layer.get_submodule(path)
         if isinstance(whole, (Factored, TakenApart)):
             continue  # another slice of the sublayer was here
@@ -454,10 +500,14 @@ def factorise(layer: nn.Module, family: Family, sublayer: Sublayer) -> None:
         shares = family.packed.get(path, [1] * len(roles))
         inputs, outputs = sizes_of(whole)
         made = {
-            role: linear(inputs, outputs * share // sum(shares), sublayer.ranks.get(role), whole.bias is not None)
+            role: linear(
+                inputs, outputs * share // sum(shares), sublayer.ranks.get(role), whole.bias is not None
+            )
             for role, share in zip(roles, shares, strict=True)
         }
-        set_at(layer, path, made[roles[0]] if len(roles) == 1 else TakenApart(made, family.turns.get(path)))
+        set_at(
+            layer, path, made[roles[0]] if len(roles) == 1 else TakenApart(made, family.turns.get(path))
+        )
 
 
 def linear(inputs: int, outputs: int, rank: int | None, bias: bool) -> nn.Module:
@@ -476,7 +526,9 @@ def give_own_class(module: nn.Module) -> None:
     vLLM looks at one module of a class, and takes the others to have the same projections.
     """
     stock = type(module)
-    factored = tuple(name for name, child in module.named_children() if isinstance(child, (Factored, TakenApart)))
+    factored = tuple(
+        name for name, child in module.named_children() if isinstance(child, (Factored, TakenApart))
+    )
     if factored:
         own = type(stock.__name__, (stock,), {"__module__": stock.__module__})
         module.__class__ = CLASSES.setdefault((stock, factored), own)
@@ -500,7 +552,9 @@ def plan_of(layers: nn.ModuleList, path: str, family: Family) -> dict[str, str]:
     if all(styles == found[0] for styles in found):
         return {f"{path}.*.{name}": style for name, style in found[0].items()}
     # vLLM takes a name for the beginning of others, and a matrix in one layer may be two factors in another.
-    return {f"{path}.{k}.{name}": style for k, styles in enumerate(found) for name, style in styles.items()}
+    return {
+        f"{path}.{k}.{name}": style for k, styles in enumerate(found) for name, style in styles.items()
+    }
 
 
 def is_plain(module: Any) -> bool:
@@ -527,7 +581,9 @@ class ProgramLayers(nn.Module):
         self.family = family
         self.nodes = nodes
         # What is packed head by head is one stretch of a slice.
-        self.shares = {path: tuple(shares) for path, shares in family.packed.items() if path not in family.turns}
+        self.shares = {
+            path: tuple(shares) for path, shares in family.packed.items() if path not in family.turns
+        }
         attended = [sublayer.layer for sublayer in sublayers(nodes) if sublayer.kind == "A"]
         # One slot more counts the cache's tokens where no attention of the program does.
         self.counts_apart = all(self.attention(layer)["counted_by"] for layer in attended)
@@ -547,11 +603,14 @@ class ProgramLayers(nn.Module):
         arguments: list[dict[str, Any]] = []
         return iter([partial(self.slot, arguments) for _ in self.slot_layers])
 
-    def slot(self, arguments: list[dict[str, Any]], stream: Tensor, *by_position: Any, **by_name: Any) -> Any:
+    def slot(
+        self, arguments: list[dict[str, Any]], stream: Tensor, *by_position: Any, **by_name: Any
+    ) -> Any:
         arguments.append(dict(zip(self.family.arguments, by_position, strict=False)) | by_name)
         if len(arguments) == len(self):
             cache = next((arguments[-1][name] for name in CACHES if name in arguments[-1]), None)
-            if self.counts_apart and cache is not None:  # which the decoder asks where the next token stands
+            # Which the decoder asks where the next token stands.
+            if self.counts_apart and cache is not None:
                 nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
                 cache.update(nothing, nothing, len(self) - 1)
             stream = self.run(self.nodes, stream, enumerate(arguments))[0]
@@ -584,7 +643,9 @@ class ProgramLayers(nn.Module):
         output: Tensor = checkpointed(partial(self.output, sublayer, slot, arguments | no_cache), stream)
         return output
 
-    def output(self, sublayer: Sublayer, slot: int | None, arguments: dict[str, Any], stream: Tensor) -> Tensor:
+    def output(
+        self, sublayer: Sublayer, slot: int | None, arguments: dict[str, Any], stream: Tensor
+    ) -> Tensor:
         layer = self.get_submodule(str(sublayer.layer))
         called = called_in(layer, self.family, sublayer.kind)
         attention = attention_in(layer, self.family)
@@ -606,7 +667,9 @@ class ProgramLayers(nn.Module):
         return output
 
     @contextmanager
-    def sliced(self, layer: nn.Module, roots: tuple[str, ...], piece: tuple[int, int] | None) -> Iterator[None]:
+    def sliced(
+        self, layer: nn.Module, roots: tuple[str, ...], piece: tuple[int, int] | None
+    ) -> Iterator[None]:
         """While inside, the layer's modules have one slice of their heads or neurons."""
         mixture = self.family.mixture
         others = by_head(self.family) + ([] if mixture is None else [mixture["experts"]])
@@ -664,11 +727,14 @@ class RunsProgram(nn.Module):
         super().__init__(whole)
         self.family = family
         decoder = self.get_submodule(place)
-        path, layers = next((path, m) for path, m in decoder.named_modules() if isinstance(m, nn.ModuleList))
+        path, layers = next(
+            (path, m) for path, m in decoder.named_modules() if isinstance(m, nn.ModuleList)
+        )
         path = f"{place}.{path}".removeprefix(".")
         program = parse(whole.surgeon_program)
         if any(one.experts is not None for one in sublayers(program)):
-            config.output_router_logits = False  # the stock class balances as many experts in every layer
+            # The stock class balances as many experts in every layer.
+            config.output_router_logits = False
         for sublayer in {(one.kind, one.layer): one for one in sublayers(program)}.values():
             if sublayer.experts is not None and self.family.mixture is not None:
                 leave_experts(layers[sublayer.layer], self.family.mixture, sublayer.experts)
@@ -691,17 +757,22 @@ class RunsProgram(nn.Module):
         """Return the stock plan for tensor-parallel ranks, with factors in it."""
         stock: dict[str, str] = self._tp_plan or {}
         if self.family.counts or self.family.feature_norms or self.family.mixture is not None:
-            return stock  # modules that go by the number, or by the norm, of all heads cannot have those of a rank
+            # Modules that go by the number, or by the norm, of all heads cannot have those of a rank.
+            return stock
         if len(self.family.attentions) > 1:
             return stock  # of which ranks share one kind
         ours = tuple(f"{path}.*.{place}" for place in self.family.reads + self.family.writes)
-        return {name: style for name, style in stock.items() if name not in ours} | plan_of(layers, path, self.family)
+        return {name: style for name, style in stock.items() if name not in ours} | plan_of(
+            layers, path, self.family
+        )
 
     def refuse_collecting(self, decoder: nn.Module, args: Any, given: dict[str, Any]) -> None:  # noqa: ARG002
         """Refuse outputs that only whole layers have."""
         for name in ("output_hidden_states", "output_attentions")[: 1 + self.family.returns_tuple]:
             if given.get(name, getattr(self.config, name, False)):
-                raise ValueError(f"{name} is not supported: a model that runs a program has no layers to collect from")
+                raise ValueError(
+                    f"{name} is not supported: a model that runs a program has no layers to collect from"
+                )
 
 
 class KeepsProgram:
@@ -738,7 +809,9 @@ def define_classes(stock: type) -> dict[str, type]:
     config = type(f"{name}Config", (KeepsProgram, stock), own_type)
     body: Any = {"__module__": __name__, "config_class": config}
     names = {f"{name}{suffix}": mapping[stock] for suffix, mapping in STOCK.items() if stock in mapping}
-    return {f"{name}Config": config} | {own: type(own, (RunsProgram, model), body) for own, model in names.items()}
+    return {f"{name}Config": config} | {
+        own: type(own, (RunsProgram, model), body) for own, model in names.items()
+    }
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,9 @@ class AppliedOperation:
     parameters: dict[str, Any] = field(default_factory=dict)
     line: int = 0
 
-    def apply(self, program: Program, shapes: LayerShapes | None = None, own: Program | None = None) -> Program:
+    def apply(
+        self, program: Program, shapes: LayerShapes | None = None, own: Program | None = None
+    ) -> Program:
         """The program after the operation, on each stretch in turn; `shapes` as `Operation.apply` takes them.
 
         Args:

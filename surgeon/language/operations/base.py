@@ -15,7 +15,15 @@ from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from surgeon.errors import shown
-from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant, apply, check_free, declare
+from surgeon.language.operations.declare import (
+    HEATMAPS,
+    VARIANTS,
+    Heatmap,
+    Variant,
+    apply,
+    check_free,
+    declare,
+)
 from surgeon.language.program import Node, Program, Step, layer_nodes
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, LayerShapes, Sublayer
 
@@ -62,7 +70,9 @@ class Operation:
         """The first line of its description."""
         return inspect.getdoc(self.function).split("\n")[0]  # type: ignore[union-attr]
 
-    def apply(self, program: Program, layers: range, shapes: LayerShapes | None = None, **parameters: Any) -> Program:
+    def apply(
+        self, program: Program, layers: range, shapes: LayerShapes | None = None, **parameters: Any
+    ) -> Program:
         """The edited program; `shapes` and errors as `declare.apply`."""
         return apply(self.function, program, layers, shapes, **parameters)
 
@@ -200,7 +210,9 @@ def require_present(program: Program, layers: range) -> None:
         )
     gone = [layer for layer in layers if layer not in present]
     if gone:
-        raise ValueError(f"layers {show_range(layers)} overlap with what an earlier operation removed: layer {gone[0]}")
+        raise ValueError(
+            f"layers {show_range(layers)} overlap with what an earlier operation removed: layer {gone[0]}"
+        )
 
 
 def show_range(layers: range) -> str:
@@ -215,13 +227,19 @@ def parse_range(text: Any) -> range:
         ValueError: if it is anything else.
     """
     if isinstance(text, int):
-        raise ValueError('layers must stand in quotes, as in "4:30": without them YAML reads 4:30 as a number')
+        raise ValueError(
+            'layers must stand in quotes, as in "4:30": without them YAML reads 4:30 as a number'
+        )
     match = _LAYERS.fullmatch(str(text))
     if match is None or int(match[1]) >= int(match[2]):
-        raise ValueError(f'layers {shown(text)} are no range; write "4:30" for layers 4 to 29 (layers count from 0)')
+        raise ValueError(
+            f'layers {shown(text)} are no range; write "4:30" for layers 4 to 29 (layers count from 0)'
+        )
     return range(int(match[1]), int(match[2]))
 
 
 def averaged(sublayers: list[Sublayer]) -> Sublayer:
     """Make a sublayer with the average of several sublayers' weights."""
-    return Sublayer(sublayers[0].kind, tuple(layer for sublayer in sublayers for layer in sublayer.layers))
+    return Sublayer(
+        sublayers[0].kind, tuple(layer for sublayer in sublayers for layer in sublayer.layers)
+    )

@@ -74,7 +74,9 @@ class Heatmap:
             return ()
         return self.values(shapes, layer)
 
-    def __call__(self, program: Program, layers: range, shapes: LayerShapes | None = None, **more: Any) -> Program:
+    def __call__(
+        self, program: Program, layers: range, shapes: LayerShapes | None = None, **more: Any
+    ) -> Program:
         """The program after the operation; `shapes` and errors as `apply`."""
         return apply(self.function, program, layers, shapes, **self.parameters, **more)
 
@@ -112,7 +114,11 @@ Declared = TypeVar("Declared", Heatmap, Variant)
 
 
 def apply(
-    function: Callable[..., Program], program: Program, layers: range, shapes: LayerShapes | None, **parameters: Any
+    function: Callable[..., Program],
+    program: Program,
+    layers: range,
+    shapes: LayerShapes | None,
+    **parameters: Any,
 ) -> Program:
     """The program after an operation.
 
@@ -125,7 +131,9 @@ def apply(
     if not _takes_shapes(function):
         return function(program, layers, **parameters)
     if shapes is None:
-        raise ValueError(f"{function.__name__} depends on the shapes of the model's layers, which are not given here")
+        raise ValueError(
+            f"{function.__name__} depends on the shapes of the model's layers, which are not given here"
+        )
     return function(program, layers, shapes=shapes, **parameters)
 
 
@@ -134,7 +142,9 @@ def _takes_shapes(function: Callable[..., Program]) -> bool:
     return "shapes" in inspect.signature(function).parameters
 
 
-def declare(table: dict[str, Declared], declared: Mapping[str, Declared], function: Callable[..., Program]) -> None:
+def declare(
+    table: dict[str, Declared], declared: Mapping[str, Declared], function: Callable[..., Program]
+) -> None:
     """Enter what an operation declares, and keep the table in the order of places, whoever is imported first.
 
     Raises:
@@ -155,7 +165,9 @@ def check_free(name: str, function: Callable[..., Any], present: Callable[..., A
         ValueError: naming the other function.
     """
     if present is not None and _home(present) != _home(function):
-        raise ValueError(f"{_home(function)} cannot be called {name!r}: {_home(present)} is; choose another name")
+        raise ValueError(
+            f"{_home(function)} cannot be called {name!r}: {_home(present)} is; choose another name"
+        )
 
 
 def _home(function: Callable[..., Any]) -> str:

@@ -60,14 +60,17 @@ def experts(
     """
     require_present(program, layers)
     if (keep is None) == (drop is None):
-        raise ValueError("give either keep or drop: the numbers of the experts that stay, or of those left out")
+        raise ValueError(
+            "give either keep or drop: the numbers of the experts that stay, or of those left out"
+        )
     if isinstance(keep, int) == (seed is None):
         raise ValueError(
             "a number of experts is drawn by a seed, and what is listed is not drawn; give the numbers of those that "
             "stay, as in [0, 3], or how many of them and a seed"
         )
     kept = {
-        layer: _choose_experts(place, layer, layers, shapes, keep, drop, seed) for place, layer in enumerate(layers)
+        layer: _choose_experts(place, layer, layers, shapes, keep, drop, seed)
+        for place, layer in enumerate(layers)
     }
     if not any(kept.values()):
         raise ValueError(f"none of the layers {show_range(layers)} is a mixture of experts")
@@ -104,17 +107,25 @@ def _choose_experts(
         return ()
     if isinstance(keep, int):
         if not 1 <= keep <= mixture.experts:
-            raise ValueError(f"of {mixture.experts} experts 1 to {mixture.experts} can be kept, not {keep}")
+            raise ValueError(
+                f"of {mixture.experts} experts 1 to {mixture.experts} can be kept, not {keep}"
+            )
         return tuple(sorted(Random(f"{seed} {layer}").sample(range(mixture.experts), keep)))
     named = [drop] if isinstance(drop, int) else drop
     listed = list(named or ()) if keep is None else _of_layer(keep, place, layers)
-    wrong = next((one for one in listed if not 0 <= one < mixture.experts or listed.count(one) > 1), None)
+    wrong = next(
+        (one for one in listed if not 0 <= one < mixture.experts or listed.count(one) > 1), None
+    )
     if wrong is not None or not listed:
-        raise ValueError(f"experts are different numbers from 0 to {mixture.experts - 1}, as in [0, 3], not {listed}")
+        raise ValueError(
+            f"experts are different numbers from 0 to {mixture.experts - 1}, as in [0, 3], not {listed}"
+        )
     if drop is not None:
         listed = [one for one in range(mixture.experts) if one not in listed]
         if not listed:
-            raise ValueError(f"all {mixture.experts} experts of layer {layer} would be left out; keep at least one")
+            raise ValueError(
+                f"all {mixture.experts} experts of layer {layer} would be left out; keep at least one"
+            )
     return tuple(sorted(listed))
 
 

@@ -15,4 +15,6 @@ def fuse_attention_mlp(program: Program, layers: range) -> Program:
     stretch = find_stretch(program, layers)
     if len(stretch.layers[0]) == 1:
         raise ValueError("attention and feed-forward of these layers read the same stream already")
-    return stretch.replaced_by(*(node for layer in layers for node in layer_nodes(layer, steps_per_layer=1)))
+    return stretch.replaced_by(
+        *(node for layer in layers for node in layer_nodes(layer, steps_per_layer=1))
+    )

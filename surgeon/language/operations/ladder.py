@@ -30,11 +30,17 @@ def ladder(program: Program, layers: range, sublayers: Half = "both") -> Program
         if not late:
             nodes.append(node)
         elif isinstance(node, Fork):
-            raise ValueError(f"layers {show_range(layers)} contain a fork, {node}; a ladder is made of steps only")
+            raise ValueError(
+                f"layers {show_range(layers)} contain a fork, {node}; a ladder is made of steps only"
+            )
         elif not all(inside.issuperset(each.layers) for each in here):
-            raise ValueError(f"layers {show_range(layers)} cut through {node}; take in all of its layers, or none")
+            raise ValueError(
+                f"layers {show_range(layers)} cut through {node}; take in all of its layers, or none"
+            )
         elif len(late) < len(here):
-            raise ValueError(f'sublayers {sublayers} cut through {node}, which reads once; use "both", or other layers')
+            raise ValueError(
+                f'sublayers {sublayers} cut through {node}, which reads once; use "both", or other layers'
+            )
         else:
             nodes.append(Step(node.sublayers, late=True))
     return Program(tuple(nodes))

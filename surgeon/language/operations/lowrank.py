@@ -91,7 +91,9 @@ def lowrank(
     """
     require_present(program, layers)
     if (keep is None) == (ranks is None):
-        raise ValueError("give either keep, a share of each matrix's parameters such as 0.6, or ranks, by matrix")
+        raise ValueError(
+            "give either keep, a share of each matrix's parameters such as 0.6, or ranks, by matrix"
+        )
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be from 0 to 1, not {alpha:g}")
     if allocation != "uniform":
@@ -148,7 +150,9 @@ def saves(rank: int, out_features: int, in_features: int) -> bool:
     return rank * (out_features + in_features) < out_features * in_features
 
 
-def _choose_ranks(layers: range, shapes: LayerShapes, weights: Sequence[str] | None, keep: float) -> dict[int, Ranks]:
+def _choose_ranks(
+    layers: range, shapes: LayerShapes, weights: Sequence[str] | None, keep: float
+) -> dict[int, Ranks]:
     if not 0 < keep <= 1:
         raise ValueError(f"keep must be more than 0 and at most 1, not {keep:g}")
     found: Ranks = {}
@@ -191,7 +195,9 @@ def _assign_ranks(
         size = _shape(role, shapes)
         for rank in sorted(set(asked.values())):
             if not 1 <= rank <= min(size):
-                raise ValueError(f"rank {rank} of {role} must be from 1 to {min(size)}, the matrix's full rank")
+                raise ValueError(
+                    f"rank {rank} of {role} must be from 1 to {min(size)}, the matrix's full rank"
+                )
             if not saves(rank, *size):
                 _warn_whole(role, layers, f"of rank {rank}", shapes)
         for layer, rank in asked.items():
@@ -202,7 +208,9 @@ def _assign_ranks(
 
 def _shape(role: str, shapes: LayerShapes) -> tuple[int, int]:
     if role not in shapes.matrices:
-        raise ValueError(f"the model's layers have no matrix {role!r}; {did_you_mean(role, shapes.matrices)}")
+        raise ValueError(
+            f"the model's layers have no matrix {role!r}; {did_you_mean(role, shapes.matrices)}"
+        )
     return shapes.matrices[role]
 
 
@@ -218,12 +226,17 @@ def _warn_whole(role: str, layers: range, factors: str, shapes: LayerShapes) -> 
 def _truncate(sublayer: Sublayer, layers: range, chosen: Mapping[int, Ranks]) -> Sublayer:
     inside = [layer for layer in sublayer.layers if layer in layers]
     if len(inside) < len(sublayer.layers):
-        raise ValueError(f"layers {show_range(layers)} cut through {sublayer}; take in all of its layers, or none")
+        raise ValueError(
+            f"layers {show_range(layers)} cut through {sublayer}; take in all of its layers, or none"
+        )
     first, *others = [
-        {role: rank for role, rank in chosen[layer].items() if role in ROLES[sublayer.kind]} for layer in inside
+        {role: rank for role, rank in chosen[layer].items() if role in ROLES[sublayer.kind]}
+        for layer in inside
     ]
     if any(other != first for other in others):
-        raise ValueError(f"the layers of {sublayer} are given different ranks; their average has one of each matrix")
+        raise ValueError(
+            f"the layers of {sublayer} are given different ranks; their average has one of each matrix"
+        )
     for role in first:
         if sublayer.rank(role) is not None:
             raise ValueError(

@@ -10,7 +10,8 @@ def merge(program: Program, layers: range) -> Program:
     """Replace the layers by one with the average of their weights (Layer Parallelism, section 3, figure 3b)."""
     stretch = find_stretch(program, layers)
     merged = []
-    for steps in zip(*map(steps_of, stretch.layers), strict=True):  # the layers' first steps, then their second ones
+    # The layers' first steps, then their second ones.
+    for steps in zip(*map(steps_of, stretch.layers), strict=True):
         same_place = zip(*(step.sublayers for step in steps), strict=True)
         merged.append(Step(tuple(averaged(list(sublayers)) for sublayers in same_place)))
     return stretch.replaced_by(*merged)

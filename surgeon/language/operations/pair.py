@@ -11,7 +11,9 @@ _AS_RUN = "pairs as tensor parallelism runs them"
 
 @operation(
     heatmaps={
-        "2-parallel": Heatmap("2-Parallel", {"form": "par"}, place=5, paper=True, group=2, curves=True, style=6),
+        "2-parallel": Heatmap(
+            "2-Parallel", {"form": "par"}, place=5, paper=True, group=2, curves=True, style=6
+        ),
         "3-parallel": Heatmap("3-Parallel", {"form": "par", "size": 3}, place=6, group=3, style=7),
         "lp": Heatmap("LP pairs", place=7, group=2, curves=True, verb="pair", note=_AS_RUN),
     },

@@ -8,7 +8,9 @@ from surgeon.language.program import Node, Program, Step, steps_of
 @operation(
     heatmaps={
         "prune": Heatmap("Prune", place=2, paper=True, removes=True, style=1, verb="remove"),
-        "prune-attention": Heatmap("Prune attention", {"sublayers": "attention"}, place=9, removes=True, style=2),
+        "prune-attention": Heatmap(
+            "Prune attention", {"sublayers": "attention"}, place=9, removes=True, style=2
+        ),
         "prune-mlp": Heatmap("Prune MLP", {"sublayers": "mlp"}, place=10, removes=True, style=3),
     }
 )

@@ -25,7 +25,9 @@ def repeat(program: Program, layers: range, times: int = 2) -> Program:
         ValueError: if `times` is below 2, the layers nowhere run in a row, or share a step with others.
     """
     if not 2 <= times <= MOST_TIMES:
-        raise ValueError(f"times must be at least 2 and at most {MOST_TIMES}, not {times}; 2 runs the layers twice")
+        raise ValueError(
+            f"times must be at least 2 and at most {MOST_TIMES}, not {times}; 2 runs the layers twice"
+        )
     require_present(program, layers)
     return Program(_repeat_runs(program.nodes, layers, times))
 
@@ -35,7 +37,10 @@ def _repeat_runs(nodes: tuple[Node, ...], layers: range, times: int) -> tuple[No
     wanted = Program(nodes).layers.intersection(layers)
     beside = tuple(_with_branches(node, layers, times) for node in nodes)
     made: list[Node] = []
-    runs = [tuple(run) for _, run in groupby(beside, key=lambda node: wanted.issuperset(Program((node,)).layers))]
+    runs = [
+        tuple(run)
+        for _, run in groupby(beside, key=lambda node: wanted.issuperset(Program((node,)).layers))
+    ]
     for run in runs:
         made += run * times if Program(run).layers == wanted else run
     if wanted and beside == tuple(made) == nodes:
@@ -54,4 +59,6 @@ def _with_branches(node: Node, layers: range, times: int) -> Node:
         return node
     if isinstance(node, Fork):
         return Fork(tuple(_repeat_runs(branch, layers, times) for branch in node.branches))
-    raise ValueError(f"layers {show_range(layers)} cut through {node}; take in all of its layers, or none")
+    raise ValueError(
+        f"layers {show_range(layers)} cut through {node}; take in all of its layers, or none"
+    )

@@ -23,4 +23,6 @@ def fork_of_slices(nodes: Iterable[Node], count: int) -> Fork:
 
 
 def _slice(step: Step, index: int, count: int) -> Step:
-    return replace(step, sublayers=tuple(replace(whole, piece=(index, count)) for whole in step.sublayers))
+    return replace(
+        step, sublayers=tuple(replace(whole, piece=(index, count)) for whole in step.sublayers)
+    )

@@ -38,5 +38,7 @@ def tracks(program: Program, layers: range, count: int, depth: int) -> Program:
             "use a depth of 2 or more"
         )
     starts = range(0, len(stretch.layers), depth)
-    parts = ([node for layer in stretch.layers[start : start + depth] for node in layer] for start in starts)
+    parts = (
+        [node for layer in stretch.layers[start : start + depth] for node in layer] for start in starts
+    )
     return stretch.replaced_by(*(fork_of_slices(part, count) for part in parts))

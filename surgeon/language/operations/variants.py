@@ -12,7 +12,8 @@ from surgeon.language.program import Program
 
 DENSE = "dense"  # the unedited program
 UPPER_BOUND = "upper-bound"  # the program compared with, on ranks that do not wait for each other
-HALVES = "halves"  # the same, of half of the tokens at a time while the others' reductions are on their way
+# The same, of half of the tokens at a time while the others' reductions are on their way.
+HALVES = "halves"
 RUN_OTHERWISE = (HALVES, UPPER_BOUND)
 SPARED = 2  # layers at either end that the papers leave alone
 

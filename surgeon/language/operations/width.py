@@ -12,10 +12,18 @@ from surgeon.language.operations.base import operation, require_present, show_ra
 from surgeon.language.operations.declare import Heatmap
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import Program
-from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, UNITS, LayerShapes, Sublayer, require_width
+from surgeon.language.sublayer import (
+    ATTENTION,
+    FEED_FORWARD,
+    UNITS,
+    LayerShapes,
+    Sublayer,
+    require_width,
+)
 from surgeon.words import layer_list
 
-Criterion = Literal["activation", "wanda"]  # what goes by text: surgeon.analysis.importance describes them
+# What goes by text: surgeon.analysis.importance describes them.
+Criterion = Literal["activation", "wanda"]
 By = Literal["magnitude", "random", Criterion]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 USUAL: Criterion = "wanda"  # of what has a text
@@ -80,7 +88,9 @@ def width(
     """
     require_present(program, layers)
     if heads is None and neurons is None:
-        raise ValueError("give heads, neurons, or both: a share such as 0.75, or how many of them are kept")
+        raise ValueError(
+            "give heads, neurons, or both: a share such as 0.75, or how many of them are kept"
+        )
     if seed is not None and by != "random":
         raise ValueError(f"seed {seed} is of a choice at random; give by: random, or leave seed out")
     if calibration is not None and by not in (None, *CRITERIA):
@@ -90,8 +100,12 @@ def width(
     kept = {ATTENTION: heads, FEED_FORWARD: neurons}
     for kind in kept:
         if kept[kind] is not None and kind not in shapes.units:
-            raise ValueError(f"the {UNITS[kind]} of this model's layers cannot be told apart, so that all of them stay")
-    widths = {kind: count_of(kept[kind], kind, shapes.units[kind]) for kind in kept if kept[kind] is not None}
+            raise ValueError(
+                f"the {UNITS[kind]} of this model's layers cannot be told apart, so that all of them stay"
+            )
+    widths = {
+        kind: count_of(kept[kind], kind, shapes.units[kind]) for kind in kept if kept[kind] is not None
+    }
     for kind, count in widths.items():
         if count == shapes.units[kind] and isinstance(kept[kind], float) and kept[kind] != 1:
             warnings.warn(
@@ -104,7 +118,10 @@ def width(
 
     def narrow(sublayer: Sublayer) -> Sublayer:
         count = None if set(layers).isdisjoint(sublayer.layers) else widths.get(sublayer.kind)
-        if count in (None, shapes.units.get(sublayer.kind)) or sublayer.kind not in shapes.of(sublayer).units:
+        if (
+            count in (None, shapes.units.get(sublayer.kind))
+            or sublayer.kind not in shapes.of(sublayer).units
+        ):
             return sublayer
         return _narrow(sublayer, count, layers, shapes)
 
@@ -136,14 +153,20 @@ def count_of(kept: float | int | list[int] | None, kind: str, units: int) -> int
     if isinstance(kept, list):
         wrong = next((one for one in kept if not 0 <= one < units or kept.count(one) > 1), None)
         if wrong is not None or not kept:
-            raise ValueError(f"{what} to keep are different numbers from 0 to {units - 1}, as in [0, 2], not {kept}")
+            raise ValueError(
+                f"{what} to keep are different numbers from 0 to {units - 1}, as in [0, 2], not {kept}"
+            )
         return len(kept)
     if isinstance(kept, int):
         if not 1 <= kept <= units:
-            raise ValueError(f"of {units} {what} 1 to {units} can be kept, not {kept}; a share of them is written 0.75")
+            raise ValueError(
+                f"of {units} {what} 1 to {units} can be kept, not {kept}; a share of them is written 0.75"
+            )
         return kept
     if kept is None or not 0 < kept <= 1:
-        raise ValueError(f"a share of {what} is above 0 and at most 1, not {kept}; a number of them is written whole")
+        raise ValueError(
+            f"a share of {what} is above 0 and at most 1, not {kept}; a number of them is written whole"
+        )
     return max(1, floor(kept * units + 0.5))
 
 
@@ -155,6 +178,8 @@ def _narrow(sublayer: Sublayer, count: int | None, layers: range, shapes: LayerS
     made = replace(sublayer, width=count)
     require_width(made, shapes.of(made).units[made.kind])
     if made.piece is not None and (made.width or 0) % made.piece[1]:
-        raise ValueError(f"the {made.width} {UNITS[made.kind]} of {made} do not divide into {made.piece[1]} slices")
+        raise ValueError(
+            f"the {made.width} {UNITS[made.kind]} of {made} do not divide into {made.piece[1]} slices"
+        )
     made.parameters(shapes)  # refuses ranks above those of what is left of the matrices
     return made

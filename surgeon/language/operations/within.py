@@ -15,7 +15,9 @@ from surgeon.language.program import Fork, Node, Program, layer_nodes, steps_of
 Change = Callable[[Program], Program]
 
 
-def changed_within(program: Program, layers: range, steps_per_layer: int, change: Change) -> Program | None:
+def changed_within(
+    program: Program, layers: range, steps_per_layer: int, change: Change
+) -> Program | None:
     """The program with a change of one list of its nodes, its own or a branch's, that runs a stretch of layers.
 
     A branch of which nothing is left is gone, and so is a fork without branches.
@@ -33,8 +35,12 @@ def changed_within(program: Program, layers: range, steps_per_layer: int, change
     return Program(nodes)
 
 
-def _change(nodes: tuple[Node, ...], wanted: tuple[Node, ...], change: Change) -> tuple[Node, ...] | None:
-    if any(nodes[start : start + len(wanted)] == wanted for start in range(len(nodes) - len(wanted) + 1)):
+def _change(
+    nodes: tuple[Node, ...], wanted: tuple[Node, ...], change: Change
+) -> tuple[Node, ...] | None:
+    if any(
+        nodes[start : start + len(wanted)] == wanted for start in range(len(nodes) - len(wanted) + 1)
+    ):
         return change(Program(nodes)).nodes
     for place, fork in enumerate(nodes):
         for number, branch in enumerate(fork.branches if isinstance(fork, Fork) else ()):
@@ -105,7 +111,9 @@ def _parts(own: Program, layers: range) -> list[tuple[range, int]]:
     return found
 
 
-def whole_runs(nodes: tuple[Node, ...], steps_per_layer: int, depth: int = 0) -> Iterator[tuple[range, int]]:
+def whole_runs(
+    nodes: tuple[Node, ...], steps_per_layer: int, depth: int = 0
+) -> Iterator[tuple[range, int]]:
     """The runs of neighbouring whole layers, each with the number of forks that it lies in."""
     for part in parts_of(nodes, steps_per_layer):
         if isinstance(part, range):
@@ -151,9 +159,13 @@ def _at_depth(
         return change(Program(nodes), part).nodes
     for place, fork in enumerate(nodes):
         for number, branch in enumerate(fork.branches if isinstance(fork, Fork) else ()):
-            if any(not set(part).isdisjoint(sublayer.layers) for sublayer in Program(branch).sublayers()):
+            if any(
+                not set(part).isdisjoint(sublayer.layers) for sublayer in Program(branch).sublayers()
+            ):
                 assert isinstance(fork, Fork)
-                return _with_branch(nodes, place, fork, number, _at_depth(branch, part, depth - 1, change))
+                return _with_branch(
+                    nodes, place, fork, number, _at_depth(branch, part, depth - 1, change)
+                )
     raise ValueError(f"layers {show_range(part)} overlap with what an earlier operation removed")
 
 

@@ -9,7 +9,15 @@ from surgeon.models.families.fused import FUSED
 from surgeon.models.families.registry import FAMILIES
 from surgeon.models.families.specs import Projection, SublayerSpec
 
-__all__ = ["FAMILIES", "Family", "Projection", "SublayerSpec", "Unsupported", "family_named", "family_of"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Projection",
+    "SublayerSpec",
+    "Unsupported",
+    "family_named",
+    "family_of",
+]
 
 
 class Unsupported(ValueError):

@@ -260,7 +260,9 @@ class Family:
 
     def specs(self) -> list[SublayerSpec]:
         """Return the sublayers of all layers, each once."""
-        return list(dict.fromkeys((self.attention, self.mlp, *(spec for _, _, spec in self.layer_specs))))
+        return list(
+            dict.fromkeys((self.attention, self.mlp, *(spec for _, _, spec in self.layer_specs)))
+        )
 
     @property
     def mixture(self) -> MixtureSpec | None:
@@ -387,7 +389,9 @@ class Family:
             sources: for each new layer, the layer whose description it gets.
         """
         lists = {key: getattr(config, key, None) for key in self.entries.lists}
-        entries = {key: [values[k] for k in sources] for key, values in lists.items() if values is not None}
+        entries = {
+            key: [values[k] for k in sources] for key, values in lists.items() if values is not None
+        }
         return entries | self.entries.follow(config, sources)
 
     def per_layer_entries(
@@ -399,7 +403,9 @@ class Family:
             sources: for each new layer, the layer whose description it gets.
             feed_forwards: that of its feed-forward, where this is of other layers.
         """
-        return self.attention_entries(config, sources) | self.entries.follow_mlp(config, feed_forwards or sources)
+        return self.attention_entries(config, sources) | self.entries.follow_mlp(
+            config, feed_forwards or sources
+        )
 
     def head_dim(self, config: Any) -> int:
         return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

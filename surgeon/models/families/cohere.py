@@ -19,7 +19,9 @@ COHERE = replace(
     LLAMA,
     name="Cohere",
     model_type="cohere",
-    summary=("attention beside MLP behind one norm without a shift; neighbouring features turn, logits have a factor."),
+    summary=(
+        "attention beside MLP behind one norm without a shift; neighbouring features turn, logits have a factor."
+    ),
     mlp=replace(LLAMA.mlp, stages=(LLAMA.attention.stages[0], "mlp")),
     norms=Norms("centred", "layer_norm_eps"),
     positions=Positions(neighbours=True),

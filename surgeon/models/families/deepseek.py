@@ -17,7 +17,15 @@ from surgeon.models.families.mixtures import MIXTURE, ROUTED
 from surgeon.models.families.specs import Latent, SublayerSpec, shared_projections
 from surgeon.models.routing import Routing
 
-_ATTENTION = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+_ATTENTION = (
+    "q_proj",
+    "q_a_proj",
+    "q_a_layernorm",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_a_layernorm",
+    "kv_b_proj",
+)
 
 
 def _latent(config: Any) -> Latent:
@@ -35,7 +43,11 @@ def _latent(config: Any) -> Latent:
 def _scale(config: Any) -> float | None:
     """Scale attention more in longer texts (yarn), as its `mscale_all_dim` says."""
     rope = config.rope_parameters
-    if rope.get("rope_type", "default") == "default" or not rope.get("mscale_all_dim") or rope["factor"] <= 1:
+    if (
+        rope.get("rope_type", "default") == "default"
+        or not rope.get("mscale_all_dim")
+        or rope["factor"] <= 1
+    ):
         return None
     more = 0.1 * rope["mscale_all_dim"] * log(rope["factor"]) + 1.0
     return float(more**2 * (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
@@ -82,7 +94,9 @@ def _variant(family: Family, config: Any) -> Family:
 def _follow_mlp(config: Any, sources: Sequence[int]) -> dict[str, Any]:
     dense = [source < config.first_k_dense_replace for source in sources]
     if dense != sorted(dense, reverse=True):
-        raise ValueError("its dense layers come first in every configuration, and here a mixture stands before one")
+        raise ValueError(
+            "its dense layers come first in every configuration, and here a mixture stands before one"
+        )
     return {"first_k_dense_replace": sum(dense)}
 
 
@@ -106,11 +120,15 @@ DEEPSEEK_V3 = replace(
     LLAMA,
     name="DeepSeek-V3",
     model_type="deepseek_v3",
-    summary=("attentions over compressed keys and values, and mixtures with shared experts behind dense layers."),
+    summary=(
+        "attentions over compressed keys and values, and mixtures with shared experts behind dense layers."
+    ),
     attention=SublayerSpec(
         stages=LLAMA.attention.stages,
         projections=(),
-        beside=tuple(f"self_attn.{name}.{part}" for name in (*_ATTENTION, "o_proj") for part in ("weight", "bias")),
+        beside=tuple(
+            f"self_attn.{name}.{part}" for name in (*_ATTENTION, "o_proj") for part in ("weight", "bias")
+        ),
         kept="their heads share compressed keys and values",
         latent=_latent,
     ),

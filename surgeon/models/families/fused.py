@@ -46,7 +46,9 @@ def _variant(family: Family, config: Any) -> Family:
     return replace(
         family,
         name=family.name if base is None else base.name,
-        norms=Norms("rms", _EPSILON, unit_offset=True) if config.norm == OFFSET else Norms(config.norm, _EPSILON),
+        norms=Norms("rms", _EPSILON, unit_offset=True)
+        if config.norm == OFFSET
+        else Norms(config.norm, _EPSILON),
         positions=positions,
         attention=replace(family.attention, heads=tuple(heads)),
         mlp=family.mlp if config.gated else replace(family.mlp, projections=family.mlp.projections[1:]),
@@ -76,5 +78,7 @@ FUSED = replace(
 
 # Where every role of a sublayer lies in a layer, whichever family it came from.
 PROJECTIONS: dict[str, Projection] = {
-    projection.role: projection for spec in (LLAMA.attention, LLAMA.mlp) for projection in spec.projections
+    projection.role: projection
+    for spec in (LLAMA.attention, LLAMA.mlp)
+    for projection in spec.projections
 }

@@ -27,10 +27,19 @@ GEMMA2 = replace(
     LLAMA,
     name="Gemma2",
     model_type="gemma2",
-    summary=("norms after sublayers too, gains stored as 1 + weight, windows in every other layer, capped logits."),
-    attention=replace(LLAMA.attention, stages=(*LLAMA.attention.stages, StreamNorm("post_attention_layernorm"))),
+    summary=(
+        "norms after sublayers too, gains stored as 1 + weight, windows in every other layer, capped logits."
+    ),
+    attention=replace(
+        LLAMA.attention, stages=(*LLAMA.attention.stages, StreamNorm("post_attention_layernorm"))
+    ),
     mlp=replace(
-        LLAMA.mlp, stages=(StreamNorm("pre_feedforward_layernorm"), "mlp", StreamNorm("post_feedforward_layernorm"))
+        LLAMA.mlp,
+        stages=(
+            StreamNorm("pre_feedforward_layernorm"),
+            "mlp",
+            StreamNorm("post_feedforward_layernorm"),
+        ),
     ),
     norms=Norms(unit_offset=True),
     activation="hidden_activation",

@@ -29,7 +29,9 @@ GLM4 = replace(
     name="GLM-4",
     model_type="glm4",
     summary="GLM with norms after sublayers, too.",
-    attention=replace(GLM.attention, stages=(*GLM.attention.stages, StreamNorm("post_self_attn_layernorm"))),
+    attention=replace(
+        GLM.attention, stages=(*GLM.attention.stages, StreamNorm("post_self_attn_layernorm"))
+    ),
     mlp=replace(GLM.mlp, stages=(*GLM.mlp.stages, StreamNorm("post_mlp_layernorm"))),
 )
 

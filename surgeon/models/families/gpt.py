@@ -15,7 +15,12 @@ from surgeon.models.families.base import (
     Scales,
 )
 from surgeon.models.families.phi import PHI
-from surgeon.models.families.specs import StreamNorm, SublayerSpec, attention_projections, plain_projections
+from surgeon.models.families.specs import (
+    StreamNorm,
+    SublayerSpec,
+    attention_projections,
+    plain_projections,
+)
 
 
 def _gpt2_unsupported(config: Any) -> str | None:
@@ -78,7 +83,9 @@ def _gpt_neo_attention_scale(_: Any) -> float:
 GPT_NEO = Family(
     name="GPT-Neo",
     model_type="gpt_neo",
-    summary=("GPT-2's functions in plain linear layers, unscaled attention, and local windows in some layers."),
+    summary=(
+        "GPT-2's functions in plain linear layers, unscaled attention, and local windows in some layers."
+    ),
     layers="transformer.h",
     embedding="transformer.wte",
     final_norm="transformer.ln_f",
@@ -173,7 +180,9 @@ GPT_NEOX = Family(
     head="lm_head",
     attention=SublayerSpec(
         stages=(StreamNorm("input_layernorm"), "attention"),
-        projections=attention_projections("attention", "query_key_value", "dense", kv="heads", interleaved=True),
+        projections=attention_projections(
+            "attention", "query_key_value", "dense", kv="heads", interleaved=True
+        ),
         cache_slot="attention.layer_idx",
     ),
     mlp=SublayerSpec(
@@ -205,7 +214,9 @@ def _falcon_unsupported(config: Any) -> str | None:
     if norms not in ((None, 1, 2) if new else (None, 1)) and config.parallel_attn:
         return f"num_ln_in_parallel_attn must be 1, or 2 with new_decoder_architecture, not {norms}"
     if not (new or config.multi_query) and config.num_kv_heads != config.num_attention_heads:
-        return f"num_kv_heads must be {config.num_attention_heads}, as its heads, not {config.num_kv_heads}"
+        return (
+            f"num_kv_heads must be {config.num_attention_heads}, as its heads, not {config.num_kv_heads}"
+        )
     return None
 
 
@@ -224,21 +235,31 @@ def _falcon_variant(family: Family, config: Any) -> Family:
         mlp = replace(mlp, stages=(StreamNorm("ln_mlp"), "mlp"))
     one = config.multi_query and not config.new_decoder_architecture
     steps = 1 if _beside(config) else 2
-    return replace(family, attention=attention, mlp=mlp, steps_per_layer=steps, kv_heads=1 if one else "num_kv_heads")
+    return replace(
+        family,
+        attention=attention,
+        mlp=mlp,
+        steps_per_layer=steps,
+        kv_heads=1 if one else "num_kv_heads",
+    )
 
 
 FALCON = replace(
     GPT_NEOX,
     name="Falcon",
     model_type="falcon",
-    summary=("attention beside a plain MLP, behind one layer norm or one each; q, k, v packed KV group by KV group."),
+    summary=(
+        "attention beside a plain MLP, behind one layer norm or one each; q, k, v packed KV group by KV group."
+    ),
     layers="transformer.h",
     embedding="transformer.word_embeddings",
     final_norm="transformer.ln_f",
     attention=replace(
         GPT_NEOX.attention,
         stages=(StreamNorm("input_layernorm"), "self_attention"),
-        projections=attention_projections("self_attention", "query_key_value", "dense", interleaved=True),
+        projections=attention_projections(
+            "self_attention", "query_key_value", "dense", interleaved=True
+        ),
         counts=("num_heads", "num_kv_heads"),
         cache_slot="self_attention.layer_idx",
     ),

@@ -117,7 +117,9 @@ SEED_OSS = replace(
     LLAMA,
     name="Seed-OSS",
     model_type="seed_oss",
-    summary=("Llama's layout, with heads of a width of their own, biases to configure, and dropout inside sublayers."),
+    summary=(
+        "Llama's layout, with heads of a width of their own, biases to configure, and dropout inside sublayers."
+    ),
     dropout=Dropouts(module="residual_dropout"),
 )
 
@@ -126,7 +128,9 @@ STARCODER2 = replace(
     LLAMA,
     name="StarCoder2",
     model_type="starcoder2",
-    summary=("Llama's attention with layer norms that have shifts, a plain MLP, biases; all layers may have windows."),
+    summary=(
+        "Llama's attention with layer norms that have shifts, a plain MLP, biases; all layers may have windows."
+    ),
     mlp=replace(LLAMA.mlp, projections=plain_projections("mlp.c_fc", "mlp.c_proj")),
     norms=Norms("layer", "norm_epsilon"),
     window=AttentionWindow("sliding_window"),
@@ -140,7 +144,9 @@ def _stablelm_variant(family: Family, config: Any) -> Family:
     mlp = family.mlp
     if config.qk_layernorm:
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
-        norms = [f"self_attn.{role}_layernorm.norms.{head}" for role in heads for head in range(heads[role])]
+        norms = [
+            f"self_attn.{role}_layernorm.norms.{head}" for role in heads for head in range(heads[role])
+        ]
         attention = replace(
             attention,
             beside=tuple(f"{norm}.weight" for norm in norms),
@@ -169,7 +175,9 @@ STABLELM = replace(
     LLAMA,
     name="StableLM",
     model_type="stablelm",
-    summary=("Llama's layout with layer norms that have shifts, partly rotary; attention beside MLP if configured."),
+    summary=(
+        "Llama's layout with layer norms that have shifts, partly rotary; attention beside MLP if configured."
+    ),
     attention=replace(LLAMA.attention, counts=("num_heads", "num_key_value_heads")),
     mlp=replace(LLAMA.mlp, stages=(*LLAMA.mlp.stages, "dropout")),
     norms=Norms("layer", "layer_norm_eps"),
@@ -208,7 +216,10 @@ def _llama4_unsupported(config: Any) -> str | None:
 
 _STAGES = (LLAMA.mlp.stages[0], "feed_forward")
 _DENSE: SublayerSpec = replace(
-    LLAMA.mlp, stages=_STAGES, projections=gated_projections("feed_forward"), width="intermediate_size_mlp"
+    LLAMA.mlp,
+    stages=_STAGES,
+    projections=gated_projections("feed_forward"),
+    width="intermediate_size_mlp",
 )
 _MIXTURE: SublayerSpec = replace(
     LLAMA.mlp,
@@ -225,7 +236,11 @@ _MIXTURE: SublayerSpec = replace(
         experts="feed_forward.experts",
         count="num_local_experts",
         routing=partial(chosen, scores="sigmoid"),
-        counts=("feed_forward.num_experts", "feed_forward.experts.num_experts", "feed_forward.router.num_experts"),
+        counts=(
+            "feed_forward.num_experts",
+            "feed_forward.experts.num_experts",
+            "feed_forward.router.num_experts",
+        ),
         top_k=("feed_forward.top_k", "feed_forward.router.top_k"),
         shared=attrgetter("intermediate_size"),
         weighs_inputs=True,
@@ -237,7 +252,9 @@ LLAMA4 = replace(
     LLAMA,
     name="Llama 4",
     model_type="llama4_text",
-    summary=("attentions over chunks, layers without positions, and mixtures whose experts read weighed inputs."),
+    summary=(
+        "attentions over chunks, layers without positions, and mixtures whose experts read weighed inputs."
+    ),
     mlp=_MIXTURE,
     positions=Positions(neighbours=True, layers="no_rope_layers"),
     window=AttentionWindow("attention_chunk_size", layers="layer_types", chunked=True),

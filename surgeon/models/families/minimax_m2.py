@@ -14,7 +14,9 @@ MINIMAX_M2 = replace(
     LLAMA,
     name="MiniMax-M2",
     model_type="minimax_m2",
-    summary=("Mixtral's files, norms of all queries and all keys as OLMoE's, and a router as DeepSeek-V3's."),
+    summary=(
+        "Mixtral's files, norms of all queries and all keys as OLMoE's, and a router as DeepSeek-V3's."
+    ),
     attention=OLMOE.attention,
     mlp=replace(
         MIXTRAL.mlp,

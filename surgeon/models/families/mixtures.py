@@ -10,7 +10,9 @@ from surgeon.models.families.specs import MixtureSpec, Projection, SublayerSpec,
 from surgeon.models.routing import Routing
 
 
-def stacked_experts(gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Projection, ...]:
+def stacked_experts(
+    gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Projection, ...]:
     """The matrices of gated experts: gate and up packed in one parameter, down in another.
 
     Args:
@@ -22,7 +24,11 @@ def stacked_experts(gate: str = "gate_proj", up: str = "up_proj", down: str = "d
         alone = f"mlp.experts.{{}}.{stored}"
         return Projection(role, path, "neurons", role != "down", stacked=True, stored=alone)
 
-    return (of("gate", "gate_up_proj", gate), of("up", "gate_up_proj", up), of("down", "down_proj", down))
+    return (
+        of("gate", "gate_up_proj", gate),
+        of("up", "gate_up_proj", up),
+        of("down", "down_proj", down),
+    )
 
 
 def normalised_if_told(config: Any) -> Routing:

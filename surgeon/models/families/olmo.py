@@ -76,7 +76,9 @@ EXAONE4 = replace(
     OLMO3,
     name="EXAONE-4",
     model_type="exaone4",
-    summary=("norms behind sublayers only, norms of heads; where some layers have windows, only these have positions."),
+    summary=(
+        "norms behind sublayers only, norms of heads; where some layers have windows, only these have positions."
+    ),
     attention=replace(OLMO3.attention, heads=(HeadNorm(),)),
     variant=_variant,
 )

@@ -4,7 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from surgeon.models.families.base import ConfigEntries, Dropouts, Family, Norms, Positions
-from surgeon.models.families.specs import StreamNorm, SublayerSpec, attention_projections, plain_projections
+from surgeon.models.families.specs import (
+    StreamNorm,
+    SublayerSpec,
+    attention_projections,
+    plain_projections,
+)
 
 
 def _unsupported(config: Any) -> str | None:

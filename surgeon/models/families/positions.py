@@ -71,7 +71,9 @@ def rope_of(family: Family, config: Any, kind: str | None = None) -> dict[str, A
     return rope
 
 
-def rotary_angles(family: Family, config: Any, kind: str | None = None) -> tuple[tuple[float, ...], float]:
+def rotary_angles(
+    family: Family, config: Any, kind: str | None = None
+) -> tuple[tuple[float, ...], float]:
     """Return the angle of each pair of features per position, and the factor on cosine and sine.
 
     Args:
@@ -105,7 +107,11 @@ def long_rotary_angles(
 
     rope = rope_of(family, config, kind)
     if rope["rope_type"] == "dynamic":
-        return int(config.max_position_embeddings), rotary_angles(family, config, kind)[0], float(rope["factor"])
+        return (
+            int(config.max_position_embeddings),
+            rotary_angles(family, config, kind)[0],
+            float(rope["factor"]),
+        )
     if rope["rope_type"] != "longrope":
         return None
     beyond = rope["original_max_position_embeddings"]
@@ -123,6 +129,7 @@ def longest_text(family: Family, config: Any) -> int:
         times = rope.get("factor")
     else:
         times = 1
-    if not isinstance(times, int | float) or not 1 <= times < math.inf:  # `rotary_angles` cannot be had then
+    # `rotary_angles` cannot be had then.
+    if not isinstance(times, int | float) or not 1 <= times < math.inf:
         times = 1
     return int(config.max_position_embeddings * times)

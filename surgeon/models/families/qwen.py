@@ -11,7 +11,14 @@ from typing import Any
 from surgeon.models.families.base import AttentionWindow, ConfigEntries, Family, Norms, Positions
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
-from surgeon.models.families.specs import HeadNorm, Projection, StreamNorm, SublayerSpec, chosen, shared_projections
+from surgeon.models.families.specs import (
+    HeadNorm,
+    Projection,
+    StreamNorm,
+    SublayerSpec,
+    chosen,
+    shared_projections,
+)
 
 QWEN2 = replace(
     LLAMA,
@@ -81,9 +88,15 @@ def linear_attention(*projections: str) -> SublayerSpec:
         stages=(StreamNorm("input_layernorm"), "linear_attn"),
         projections=(),
         cache_slot="linear_attn.layer_idx",
-        renamed=(("past_key_values", "cache_params"), ("position_ids", None), ("position_embeddings", None)),
+        renamed=(
+            ("past_key_values", "cache_params"),
+            ("position_ids", None),
+            ("position_embeddings", None),
+        ),
         counted_by=(("layer_types", "full_attention"),),
-        beside=tuple(f"linear_attn.{name}" for name in (*(f"{one}.weight" for one in projections), *_BESIDE)),
+        beside=tuple(
+            f"linear_attn.{name}" for name in (*(f"{one}.weight" for one in projections), *_BESIDE)
+        ),
         kept="they are linear attention, which stays as it is",
         apart="they are linear attention, whose state no rank keeps",
         numbers=_numbers,
@@ -120,7 +133,9 @@ WEIGHED = replace(
         *shared_projections("mlp.shared_expert"),
     ),
     mixture=replace(
-        ROUTED, shared_router="mlp.shared_expert_gate", shared=attrgetter("shared_expert_intermediate_size")
+        ROUTED,
+        shared_router="mlp.shared_expert_gate",
+        shared=attrgetter("shared_expert_intermediate_size"),
     ),
 )
 

@@ -160,7 +160,10 @@ def gated_projections(inside: str, packed: str | None = None) -> tuple[Projectio
 
 def shared_projections(inside: str) -> tuple[Projection, ...]:
     """The linear maps of a mixture's shared experts."""
-    return tuple(replace(one, role=f"shared_{one.role}", unit="shared_neurons") for one in gated_projections(inside))
+    return tuple(
+        replace(one, role=f"shared_{one.role}", unit="shared_neurons")
+        for one in gated_projections(inside)
+    )
 
 
 def chosen(config: Any, scores: Scores = "softmax", normalise: bool = False) -> Routing:
@@ -358,7 +361,9 @@ class SublayerSpec:
     @property
     def others(self) -> dict[str, str]:
         """Paths of parameters that are no projection's and no norm's, by name."""
-        found = {path: path for path in self.beside} | ({} if self.mixture is None else self.mixture.whole)
+        found = {path: path for path in self.beside} | (
+            {} if self.mixture is None else self.mixture.whole
+        )
         if self.sinks is None:
             return found
         return found | {"sinks": self.sinks}
@@ -382,5 +387,9 @@ class SublayerSpec:
             if projection.role == role:
                 return projection
         if not self.projections:
-            raise ValueError(f"there is no matrix {role!r} of attentions that are kept as they are: {self.kept}")
-        raise ValueError(f"there is no projection {role!r} here; use {', '.join(p.role for p in self.projections)}")
+            raise ValueError(
+                f"there is no matrix {role!r} of attentions that are kept as they are: {self.kept}"
+            )
+        raise ValueError(
+            f"there is no projection {role!r} here; use {', '.join(p.role for p in self.projections)}"
+        )

@@ -106,7 +106,9 @@ def whiten(moment: SecondMoment) -> Whitening:
     if moment.samples >= len(matrix):
         lower, failed = torch.linalg.cholesky_ex(matrix)
         # Rounding can let Cholesky pass; what of a feature those before it do not explain then shows it.
-        if not failed and bool((lower.diagonal() ** 2 > moment.zero(sizes.new_ones(())) * sizes**2).all()):
+        if not failed and bool(
+            (lower.diagonal() ** 2 > moment.zero(sizes.new_ones(())) * sizes**2).all()
+        ):
             return Whitening(lower, "cholesky")
     # Scaled, so that small features are not taken for rounding of large ones.
     scale = torch.where(sizes > 0, sizes, 1)
@@ -305,7 +307,11 @@ def factors_by(matrix: Tensor, left: Tensor, rank: int) -> Factors:
 
 
 def factorise(
-    matrix: Tensor, rank: int, method: Method = "plain", statistics: Statistics | None = None, alpha: float = ALPHA
+    matrix: Tensor,
+    rank: int,
+    method: Method = "plain",
+    statistics: Statistics | None = None,
+    alpha: float = ALPHA,
 ) -> Factors:
     """Make two factors of this rank, float64, in the place of a matrix, (out, in).
 
@@ -317,8 +323,11 @@ def factorise(
     """
     if not 1 <= rank <= min(matrix.shape):
         size = " x ".join(map(str, matrix.shape))
-        raise ValueError(f"the rank of a matrix of {size} must be from 1 to the lesser of these, not {rank}")
-    left = decomposer(method, statistics, alpha)(matrix).left[:, :rank].clone()  # without the rest of a large one
+        raise ValueError(
+            f"the rank of a matrix of {size} must be from 1 to the lesser of these, not {rank}"
+        )
+    # Without the rest of a large one.
+    left = decomposer(method, statistics, alpha)(matrix).left[:, :rank].clone()
     return factors_by(matrix, left, rank)
 
 
@@ -347,7 +356,9 @@ class TruncatedSVD:
         kept = torch.promote_types(matrix.dtype, torch.float32)
         whole = matrix.whole(kept)  # averages are not rounded in between
         if not whole.isfinite().all():
-            raise ValueError(f"{role} of {sublayer} holds numbers that are not finite, so that it has no factors")
+            raise ValueError(
+                f"{role} of {sublayer} holds numbers that are not finite, so that it has no factors"
+            )
         if self.remembers:
             first, second = factors_by(whole, self._directions(sublayer, role, whole), rank)
         else:
@@ -395,7 +406,9 @@ def fitted(
     gram = moment.matrix.to(first)
     reached = gram @ first.T
     normal = first @ reached
-    missing = matrix.to(first) @ (reached if cross is None else cross.to(first) @ first.T) - second @ normal
+    missing = (
+        matrix.to(first) @ (reached if cross is None else cross.to(first) @ first.T) - second @ normal
+    )
     # What errors in parts of each input's size make of Z F', and those of each row of F by itself: rounding is so many
     # parts of it, whatever the direction.
     noise = (first * gram.diagonal()) @ first.T

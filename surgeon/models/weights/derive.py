@@ -48,7 +48,9 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
     like, path = next(_parameters(owner, spec))
     # The first layer's; factors of files, and other layers, lie elsewhere.
     stored = tensors.get(path)
-    device = (weights.tensor(f"{weights.prefix(sublayer.layers[0])}{path}") if stored is None else stored).device
+    device = (
+        weights.tensor(f"{weights.prefix(sublayer.layers[0])}{path}") if stored is None else stored
+    ).device
     on_device = {path: tensor.to(device) for path, tensor in tensors.items()}
     shell = module_with(on_device, owner, spec, weights.head_dim)
     if not holds_output_bias(sublayer):
@@ -95,7 +97,8 @@ def is_whole_in_slices(path: str, spec: SublayerSpec) -> bool:
     if path in spec.others.values() and path != spec.sinks:
         return True
     return any(
-        path == f"{own_path(one, spec)}.{'first' if one.reads_stream else 'second'}.weight" for one in spec.projections
+        path == f"{own_path(one, spec)}.{'first' if one.reads_stream else 'second'}.weight"
+        for one in spec.projections
     )
 
 
@@ -121,7 +124,9 @@ def _dispatch_as(like: nn.Module, shell: nn.Module) -> None:
     for one in hooks:
         if isinstance(one, AlignDevicesHook):
             if one.offload:
-                attach_align_device_hook(shell, one.execution_device, offload=True, skip_keys=one.skip_keys)
+                attach_align_device_hook(
+                    shell, one.execution_device, offload=True, skip_keys=one.skip_keys
+                )
             attach_execution_device_hook(shell, one.execution_device, skip_keys=one.skip_keys)
 
 
@@ -165,7 +170,9 @@ def stored_tensors(sublayer: Sublayer, weights: ModelWeights) -> Tensors:
     if sublayer.piece is not None:
         elsewhere = weights.written(replace(sublayer, piece=(0, sublayer.piece[1])))
         biases = {name: tensor for name, tensor in elsewhere.items() if name.endswith(".bias")}
-        by_role |= {name: torch.zeros_like(tensor) for name, tensor in biases.items() if name not in by_role}
+        by_role |= {
+            name: torch.zeros_like(tensor) for name, tensor in biases.items() if name not in by_role
+        }
     return packed(by_role, spec, weights.unit_width(sublayer.kind))
 
 
@@ -203,14 +210,20 @@ def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
 def _on_its_own(role: str, path: str, tensors: Tensors) -> Tensors:
     """Name the tensors of a projection of a module that is taken apart."""
     if f"{role}.first.weight" in tensors:
-        stored = {"first.weight": "first.weight", "second.weight": "second.weight", "bias": "second.bias"}
+        stored = {
+            "first.weight": "first.weight",
+            "second.weight": "second.weight",
+            "bias": "second.bias",
+        }
     else:
         stored = {"weight": "weight", "bias": "bias"}
     own = {place: f"{role}.{name}" for name, place in stored.items()}
     return {f"{path}.{place}": tensors[name].clone() for place, name in own.items() if name in tensors}
 
 
-def _in_place(parts: list[Tensor], projections: list[Projection], spec: SublayerSpec, width: int, dim: int) -> Tensor:
+def _in_place(
+    parts: list[Tensor], projections: list[Projection], spec: SublayerSpec, width: int, dim: int
+) -> Tensor:
     """Put the projections of a module in their places along one dimension."""
     if len(parts) == 1:
         return parts[0].clone(memory_format=torch.contiguous_format)
@@ -220,7 +233,9 @@ def _in_place(parts: list[Tensor], projections: list[Projection], spec: Sublayer
     return together.index_select(dim, torch.cat(places).argsort().to(together.device))
 
 
-def _copy_with(owner: nn.Module, path: str, tensors: Tensors, replaced: dict[str, nn.Module]) -> nn.Module:
+def _copy_with(
+    owner: nn.Module, path: str, tensors: Tensors, replaced: dict[str, nn.Module]
+) -> nn.Module:
     """Copy a layer's module with other tensors, freed from hooks that would move or reload the original's.
 
     Args:
@@ -236,7 +251,9 @@ def _copy_with(owner: nn.Module, path: str, tensors: Tensors, replaced: dict[str
     }
     module = owner.get_submodule(path)
     memo |= {
-        id(buffer): tensors[name].to(buffer) for name, buffer in module.named_buffers(prefix=path) if name in tensors
+        id(buffer): tensors[name].to(buffer)
+        for name, buffer in module.named_buffers(prefix=path)
+        if name in tensors
     }
     for name, parameter in module.named_parameters(prefix=path):
         if name in tensors:

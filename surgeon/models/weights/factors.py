@@ -127,7 +127,10 @@ class Factorised:
             )
         made = self.source.factors(replace(self.sublayer, piece=None), self.role, self.of)
         outputs, inputs = self.of.shape
-        if tuple(made.first.shape) != (self.rank, inputs) or tuple(made.second.shape) != (outputs, self.rank):
+        if tuple(made.first.shape) != (self.rank, inputs) or tuple(made.second.shape) != (
+            outputs,
+            self.rank,
+        ):
             raise ValueError(
                 f"the factors of {self.role} of {self.sublayer} have the shapes {tuple(made.first.shape)} and "
                 f"{tuple(made.second.shape)}, and should have {(self.rank, inputs)} and {(outputs, self.rank)}"

@@ -67,7 +67,9 @@ class StoredWeights:
     def has_factors(self) -> bool:
         """Tell whether some layer stores two factors in place of a matrix."""
         prefix = self.names.layers
-        return any(name.startswith(prefix) and name.endswith(".first.weight") for name in self.store.names())
+        return any(
+            name.startswith(prefix) and name.endswith(".first.weight") for name in self.store.names()
+        )
 
     def stored_width(self, kind: str, layer: int) -> int:
         """Count the KV groups, or neurons, of a stored layer."""
@@ -127,23 +129,30 @@ class StoredWeights:
             units |= dict.fromkeys(missing, rest // len(missing) if missing else 0)
         return units
 
-    def own_matrix(self, layer: int, kind: str, projection: Projection, expert: int = 0) -> Dense | Factored | None:
+    def own_matrix(
+        self, layer: int, kind: str, projection: Projection, expert: int = 0
+    ) -> Dense | Factored | None:
         """Return a projection's own matrix, of a module that is taken apart or of an expert; else None."""
         key = layer, projection.role, expert
         if key not in self._known_own:
             self._known_own[key] = self._find_own(layer, kind, projection, expert)
         return self._known_own[key]
 
-    def _find_own(self, layer: int, kind: str, projection: Projection, expert: int) -> Dense | Factored | None:
+    def _find_own(
+        self, layer: int, kind: str, projection: Projection, expert: int
+    ) -> Dense | Factored | None:
         spec = self.family.spec(kind, layer)
         path = f"{self.prefix(layer)}{own_path(projection, spec)}"
         index = expert if projection.stacked else None
         if f"{path}.first.weight" in self:
             first, second = (
-                Dense(self.store, self.names.of(f"{path}.{one}.weight"), index=index) for one in ("first", "second")
+                Dense(self.store, self.names.of(f"{path}.{one}.weight"), index=index)
+                for one in ("first", "second")
             )
             return Factored(first, second)
-        if (len(modules_of(spec)[projection.path]) > 1 or projection.stacked) and f"{path}.weight" in self:
+        if (
+            len(modules_of(spec)[projection.path]) > 1 or projection.stacked
+        ) and f"{path}.weight" in self:
             return Dense(self.store, self.names.of(f"{path}.weight"), index=index)
         if projection.stored is not None:
             alone = f"{self.prefix(layer)}{projection.stored.format(expert)}.weight"
@@ -152,7 +161,9 @@ class StoredWeights:
             return None
         return None
 
-    def layer_matrix(self, layer: int, kind: str, projection: Projection, kept: Kept, expert: int) -> Dense | Factored:
+    def layer_matrix(
+        self, layer: int, kind: str, projection: Projection, kept: Kept, expert: int
+    ) -> Dense | Factored:
         """Return a matrix of a layer, or of an expert, with these of its own features."""
         own = self.own_matrix(layer, kind, projection, expert)
         places = self.places(layer, kind, projection)[kept]
@@ -240,7 +251,9 @@ class Groups:
         self.by_count = by_count
         variants: dict[tuple[tuple[int, ...], int | None], dict[str, list[Sublayer]]] = {}
         for sublayer in sublayers:
-            of_kind = variants.setdefault(self._key(sublayer), {kind: [] for kind in KINDS})[sublayer.kind]
+            of_kind = variants.setdefault(self._key(sublayer), {kind: [] for kind in KINDS})[
+                sublayer.kind
+            ]
             if (unsliced := replace(sublayer, piece=None)) not in of_kind:
                 of_kind.append(unsliced)
         self.groups: list[Group] = []
@@ -248,7 +261,10 @@ class Groups:
         for (layers, count), by_kind in variants.items():
             for index in range(max(map(len, by_kind.values()))):
                 used = frozenset(kind for kind in KINDS if index < len(by_kind[kind]))
-                held = {kind: by_kind[kind][index] if kind in used else Sublayer(kind, layers) for kind in KINDS}
+                held = {
+                    kind: by_kind[kind][index] if kind in used else Sublayer(kind, layers)
+                    for kind in KINDS
+                }
                 for kind in used:
                     self._places[held[kind], count] = len(self.groups)
                 self.groups.append(Group(layers, count, held, used))
@@ -258,7 +274,9 @@ class Groups:
         return self._places[replace(sublayer, piece=None), self._key(sublayer)[1]]
 
     def _key(self, sublayer: Sublayer) -> tuple[tuple[int, ...], int | None]:
-        return sublayer.layers, sublayer.piece[1] if self.by_count and sublayer.piece is not None else None
+        return sublayer.layers, sublayer.piece[
+            1
+        ] if self.by_count and sublayer.piece is not None else None
 
 
 class Names:
@@ -344,7 +362,9 @@ class Names:
             projections = ()
         alone = [one.stored for one in projections if one.stored is not None and one.weight == inside]
         layer = f"{self.family.layers}.{number}."
-        each = tuple(self.own(f"{layer}{one.format(expert)}.weight") for expert in range(experts) for one in alone)
+        each = tuple(
+            self.own(f"{layer}{one.format(expert)}.weight") for expert in range(experts) for one in alone
+        )
         return each or (name,)
 
     def below(self, layer: int, path: str) -> dict[str, str]:

@@ -55,7 +55,12 @@ def taken_apart(spec: SublayerSpec, factored: Callable[[str], bool]) -> list[Pro
     modules: dict[str, list[Projection]] = {}
     for one in spec.projections:
         modules.setdefault(one.path.rpartition(".")[0] if one.stacked else one.path, []).append(one)
-    return [one for inside in modules.values() if any(factored(each.role) for each in inside) for one in inside]
+    return [
+        one
+        for inside in modules.values()
+        if any(factored(each.role) for each in inside)
+        for one in inside
+    ]
 
 
 def unit_features(projection: Projection, spec: SublayerSpec, units: Units, width: int) -> Tensor:

@@ -49,7 +49,9 @@ class FactoredExperts(nn.Module):
         maps: of the experts, by role.
     """
 
-    def __init__(self, like: nn.Module, projections: Sequence[Projection], maps: Mapping[str, ExpertMaps]) -> None:
+    def __init__(
+        self, like: nn.Module, projections: Sequence[Projection], maps: Mapping[str, ExpertMaps]
+    ) -> None:
         super().__init__()
         bare = copy.copy(like)
         bare._parameters = {}  # its matrices are not kept alive
@@ -59,7 +61,10 @@ class FactoredExperts(nn.Module):
             self.add_module(role, own)
 
     def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor | None = None,
+        top_k_weights: Tensor | None = None,
     ) -> Tensor:
         """Weigh and sum outputs of the chosen experts, (tokens, hidden).
 
@@ -108,7 +113,11 @@ class ExpertMaps(nn.Module):
         if "first.weight" in tensors:
             self.first = ExpertMaps({"weight": tensors["first.weight"]})
             self.second = ExpertMaps(
-                {name.removeprefix("second."): one for name, one in tensors.items() if "first" not in name}
+                {
+                    name.removeprefix("second."): one
+                    for name, one in tensors.items()
+                    if "first" not in name
+                }
             )
         else:
             self.weight = nn.Parameter(tensors["weight"])
@@ -119,7 +128,9 @@ class ExpertMaps(nn.Module):
         if hasattr(self, "first"):
             output: Tensor = self.second(self.first(x, expert), expert)
             return output
-        return nn.functional.linear(x, self.weight[expert], None if self.bias is None else self.bias[expert])
+        return nn.functional.linear(
+            x, self.weight[expert], None if self.bias is None else self.bias[expert]
+        )
 
 
 class TakenApart(nn.Module):
@@ -145,7 +156,9 @@ class TakenApart(nn.Module):
         return torch.cat([output.unflatten(-1, (groups, -1)) for output in outputs], -1).flatten(-2)
 
 
-def replaced_modules(owner: nn.Module, tensors: Tensors, spec: SublayerSpec, head_dim: int) -> dict[str, nn.Module]:
+def replaced_modules(
+    owner: nn.Module, tensors: Tensors, spec: SublayerSpec, head_dim: int
+) -> dict[str, nn.Module]:
     """Make modules, by path from the layer, where the layer's own cannot hold a sublayer's tensors.
 
     Args:
@@ -154,7 +167,9 @@ def replaced_modules(owner: nn.Module, tensors: Tensors, spec: SublayerSpec, hea
         head_dim: the width of one head.
     """
     replaced: dict[str, nn.Module] = {}
-    if spec.mixture is not None and not any(one.weight in tensors for one in spec.projections if one.stacked):
+    if spec.mixture is not None and not any(
+        one.weight in tensors for one in spec.projections if one.stacked
+    ):
         path = spec.mixture.experts
         replaced[path] = _experts(spec, tensors, owner.get_submodule(path)).train(owner.training)
     for path, packed in modules_of(spec).items():
@@ -216,9 +231,15 @@ def make_room(model: Any, weights: ModelWeights, program: Program) -> None:
                 if f"{path}.weight" not in tensors and tensors:
                     packed = modules_of(spec)[path]
                     layer.set_submodule(path, _taken_apart(packed, spec, tensors, weights.head_dim))
-    for index in range(len(model.get_submodule(weights.family.layers))) if weights.family.mixture is not None else ():
+    for index in (
+        range(len(model.get_submodule(weights.family.layers)))
+        if weights.family.mixture is not None
+        else ()
+    ):
         _leave_experts(model.get_submodule(f"{layers}{index}"), index, weights)
-    for sublayer in {replace(one, piece=None, ranks=()) for one in program.sublayers() if one.width is not None}:
+    for sublayer in {
+        replace(one, piece=None, ranks=()) for one in program.sublayers() if one.width is not None
+    }:
         (index,) = sublayer.layers
         if weights.stored_width(sublayer.kind, index) == sublayer.width:
             _narrow(model.get_submodule(f"{layers}{index}"), sublayer, weights, model.config)
@@ -228,11 +249,18 @@ def _leave_experts(layer: nn.Module, index: int, weights: ModelWeights) -> None:
     """Have a layer as many experts as are stored."""
     mixture = weights.family.spec(FEED_FORWARD, index).mixture
     experts = weights.stored_experts(index)
-    if mixture is None or experts is None or experts == len(layer.get_parameter(f"{mixture.router}.weight")):
+    if (
+        mixture is None
+        or experts is None
+        or experts == len(layer.get_parameter(f"{mixture.router}.weight"))
+    ):
         return
     whole = layer.get_submodule(mixture.experts)
     names = [f"{mixture.experts}.{name}" for name, _ in whole.named_parameters(recurse=False)]
-    for path in (*names, *(path for name, path in mixture.whole.items() if not name.startswith("shared"))):
+    for path in (
+        *names,
+        *(path for name, path in mixture.whole.items() if not name.startswith("shared")),
+    ):
         module, _, name = path.rpartition(".")
         owner = layer.get_submodule(module)
         old = getattr(owner, name, None)
@@ -254,17 +282,23 @@ def _narrow(layer: nn.Module, sublayer: Sublayer, weights: ModelWeights, config:
     spec = weights.spec(sublayer)
     family = weights.family
     modules = {path: layer.get_submodule(path) for path in (*modules_of(spec), *spec.feature_norms)}
-    paths = [f"{path}.{name}" for path, module in modules.items() for name, _ in module.named_parameters()]
+    paths = [
+        f"{path}.{name}" for path, module in modules.items() for name, _ in module.named_parameters()
+    ]
     for path in paths if spec.sinks is None else (*paths, spec.sinks):
         stored = f"{family.layers}.{sublayer.layers[0]}.{path}"
         parameter = layer.get_parameter(path)
         if stored in weights and weights.shape(stored) != parameter.shape:
             owner = layer.get_submodule(path.rpartition(".")[0])
-            setattr(owner, path.rpartition(".")[2], nn.Parameter(parameter.new_empty(weights.shape(stored))))
+            setattr(
+                owner, path.rpartition(".")[2], nn.Parameter(parameter.new_empty(weights.shape(stored)))
+            )
     for linear in (module for module in modules.values() if isinstance(module, nn.Linear)):
         linear.out_features, linear.in_features = linear.weight.shape
     assert sublayer.width is not None
-    recount(layer, spec, sublayer.width, units_in(sublayer.kind, family.units(config, sublayer.layers[0])))
+    recount(
+        layer, spec, sublayer.width, units_in(sublayer.kind, family.units(config, sublayer.layers[0]))
+    )
 
 
 def recount(layer: nn.Module, spec: SublayerSpec, units: int, whole: int) -> None:
@@ -283,7 +317,9 @@ def recount(layer: nn.Module, spec: SublayerSpec, units: int, whole: int) -> Non
             setattr(counting, name, getattr(counting, name) * units // whole)
 
 
-def _taken_apart(packed: list[Projection], spec: SublayerSpec, tensors: Tensors, head_dim: int) -> nn.Module:
+def _taken_apart(
+    packed: list[Projection], spec: SublayerSpec, tensors: Tensors, head_dim: int
+) -> nn.Module:
     parts = {one.role: _linear(own_path(one, spec), tensors) for one in packed}
     if len(parts) > 1:
         return TakenApart(parts, head_dim if packed[0].interleaved else None)
@@ -309,7 +345,9 @@ def take_experts_apart(model: nn.Module) -> None:
     modules: Iterable[Any] = model.modules()
     for module in modules:
         stacked = [one for one in module.parameters(recurse=False) if one.dim() == 3]
-        if hasattr(module, "config") and any(one.shape[-1] * one.element_size() % _GROUPED_BYTES for one in stacked):
+        if hasattr(module, "config") and any(
+            one.shape[-1] * one.element_size() % _GROUPED_BYTES for one in stacked
+        ):
             module.config = copy.copy(module.config)  # which all layers have in common
             module.config._experts_implementation = "eager"
 
@@ -319,7 +357,9 @@ def _experts(spec: SublayerSpec, tensors: Tensors, like: nn.Module) -> FactoredE
     maps = {}
     for one in stacked:
         path = f"{own_path(one, spec)}."
-        maps[one.role] = ExpertMaps({n.removeprefix(path): tensors[n] for n in tensors if n.startswith(path)})
+        maps[one.role] = ExpertMaps(
+            {n.removeprefix(path): tensors[n] for n in tensors if n.startswith(path)}
+        )
     return FactoredExperts(like.like[0] if isinstance(like, FactoredExperts) else like, stacked, maps)
 
 

@@ -79,7 +79,9 @@ class ModuleStore(Store):
         self.prefix = prefix
 
     def names(self) -> Iterable[str]:
-        return [f"{self.prefix}{name}" for name, _ in self.module.named_parameters(remove_duplicate=False)]
+        return [
+            f"{self.prefix}{name}" for name, _ in self.module.named_parameters(remove_duplicate=False)
+        ]
 
     def __contains__(self, name: str) -> bool:
         return self._find(name) is not None

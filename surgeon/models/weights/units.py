@@ -94,7 +94,9 @@ class ScoredUnits:
     def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         """Order units, or raise ValueError if the scores are of another number of units."""
         if len(self.scores) != (count := weights.stored_width(kind, layer)):
-            raise ValueError(f"there are scores of {len(self.scores)} units of {kind}{layer}, which has {count}")
+            raise ValueError(
+                f"there are scores of {len(self.scores)} units of {kind}{layer}, which has {count}"
+            )
         return descending(self.scores)
 
 

@@ -36,7 +36,9 @@ class ModelWeights(StoredWeights):
             heads and neurons of a narrowed one.
     """
 
-    def __init__(self, store: Store, family: Family, head_dim: int, factors: FactorSource | None = None) -> None:
+    def __init__(
+        self, store: Store, family: Family, head_dim: int, factors: FactorSource | None = None
+    ) -> None:
         super().__init__(store, family, head_dim)
         self.factors = factors or TruncatedSVD()
         self._known_orders: dict[tuple[str, int], Tensor] = {}
@@ -51,7 +53,9 @@ class ModelWeights(StoredWeights):
         self.spec(sublayer)  # refuses parts of what is kept as it is
         if sublayer.kind == FEED_FORWARD:
             counts_of = (self.stored_experts(layer) for layer in sublayer.layers)
-            require_experts(sublayer, experts := next((count for count in counts_of if count is not None), None))
+            require_experts(
+                sublayer, experts := next((count for count in counts_of if count is not None), None)
+            )
             if experts is not None and sublayer.width is not None:
                 raise ValueError(f"{sublayer}: {NO_WIDTH}")
         counts = [self.stored_units(sublayer.kind, layer) for layer in sublayer.layers]
@@ -80,13 +84,16 @@ class ModelWeights(StoredWeights):
         """
         projection = self.spec(sublayer).projection(role)
         if projection.stacked and len(sublayer.experts or ()) != 1:
-            raise ValueError(f"{sublayer} has one {role} for each of its experts; name one of them (F4!e0)")
+            raise ValueError(
+                f"{sublayer} has one {role} for each of its experts; name one of them (F4!e0)"
+            )
         rank = sublayer.rank(role)
         if rank is None or (len(sublayer.layers) == 1 and rank == self.stored_rank(sublayer, role)):
             kept = self._kept_features(sublayer, projection)
             (expert,) = sublayer.experts if projection.stacked and sublayer.experts else (0,)
             parts = tuple(
-                self.layer_matrix(layer, sublayer.kind, projection, kept, expert) for layer in sublayer.layers
+                self.layer_matrix(layer, sublayer.kind, projection, kept, expert)
+                for layer in sublayer.layers
             )
             if len(parts) == 1:
                 return parts[0]
@@ -103,7 +110,9 @@ class ModelWeights(StoredWeights):
     def stored_rank(self, sublayer: Sublayer, role: str) -> int | None:
         """Return the rank of the two factors that a layer stores in place of a matrix; None where it is whole."""
         projection = self.spec(sublayer).projection(role)
-        path = f"{self.prefix(sublayer.layers[0])}{own_path(projection, self.spec(sublayer))}.first.weight"
+        path = (
+            f"{self.prefix(sublayer.layers[0])}{own_path(projection, self.spec(sublayer))}.first.weight"
+        )
         if path in self:
             return self.shape(path)[int(projection.stacked)]
         return None
@@ -111,7 +120,9 @@ class ModelWeights(StoredWeights):
     def stored_ranks(self, sublayer: Sublayer) -> tuple[tuple[str, int], ...]:
         """Return all ranks of a sublayer's (first) layer, as a sublayer has them."""
         has = [projection.role for projection in self.spec(sublayer).projections]
-        ranks = ((role, self.stored_rank(sublayer, role)) for role in ROLES[sublayer.kind] if role in has)
+        ranks = (
+            (role, self.stored_rank(sublayer, role)) for role in ROLES[sublayer.kind] if role in has
+        )
         return tuple((role, rank) for role, rank in ranks if rank is not None)
 
     def bias(self, sublayer: Sublayer, role: str, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -131,7 +142,9 @@ class ModelWeights(StoredWeights):
         kept = self._kept_features(sublayer, projection)
         places = (self.places(layer, sublayer.kind, projection)[kept] for layer in sublayer.layers)
         found = (
-            read_features(self.store, self.names.of(path), at, 0) if stacked is None else self.one_of(path, stacked)[at]
+            read_features(self.store, self.names.of(path), at, 0)
+            if stacked is None
+            else self.one_of(path, stacked)[at]
             for path, at in zip(paths, places, strict=True)
         )
         return mean(found, dtype)
@@ -157,7 +170,9 @@ class ModelWeights(StoredWeights):
         if is_whole or not packed or (what == "bias" and not packed[0].reads_stream):
             return self.tensor(whole)
         # Heads and neurons lie in the same order, whichever of them there are, also where projections are packed.
-        kept = [self.places(layer, sublayer.kind, one)[self._kept_features(sublayer, one)] for one in packed]
+        kept = [
+            self.places(layer, sublayer.kind, one)[self._kept_features(sublayer, one)] for one in packed
+        ]
         dim = packed[0].divided_dim if what == "weight" and module == packed[0].path else 0
         return read_features(self.store, self.names.of(whole), torch.cat(kept).sort().values, dim)
 
@@ -179,7 +194,11 @@ class ModelWeights(StoredWeights):
                 role = spec.feature_norms[path]
                 gain = f"{what}.weight"
                 by_head = spec.head_norm.gains == "each"
-                kept = self._heads(sublayer, role) if by_head else self._kept_features(sublayer, spec.projection(role))
+                kept = (
+                    self._heads(sublayer, role)
+                    if by_head
+                    else self._kept_features(sublayer, spec.projection(role))
+                )
                 found[gain] = found[gain][kept]
         return found
 
@@ -212,7 +231,9 @@ class ModelWeights(StoredWeights):
                 found[name] = per_head.repeat(count // len(per_head), 1)[first:end]
         return found
 
-    def by_role(self, sublayer: Sublayer, dtype: torch.dtype | None = None, experts: Sublayer | None = None) -> Tensors:
+    def by_role(
+        self, sublayer: Sublayer, dtype: torch.dtype | None = None, experts: Sublayer | None = None
+    ) -> Tensors:
         """Return them with gains of heads as they are stored.
 
         Args:
@@ -225,7 +246,11 @@ class ModelWeights(StoredWeights):
 
         found = self.norms(sublayer, dtype) | self.router(sublayer, dtype)
         spec = self.spec(sublayer)
-        found |= {path: averaged(path) for path in spec.beside if f"{self.prefix(sublayer.layers[0])}{path}" in self}
+        found |= {
+            path: averaged(path)
+            for path in spec.beside
+            if f"{self.prefix(sublayer.layers[0])}{path}" in self
+        }
         if spec.sinks is not None:
             found["sinks"] = averaged(spec.sinks)[self._heads(sublayer, "q")]
         for projection in spec.projections:
@@ -249,8 +274,12 @@ class ModelWeights(StoredWeights):
         """
         own = self.family.spec(sublayer.kind, sublayer.layers[0])
         require_parts(sublayer, own, self.family)
-        if sublayer.kind == ATTENTION and any(self.family.spec(ATTENTION, layer) != own for layer in sublayer.layers):
-            raise ValueError(f"{sublayer} cannot be averaged: its layers have attentions of different kinds")
+        if sublayer.kind == ATTENTION and any(
+            self.family.spec(ATTENTION, layer) != own for layer in sublayer.layers
+        ):
+            raise ValueError(
+                f"{sublayer} cannot be averaged: its layers have attentions of different kinds"
+            )
         return own
 
     def router(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
@@ -266,7 +295,9 @@ class ModelWeights(StoredWeights):
                 found[name] = tensor if dtype is None else tensor.to(dtype)
         return found
 
-    def _projection_tensors(self, sublayer: Sublayer, projection: Projection, dtype: torch.dtype | None) -> Tensors:
+    def _projection_tensors(
+        self, sublayer: Sublayer, projection: Projection, dtype: torch.dtype | None
+    ) -> Tensors:
         if not projection.stacked:
             return self.matrix_tensors(sublayer, projection.role, dtype)
         each = [self.matrix_tensors(one, projection.role, dtype) for one in self.each_expert(sublayer)]
@@ -299,7 +330,9 @@ class ModelWeights(StoredWeights):
         units = self.stored_units(sublayer.kind, sublayer.layers[0])
         if sublayer.width in (None, units_in(sublayer.kind, units)):
             return inside
-        features = units[projection.unit] // units_in(sublayer.kind, units) * self.unit_width(sublayer.kind)
+        features = (
+            units[projection.unit] // units_in(sublayer.kind, units) * self.unit_width(sublayer.kind)
+        )
         return (self.kept_units(sublayer)[:, None] * features + torch.arange(features)).flatten()[inside]
 
     def _heads(self, attention: Sublayer, role: str) -> Tensor:
@@ -322,6 +355,8 @@ class ModelWeights(StoredWeights):
             if norm.gains == "turns":
                 turns, _ = self.shape(f"{self.prefix(layer)}{norm.queries}.weight")
                 if turns > 1:
-                    raise ValueError(f"{sublayer}: its layer holds heads of several layers, which cannot be narrowed")
+                    raise ValueError(
+                        f"{sublayer}: its layer holds heads of several layers, which cannot be narrowed"
+                    )
             self._known_orders[key] = unit_source(self.factors).order(*key, self).cpu()
         return self._known_orders[key][: sublayer.width].sort().values

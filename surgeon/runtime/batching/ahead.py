@@ -47,7 +47,8 @@ FIRST_WAIT = 16
 LONGEST_WAIT = 256
 ASK_AFTER = 16  # passes without drafts, whether they pay
 LEAST_CHANCE = 0.02  # of a token that is drafted
-PLAIN_AFTER = 64  # rounds with drafts, one pass without comes, because how long that takes may change; earlier at first
+# Rounds with drafts, one pass without comes, because how long that takes may change; earlier at first.
+PLAIN_AFTER = 64
 LEAST_GAIN = 1.05  # in tokens per second, that drafts are to promise
 FIRST_CHANCE = 0.8  # what is taken for a before anything is known
 OWN_WEIGHT = 4.0  # as how many tokens a mean counts
@@ -65,12 +66,15 @@ FEWEST = 5
 MAY_LOSE = 0.015
 MAY_LOSE_PASSES = 2
 ENOUGH = (
-    12  # passes, to cover any trial: of the first ones of a size, which are recorded, one may take more than ever can
+    # Passes, to cover any trial: of the first ones of a size, which are recorded, one may take more than ever can.
+    12
 )
 ACCOUNT_FADE = 0.999  # with each pass
-RECORDED = 4.0  # a first pass that takes longer than the next by so many of the smallest passes was recorded
+# A first pass that takes longer than the next by so many of the smallest passes was recorded.
+RECORDED = 4.0
 USED_AGAIN = 8  # how often a size is, among many others
-FEW_MISSED = 8  # tokens, that come as rows of their own, and count as none: they show in the times of drafting passes
+# Tokens, that come as rows of their own, and count as none: they show in the times of drafting passes.
+FEW_MISSED = 8
 LONGEST = 2.0  # a pass that takes longer than so many times what is usual was interrupted
 
 
@@ -169,7 +173,9 @@ class PassTimes:
             self._means[tokens] = median(self._first[tokens])
         else:
             mean = self._means[tokens]
-            self._means[tokens] += (min(seconds, LONGEST * mean) - mean) / min(self._counts[tokens], LATEST)
+            self._means[tokens] += (min(seconds, LONGEST * mean) - mean) / min(
+                self._counts[tokens], LATEST
+            )
         if tokens not in self._seconds:
             insort(self._sizes, tokens)
             self._seconds[tokens] = seconds
@@ -266,7 +272,11 @@ class Ahead:
         self._made_up = 0.0  # of these, what the draft took for what it had missed
 
     def choose(
-        self, texts: Several[Hits], most: Several[int], missed: Several[int] = (), further: Several[int] = ()
+        self,
+        texts: Several[Hits],
+        most: Several[int],
+        missed: Several[int] = (),
+        further: Several[int] = (),
     ) -> list[int]:
         """Choose how many tokens to draft for each of some texts that are continued together.
 
@@ -334,14 +344,18 @@ class Ahead:
         prior = self._all.chance(FIRST_CHANCE)
         return [text.chance(prior) for text in texts]
 
-    def _worth_of_missed(self, texts: Several[Hits], most: Several[int], further: Several[int]) -> list[float]:
+    def _worth_of_missed(
+        self, texts: Several[Hits], most: Several[int], further: Several[int]
+    ) -> list[float]:
         if not self.drafting.known:
             return [0.0] * len(texts)
         _, rate = best_ahead(self._chances(texts), most, self.drafting.of, self.verifying.of)
         saved = self.verifying.of(len(texts)) / len(texts) - 1 / rate
         return [saved * tokens for tokens in further]
 
-    def _within(self, most: Several[int], missed: Several[int], worth: Several[float], to_make_up: float) -> list[int]:
+    def _within(
+        self, most: Several[int], missed: Several[int], worth: Several[float], to_make_up: float
+    ) -> list[int]:
         """Set numbers to 0 where missed tokens take longer than they are worth, or than all may take."""
         found = list(most)
         for text in sorted(range(len(missed)), key=missed.__getitem__):

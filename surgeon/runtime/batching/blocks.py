@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows, blocks_for, first_block, most_held
 
-ROOT = 0  # the beginning without tokens; numbers below are others of that kind, whose texts share nothing with its
+# The beginning without tokens; numbers below are others of that kind, whose texts share nothing with its.
+ROOT = 0
 
 
 class KnownPrefixes:
@@ -78,7 +79,8 @@ class KnownPrefixes:
 BlockRun = tuple[int, int]  # first block, number of blocks
 
 GONE = -1  # in place of the first block: so many blocks were given back, and nobody reads there
-_EVICTED_SHARE = 8  # one in so many known blocks goes at a time, because single ones would scatter a sequence
+# One in so many known blocks goes at a time, because single ones would scatter a sequence.
+_EVICTED_SHARE = 8
 
 
 class BlockTable:
@@ -179,7 +181,9 @@ class Gaps:
         end = self._end_of.pop(start)
         del self._start_of[end]
         first = start + offset
-        assert first + length <= end, f"{length} blocks from {first} on do not lie in the gap {start}..{end}"
+        assert first + length <= end, (
+            f"{length} blocks from {first} on do not lie in the gap {start}..{end}"
+        )
         self._add(start, first)
         self._add(first + length, end)
         self.total -= length
@@ -207,7 +211,9 @@ class BlockPool:
         releases: how often blocks have been given back; while it stays the same, no more have become free.
     """
 
-    def __init__(self, blocks: int, block_tokens: int = BLOCK_TOKENS, windows: Windows = (None,)) -> None:
+    def __init__(
+        self, blocks: int, block_tokens: int = BLOCK_TOKENS, windows: Windows = (None,)
+    ) -> None:
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.windows = windows
@@ -284,9 +290,13 @@ class BlockPool:
     def still_to_come(self, own: SequenceBlocks, tokens: int) -> int:
         """Count the blocks that a sequence will take besides those it has, at most, until it has so many tokens."""
         most = (most_held(tokens, window, self.block_tokens) for window in self.windows)
-        return sum(max(0, all_ - len(table.blocks)) for all_, table in zip(most, own.tables, strict=True))
+        return sum(
+            max(0, all_ - len(table.blocks)) for all_, table in zip(most, own.tables, strict=True)
+        )
 
-    def reach(self, own: SequenceBlocks, begin: int, end: int, whole: int = 0, free: int | None = None) -> int:
+    def reach(
+        self, own: SequenceBlocks, begin: int, end: int, whole: int = 0, free: int | None = None
+    ) -> int:
         """Find the token, from `begin` to `end`, up to which there are blocks for a sequence, its own and free ones."""
         free = self.free if free is None else free
         while end > begin and self.lacking(own, end, whole) > free:

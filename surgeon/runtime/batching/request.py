@@ -71,15 +71,26 @@ class Sampling:
         _check("top_p", self.top_p, 0 <= self.top_p <= 1, "in 0..1")
         _check("top_k", self.top_k, self.top_k >= 0, "at least 0 (0 keeps all tokens)")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "in 0..1")
-        _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0 (1 is none)")
+        _check(
+            "repetition_penalty",
+            self.repetition_penalty,
+            self.repetition_penalty > 0,
+            "above 0 (1 is none)",
+        )
         _check("seed", self.seed, self.seed is None or abs(self.seed) < 1 << 64, "within 64 bits")
         _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 0, "at least 0")
         for name, number in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            _check(name, number, number is None or 0 <= number <= MOST_LOGPROBS, f"in 0..{MOST_LOGPROBS}")
+            _check(
+                name, number, number is None or 0 <= number <= MOST_LOGPROBS, f"in 0..{MOST_LOGPROBS}"
+            )
         if isinstance(self.stop, str) or not all(self.stop) or len(self.stop) > MOST_STOPS:
-            raise ValueError(f"stop must be up to {MOST_STOPS} texts, none of them empty, not {self.stop!s:.60}")
+            raise ValueError(
+                f"stop must be up to {MOST_STOPS} texts, none of them empty, not {self.stop!s:.60}"
+            )
         if (characters := sum(map(len, self.stop))) > MOST_STOP_CHARACTERS:
-            raise ValueError(f"stop must have {MOST_STOP_CHARACTERS} characters at most in all, not {characters}")
+            raise ValueError(
+                f"stop must have {MOST_STOP_CHARACTERS} characters at most in all, not {characters}"
+            )
 
     @property
     def draws(self) -> bool:
@@ -127,7 +138,9 @@ def check_length(request: Request, room: int) -> None:
             mend = "shorten the prompt"
         else:
             mend = f"ask for at most {room - prompt} new ones"
-        raise ValueError(f"{prompt} tokens of the prompt and {new} new ones are more than the {room} that fit; {mend}")
+        raise ValueError(
+            f"{prompt} tokens of the prompt and {new} new ones are more than the {room} that fit; {mend}"
+        )
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,9 @@ class Scheduler:
     def _begin_anew(self) -> None:
         """Put texts that have grown beyond a length back to be computed again, if `LongTexts.anew` says so."""
         border = self._border
-        for sequence in reversed([one for one in self.running if one.prompt <= border < len(one.tokens)]):
+        for sequence in reversed(
+            [one for one in self.running if one.prompt <= border < len(one.tokens)]
+        ):
             sequence.prompt = len(sequence.tokens)
             self.running.remove(sequence)
             self._put_back(sequence)
@@ -238,7 +240,9 @@ class Scheduler:
         if not sequence.drafting or length == len(sequence.request.prompt):
             return 0
         most = min(self.limits.draft_tokens, self.limits.pass_tokens // self.limits.max_batch - 1)
-        longest = sequence.last - 1 if sequence.prompt > self._border else min(sequence.last - 1, self._border)
+        longest = (
+            sequence.last - 1 if sequence.prompt > self._border else min(sequence.last - 1, self._border)
+        )
         return max(0, min(most, int(longest) - length))
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
@@ -326,7 +330,9 @@ class Scheduler:
                 continue
             if self.limits.looked_up and completes and choices:  # room for drafts that were not found
                 self.pool.shrink(sequence.blocks, len(sequence.tokens))
-            if any(token == UNDEFINED for token, _ in choices) or any(math.isnan(one.logprob) for one in prompt):
+            if any(token == UNDEFINED for token, _ in choices) or any(
+                math.isnan(one.logprob) for one in prompt
+            ):
                 self.pool.forget(sequence.blocks)  # nobody shares what predicts nothing
                 outputs.append(self._finish(sequence, "undefined"))
                 continue

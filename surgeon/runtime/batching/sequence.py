@@ -292,7 +292,9 @@ class ScheduledChunk(NamedTuple):
         sequence = self.sequence
         first = sequence.computed
         tokens = sequence.tokens[first : first + self.tokens]
-        row = Row(first, [*tokens, *drafts], sequence.blocks.runs, self.wanted, self.targets, sequence.prompt)
+        row = Row(
+            first, [*tokens, *drafts], sequence.blocks.runs, self.wanted, self.targets, sequence.prompt
+        )
         if drafts:
             return _apart(row)
         return [row]
@@ -318,7 +320,9 @@ class ScheduledChunk(NamedTuple):
 
 
 def _apart(row: Row) -> list[Row]:
-    return [row._replace(start=row.start + place, tokens=[token]) for place, token in enumerate(row.tokens)]
+    return [
+        row._replace(start=row.start + place, tokens=[token]) for place, token in enumerate(row.tokens)
+    ]
 
 
 class Expectation:

@@ -81,7 +81,9 @@ class Collectives(ABC):
         """Join the group's tensors, all of one shape, along a new first dimension in the order of the ranks."""
         return self.start_all_gather(tensor, counts, at_once=True)()
 
-    def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
+    def start_all_gather(
+        self, tensor: Tensor, counts: Counts, at_once: bool = False
+    ) -> Callable[[], Tensor]:
         """Start to join them; waiting on the result gives the joined tensors."""
         if len(self.group) == 1:
             return lambda: tensor[None]
@@ -209,7 +211,12 @@ class Unconnected(Collectives):
         """Give this rank's own tensor."""
         return self._all_reduce(tensor, at_once)
 
-    def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
+    def start_all_gather(
+        self,
+        tensor: Tensor,
+        counts: Counts,  # noqa: ARG002
+        at_once: bool = False,
+    ) -> Callable[[], Tensor]:
         """Give this rank's own tensor, once for each rank."""
         return self._all_gather(tensor, at_once)
 
@@ -236,7 +243,9 @@ class TorchCollectives(Collectives):
     NCCL computes sums that travel behind a late step by streams of high priority, others by the current one.
     """
 
-    def __init__(self, rank: int, group: Group, process_group: Any = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self, rank: int, group: Group, process_group: Any = None, device: torch.device | None = None
+    ) -> None:
         super().__init__(rank, group)
         self.process_group = process_group  # None is all ranks
         self.device = device
@@ -244,7 +253,12 @@ class TorchCollectives(Collectives):
 
     @classmethod
     def connect(
-        cls, backend: str, rank: int, ranks: int, rendezvous: Path | StoreAddress, device: torch.device | None = None
+        cls,
+        backend: str,
+        rank: int,
+        ranks: int,
+        rendezvous: Path | StoreAddress,
+        device: torch.device | None = None,
     ) -> TorchCollectives:
         """Meet the other ranks by gloo or NCCL, at a new file (its path is never taken, unlike a port) or a store."""
         store: Any
@@ -253,7 +267,9 @@ class TorchCollectives(Collectives):
         else:
             store = rendezvous.connect()
         bound = group_options(device if backend == "nccl" else None)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT, **bound)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT, **bound
+        )
         return cls(rank, tuple(range(ranks)), device=bound.get("device_id"))
 
     def _connect(self, group: Group) -> Collectives:
@@ -267,7 +283,9 @@ class TorchCollectives(Collectives):
     def _all_gather(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
         gathered = tensor.new_empty(len(self.group), *tensor.shape)
         own = tensor.reshape(-1)
-        work: Any = dist.all_gather_into_tensor(gathered.view(-1), own, group=self.process_group, async_op=not at_once)
+        work: Any = dist.all_gather_into_tensor(
+            gathered.view(-1), own, group=self.process_group, async_op=not at_once
+        )
         return partial(_after, work, gathered)
 
 

@@ -36,7 +36,9 @@ class Link:
         if not 0 <= self.delay < math.inf:
             raise ValueError(f"the delay of a link must be at least 0 seconds, not {self.delay:g}")
         if not self.bandwidth > 0:
-            raise ValueError(f"the bandwidth of a link must be above 0 bytes per second, not {self.bandwidth:g}")
+            raise ValueError(
+                f"the bandwidth of a link must be above 0 bytes per second, not {self.bandwidth:g}"
+            )
 
     def __str__(self) -> str:
         if self.delay >= 1e-3:

@@ -98,7 +98,9 @@ class Ring:
         due = 0.0
         if self._line is not None:
             due = self._line.send(len(numbers))
-        self._onward.send_bytes(pickle.dumps((message, due, kind, numbers), protocol=pickle.HIGHEST_PROTOCOL))
+        self._onward.send_bytes(
+            pickle.dumps((message, due, kind, numbers), protocol=pickle.HIGHEST_PROTOCOL)
+        )
 
     def receive(self) -> tuple[Any, Tensor]:
         """Wait for the next message and the stream that comes with it, which may be of no tokens."""

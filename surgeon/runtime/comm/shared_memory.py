@@ -24,7 +24,8 @@ from surgeon.runtime.plan.placement import Group
 from surgeon.threads import usable_cores
 
 SLOTS = 4  # reductions in flight; a ladder has two
-SLOT_BYTES = 1 << 21  # per rank and slot, of which what is written to is taken; longer tensors travel in several pieces
+# Per rank and slot, of which what is written to is taken; longer tensors travel in several pieces.
+SLOT_BYTES = 1 << 21
 LINE = 8  # words of 8 bytes in a cache line: every flag has its own
 
 # Looking for the others: for about a millisecond where every rank has a core, hardly where ranks outnumber the cores,
@@ -49,13 +50,16 @@ def create_memory(ranks: int) -> int:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
     contiguous_groups = ranks * (ranks - 1) // 2
-    os.ftruncate(descriptor, contiguous_groups * _region_bytes(ranks))  # nothing is taken until it is written to
+    # Nothing is taken until it is written to.
+    os.ftruncate(descriptor, contiguous_groups * _region_bytes(ranks))
     return descriptor
 
 
 def _region_bytes(ranks: int) -> int:
     flags = 2 * SLOTS * ranks * LINE * 8
-    return -(-flags // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY + SLOTS * ranks * SLOT_BYTES
+    return (
+        -(-flags // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY + SLOTS * ranks * SLOT_BYTES
+    )
 
 
 class Exchanges(Structure):
@@ -82,7 +86,13 @@ class SharedMemoryCollectives(Collectives):
     recordable = True
 
     def __init__(
-        self, rank: int, group: Group, descriptor: int, ranks: int, region: int = 0, crowded: bool | None = None
+        self,
+        rank: int,
+        group: Group,
+        descriptor: int,
+        ranks: int,
+        region: int = 0,
+        crowded: bool | None = None,
     ) -> None:
         super().__init__(rank, group)
         self.descriptor = descriptor
@@ -113,13 +123,17 @@ class SharedMemoryCollectives(Collectives):
         most = round(1e6 * SPIN_SECONDS * self.most_spins / SPINS)
         fewest = round(1e6 * SPIN_SECONDS * FEWEST_SPINS / SPINS)
         layout = SLOTS, SLOT_BYTES, LINE, self.ranks, len(self.group), self.member
-        return Exchanges(0, 0, memory, memory + flags, *layout, most, fewest, most, round(TIMEOUT.total_seconds()))
+        return Exchanges(
+            0, 0, memory, memory + flags, *layout, most, fewest, most, round(TIMEOUT.total_seconds())
+        )
 
     def _connect(self, group: Group) -> Collectives:
         assert len(self.group) == self.ranks, "only the group of all ranks knows which regions are taken"
         region = self.regions_used
         self.regions_used = self.regions_used + 1
-        return SharedMemoryCollectives(self.rank, group, self.descriptor, self.ranks, region, self.crowded)
+        return SharedMemoryCollectives(
+            self.rank, group, self.descriptor, self.ranks, region, self.crowded
+        )
 
     def recorded(self, recording: Recording) -> Collectives:
         return RecordedExchanges(self, recording)
@@ -139,7 +153,8 @@ class SharedMemoryCollectives(Collectives):
         self.exchanges.started = number + 1
         slot = number % SLOTS
         before = self.in_flight[slot]
-        if before is not None:  # nobody has asked for its result yet, and others may be waiting for it to be read
+        # Nobody has asked for its result yet, and others may be waiting for it to be read.
+        if before is not None:
             before()
         self._wait_until_all(self._flag(slot, 0, read=True), number - SLOTS + 1)
         views = self._views(slot, tensor)
@@ -164,7 +179,9 @@ class SharedMemoryCollectives(Collectives):
     def _views(self, slot: int, tensor: Tensor) -> list[Tensor]:
         key = slot, tensor.numel(), tensor.dtype
         if key not in self.views:
-            rooms = self.room.view(SLOTS, self.ranks, SLOT_BYTES)[slot, : len(self.group), : tensor.nbytes]
+            rooms = self.room.view(SLOTS, self.ranks, SLOT_BYTES)[
+                slot, : len(self.group), : tensor.nbytes
+            ]
             self.views[key] = [room.view(tensor.dtype) for room in rooms]
         return self.views[key]
 
@@ -187,7 +204,9 @@ class SharedMemoryCollectives(Collectives):
                         raise self._in_vain(waited, member)
                     time.sleep(min(max(SLEEP_SECONDS, LATENESS * waited), LONGEST_SLEEP_SECONDS))
                 longer = time.monotonic() - began < SPIN_SECONDS
-                self.spins = max(FEWEST_SPINS, min(2 * self.spins if longer else self.spins // 2, self.most_spins))
+                self.spins = max(
+                    FEWEST_SPINS, min(2 * self.spins if longer else self.spins // 2, self.most_spins)
+                )
 
     def failure(self) -> TimeoutError | None:
         """The error of a sum in a recorded pass that has waited in vain, if any."""
@@ -197,7 +216,9 @@ class SharedMemoryCollectives(Collectives):
         return None
 
     def _in_vain(self, waited: float, member: int) -> TimeoutError:
-        return TimeoutError(f"rank {self.rank} has waited {waited:.0f} s for rank {self.group[member]}, in vain")
+        return TimeoutError(
+            f"rank {self.rank} has waited {waited:.0f} s for rank {self.group[member]}, in vain"
+        )
 
 
 class RecordedExchanges(Collectives):
@@ -229,7 +250,11 @@ class RecordedExchanges(Collectives):
         recording = self._recording
         exchanges = self._collectives.exchanges
         count = tensor.numel()
-        if tensor.dtype != torch.float32 or tensor.nbytes > exchanges.room_bytes or not tensor.is_contiguous():
+        if (
+            tensor.dtype != torch.float32
+            or tensor.nbytes > exchanges.room_bytes
+            or not tensor.is_contiguous()
+        ):
             recording.fail(f"an exchange of {tensor.nbytes} bytes of {tensor.dtype}")
         if self._collectives.in_flight[exchanges.started % exchanges.slots] is not None:
             recording.fail(f"more than {exchanges.slots} exchanges in flight")

@@ -23,7 +23,8 @@ from surgeon.runtime.comm.collectives import Around, Collectives, Counts, TorchC
 MOST_BYTES = 4 << 20
 ONE_SHOT_BYTES = 256 << 10  # an estimate, for more than two ranks
 DTYPES = torch.float32, torch.bfloat16  # of which these operations take operands
-Operation = Callable[[Tensor, str, Tensor], object]  # of an operand in that memory, the group's name, and the result
+# Of an operand in that memory, the group's name, and the result.
+Operation = Callable[[Tensor, str, Tensor], object]
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -50,7 +51,11 @@ class SymmetricSum:
 
     def fits(self, tensor: Tensor) -> bool:
         """Tell whether the operation takes its dtype and size."""
-        return tensor.dtype in DTYPES and tensor.nbytes <= MOST_BYTES and not tensor.nbytes % self._alignment
+        return (
+            tensor.dtype in DTYPES
+            and tensor.nbytes <= MOST_BYTES
+            and not tensor.nbytes % self._alignment
+        )
 
     def __call__(self, tensor: Tensor, aside: bool) -> None:
         """Sum one; those on the side stream have room of their own, because two may be summed at a time."""
@@ -113,7 +118,9 @@ class BySize(Around):
         self._wrapped = connect
 
     def __str__(self) -> str:
-        return ", ".join([*(f"{way.name} up to {show_size(size)}" for size, way in self.chosen), "NCCL above"])
+        return ", ".join(
+            [*(f"{way.name} up to {show_size(size)}" for size, way in self.chosen), "NCCL above"]
+        )
 
     def around(self, inner: Collectives) -> Collectives:
         return self._wrapped(inner)
@@ -150,7 +157,9 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
     if inner.rank not in group or len(group) == 1:
         return inner
     gpus = range(torch.cuda.device_count())
-    reached = all(torch.cuda.can_device_access_peer(device, other) for other in gpus if other != device.index)
+    reached = all(
+        torch.cuda.can_device_access_peer(device, other) for other in gpus if other != device.index
+    )
     if not _holds_everywhere(inner, device, allowed(os.environ) and len(gpus) >= len(group) and reached):
         return inner
     ways = ways_through_memory(inner, device)
@@ -170,11 +179,15 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
 
 def allowed(environment: Mapping[str, str]) -> bool:
     """Tell whether GPUs may reach each other's memory, and may sum through it."""
-    peers = environment.get("NCCL_P2P_DISABLE", "0") == "0" and environment.get("NCCL_P2P_LEVEL") != "LOC"
+    peers = (
+        environment.get("NCCL_P2P_DISABLE", "0") == "0" and environment.get("NCCL_P2P_LEVEL") != "LOC"
+    )
     return peers and environment.get("SURGEON_SYMMETRIC_MEMORY") != "off"
 
 
-def ways_through_memory(inner: TorchCollectives, device: torch.device, memory: Any = None) -> list[SymmetricSum]:
+def ways_through_memory(
+    inner: TorchCollectives, device: torch.device, memory: Any = None
+) -> list[SymmetricSum]:
     """Prepare the operations that all ranks have, with memory for an operand of the current stream and one beside it.
 
     None where any rank cannot have or share such memory, which each then says. All agree after every step, so that none
@@ -192,12 +205,16 @@ def ways_through_memory(inner: TorchCollectives, device: torch.device, memory: A
         for room in rooms:
             with _everywhere(inner, device):
                 handles.append(memory.rendezvous(room, members.group_name))
-    except RuntimeError as error:  # the driver or the machine does not let processes share memory of GPUs
+    except (
+        RuntimeError
+    ) as error:  # the driver or the machine does not let processes share memory of GPUs
         print(f"rank {inner.rank} sums by NCCL alone: {first_line(error)}", file=sys.stderr, flush=True)
         return []
     cast = _holds_everywhere(inner, device, bool(handles[-1].multicast_ptr))
     names = [each for each in OPERATIONS if cast or each != "multimem"]
-    return [SymmetricSum(each, len(inner.group), members.group_name, (rooms[0], rooms[1])) for each in names]
+    return [
+        SymmetricSum(each, len(inner.group), members.group_name, (rooms[0], rooms[1])) for each in names
+    ]
 
 
 @contextmanager

@@ -50,7 +50,9 @@ class Wire(ABC):
 
     def count_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         width = shape[-1]
-        return shape[:-1].numel() * sum(elements * one.itemsize for elements, one in self.parts(width, dtype))
+        return shape[:-1].numel() * sum(
+            elements * one.itemsize for elements, one in self.parts(width, dtype)
+        )
 
     def pack(self, tensor: Tensor) -> Tensor:
         """The bytes of a tensor, flat; each vector of its last dimension is a row."""

@@ -89,7 +89,9 @@ def _processor() -> list[str]:
     if not described.is_file():
         return [platform.processor()]
     lines = described.read_text().splitlines()
-    return sorted({line for line in lines if line.split(":")[0].strip() in ("flags", "Features", "model name")})
+    return sorted(
+        {line for line in lines if line.split(":")[0].strip() in ("flags", "Features", "model name")}
+    )
 
 
 def _run(command: list[str]) -> str:

@@ -187,14 +187,24 @@ class Kernels:
             squares: mean squares of all queries and of all keys, (T, 2) of one piece, in place of those of each head.
             queries: how many heads are queries', in front of those of keys.
         """
-        cosine, sine = (None, None) if angles is None else (angles[0].contiguous(), angles[1].contiguous())
+        cosine, sine = (
+            (None, None) if angles is None else (angles[0].contiguous(), angles[1].contiguous())
+        )
         width = 0
         if cosine is not None:
             width = cosine.shape[-1]
         tokens, heads, dim = x.shape
         self.library.call(
             *("place", x.data_ptr(), tokens, x.stride(0), heads, dim),
-            *(_address(gain), epsilon, _address(cosine), _address(sine), width, _address(squares), queries),
+            *(
+                _address(gain),
+                epsilon,
+                _address(cosine),
+                _address(sine),
+                width,
+                _address(squares),
+                queries,
+            ),
         )
 
     def mean_squares(self, x: Tensor, first: int, second: int) -> Tensor:
@@ -227,7 +237,13 @@ class Kernels:
         weights = logits.new_empty(tokens, chosen)
         self.library.call(
             *("route", logits.data_ptr(), tokens, experts, _address(correction), chosen),
-            *(routing.scores == "sigmoid", routing.divides, routing.scale, routing.groups, routing.top_groups),
+            *(
+                routing.scores == "sigmoid",
+                routing.divides,
+                routing.scale,
+                routing.groups,
+                routing.top_groups,
+            ),
             *(routing.group_best, numbers.data_ptr(), weights.data_ptr()),
         )
         return Routed(numbers, weights)
@@ -246,8 +262,21 @@ class Kernels:
         else:
             activation = int(GATED[experts.activation] != "gated_silu")
         self.library.call(
-            *("mixture", x.data_ptr(), tokens, x.stride(0), routed.experts.data_ptr(), routed.weights.data_ptr()),
-            *(routed.experts.shape[1], experts.first, len(experts.table), experts.table.data_ptr(), hidden),
+            *(
+                "mixture",
+                x.data_ptr(),
+                tokens,
+                x.stride(0),
+                routed.experts.data_ptr(),
+                routed.weights.data_ptr(),
+            ),
+            *(
+                routed.experts.shape[1],
+                experts.first,
+                len(experts.table),
+                experts.table.data_ptr(),
+                hidden,
+            ),
             *(experts.neurons, activation, alpha, limit, y.data_ptr()),
         )
         return y
@@ -263,7 +292,9 @@ class Kernels:
     def copy_rows(self, x: Tensor, to: Tensor) -> None:
         """Copy rows, (T, any), to some columns of another tensor or to all of them."""
         rows, width = x.shape
-        self.library.call("copy_rows", x.data_ptr(), rows, x.stride(0), width, to.data_ptr(), to.stride(0))
+        self.library.call(
+            "copy_rows", x.data_ptr(), rows, x.stride(0), width, to.data_ptr(), to.stride(0)
+        )
 
     def softcap_(self, x: Tensor, bound: float) -> None:
         """Press numbers, (T, any) of one piece, between -bound and bound in place: bound * tanh(x / bound)."""
@@ -280,10 +311,14 @@ class Kernels:
         count = numbers.shape[0]
         (rows, width) = table.shape
         y = table.new_empty(count, width)
-        self.library.call("take_rows", table.data_ptr(), first, rows, width, numbers.data_ptr(), count, y.data_ptr())
+        self.library.call(
+            "take_rows", table.data_ptr(), first, rows, width, numbers.data_ptr(), count, y.data_ptr()
+        )
         return y
 
-    def packed_rows(self, panels: Tensor, shape: tuple[int, int], numbers: Tensor, first: int = 0) -> Tensor:
+    def packed_rows(
+        self, panels: Tensor, shape: tuple[int, int], numbers: Tensor, first: int = 0
+    ) -> Tensor:
         """Rows of a table, (rows, width), that lies in panels as a weight with so many outputs and inputs does."""
         numbers = numbers.contiguous()
         count = numbers.shape[0]
@@ -331,8 +366,19 @@ class Kernels:
         y = queries.new_empty(tokens, heads * dim)
         self.library.call(
             *("attend_text", queries.data_ptr(), queries.stride(0), tokens, heads, len(pair) // 2, dim),
-            *(pair.data_ptr(), pair.stride(0), text.runs.data_ptr(), len(text.runs), text.first_key, text.start),
-            *(text.window or 0, dim**-0.5 if scoring.scale is None else scoring.scale, scoring.softcap or 0.0),
+            *(
+                pair.data_ptr(),
+                pair.stride(0),
+                text.runs.data_ptr(),
+                len(text.runs),
+                text.first_key,
+                text.start,
+            ),
+            *(
+                text.window or 0,
+                dim**-0.5 if scoring.scale is None else scoring.scale,
+                scoring.softcap or 0.0,
+            ),
             *(_address(scoring.sinks), y.data_ptr()),
         )
         return y

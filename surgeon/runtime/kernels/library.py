@@ -54,7 +54,8 @@ ARGUMENTS = 16  # that a line of a table has room for, as in replay.h
 Call = tuple[str, tuple[Any, ...]]
 
 
-NOTES: ContextVar[Any] = ContextVar("notes", default=None)  # the `Recording` that takes in a thread's calls, if any
+# The `Recording` that takes in a thread's calls, if any.
+NOTES: ContextVar[Any] = ContextVar("notes", default=None)
 
 
 @contextmanager
@@ -75,7 +76,9 @@ class Library:
         for name, arguments in (RECORDABLE | OTHERS).items():
             self._functions[name].argtypes = [KINDS[kind] for kind in arguments]
             self._functions[name].restype = None
-        self._recorded = {name: cast(getattr(library, f"recorded_{name}"), c_void_p).value or 0 for name in RECORDABLE}
+        self._recorded = {
+            name: cast(getattr(library, f"recorded_{name}"), c_void_p).value or 0 for name in RECORDABLE
+        }
 
     def call(self, name: str, *arguments: Any) -> None:
         self._functions[name](*arguments)

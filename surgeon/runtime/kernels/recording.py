@@ -37,7 +37,8 @@ class Arena:
         """Room for float32 numbers of this shape, free again when nobody has the tensor or a view of it."""
         count = math.prod(shape)
         buffer = next((one for one in self._buffers if one.numel() >= count and _users(one) == 0), None)
-        if buffer is None:  # of a power of two, so that all sizes of passes together need twice what the largest needs
+        # Of a power of two, so that all sizes of passes together need twice what the largest needs.
+        if buffer is None:
             buffer = torch.empty(max(LEAST, 1 << (count - 1).bit_length()))
             self._buffers = sorted([*self._buffers, buffer], key=Tensor.numel)
         return buffer[:count].view(shape)
@@ -84,7 +85,8 @@ class Recording(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and to say so PyTorch imports a compiler for half a second
+        # Nothing is compiled here, and to say so PyTorch imports a compiler for half a second.
+        return False
 
     @contextmanager
     def during(self) -> Iterator[None]:
@@ -129,7 +131,9 @@ class Recording(TorchDispatchMode):
             times = None
             if timed:
                 times = torch.empty(len(table) + 1, dtype=torch.int64)
-            library.call("replay", table.data_ptr(), len(table), None if times is None else times.data_ptr())
+            library.call(
+                "replay", table.data_ptr(), len(table), None if times is None else times.data_ptr()
+            )
             if times is None:
                 return []
             return (times.double() / 1e9).tolist()
@@ -152,14 +156,23 @@ class Recording(TorchDispatchMode):
             total = self.empty(args[0].shape)
             self._kernels.add(args[0], args[1], total)
             return total
-        if func in (aten.mul.Tensor, aten.mul_.Tensor) and isinstance(args[1], float) and _alike(args[0], args[0]):
+        if (
+            func in (aten.mul.Tensor, aten.mul_.Tensor)
+            and isinstance(args[1], float)
+            and _alike(args[0], args[0])
+        ):
             if func is aten.mul_.Tensor:
                 multiple = args[0]
             else:
                 multiple = self.empty(args[0].shape)
             self._kernels.scale(args[0], args[1], multiple)
             return multiple
-        if func is aten.cat.default and not kwargs and args[1:] in ((1,), (-1,)) and all(map(_of_rows, args[0])):
+        if (
+            func is aten.cat.default
+            and not kwargs
+            and args[1:] in ((1,), (-1,))
+            and all(map(_of_rows, args[0]))
+        ):
             return self._side_by_side(args[0])
         made = func(*args, **kwargs)
         if func in (aten.zeros_like.default, aten.new_zeros.default):  # nothing writes to them
@@ -193,7 +206,9 @@ def _views(made: Any, tensor: Tensor) -> bool:
     parts = made
     if isinstance(made, Tensor):
         parts = [made]
-    return all(part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for part in parts)
+    return all(
+        part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for part in parts
+    )
 
 
 def _of_numbers(like: Tensor, asked: Mapping[str, Any]) -> bool:
@@ -212,7 +227,8 @@ def _alike(x: object, y: object) -> bool:
     return x.dtype == y.dtype == torch.float32 and x.is_contiguous() and y.is_contiguous()
 
 
-WARM_UPS = 2  # before a recording, in which libraries choose kernels and allocate what a recording may not
+# Before a recording, in which libraries choose kernels and allocate what a recording may not.
+WARM_UPS = 2
 
 T = TypeVar("T")
 

@@ -69,14 +69,25 @@ def attention(
     if plain and grouped and mask is not None and len(queries) == 1:
         # On GPUs a mask and grouped heads together would leave only the way that keeps all scores: KV heads are texts.
         alone = Weighting(weighting.scale)
-        keys, values = (one[0][:, None].expand(-1, queries.shape[1] // kv_heads, -1, -1) for one in (keys, values))
-        return attention(queries[0].unflatten(0, (kv_heads, -1)), keys, values, alone, mask).flatten(0, 1)[None]
+        keys, values = (
+            one[0][:, None].expand(-1, queries.shape[1] // kv_heads, -1, -1) for one in (keys, values)
+        )
+        return attention(queries[0].unflatten(0, (kv_heads, -1)), keys, values, alone, mask).flatten(
+            0, 1
+        )[None]
     if plain:
         return F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=causal, scale=weighting.scale, enable_gqa=grouped
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=causal,
+            scale=weighting.scale,
+            enable_gqa=grouped,
         )
     scale = head_dim**-0.5 if weighting.scale is None else weighting.scale
-    together = queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # the heads of a KV group as if they were queries
+    # The heads of a KV group as if they were queries.
+    together = queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)
     scores = (together @ keys.transpose(-1, -2)) * scale
     scores = scores if weighting.softcap is None else softcap(scores, weighting.softcap)
     scores = scores.unflatten(2, (-1, queries.shape[2]))
@@ -89,12 +100,17 @@ def attention(
         else:
             scores = scores + mask
     if weighting.sinks is not None:
-        per_head = weighting.sinks.numel() == queries.shape[1]  # else heads of a KV group are given as its queries
-        sinks = weighting.sinks.view(kv_heads, -1, 1 if per_head else queries.shape[2], 1).to(scores.dtype)
+        # Else heads of a KV group are given as its queries.
+        per_head = weighting.sinks.numel() == queries.shape[1]
+        sinks = weighting.sinks.view(kv_heads, -1, 1 if per_head else queries.shape[2], 1).to(
+            scores.dtype
+        )
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
     weights = weights[..., : keys.shape[2]]
-    attended: Tensor = (weights.flatten(2, 3) @ values).unflatten(2, (-1, queries.shape[2])).flatten(1, 2)
+    attended: Tensor = (
+        (weights.flatten(2, 3) @ values).unflatten(2, (-1, queries.shape[2])).flatten(1, 2)
+    )
     return attended
 
 

@@ -53,7 +53,9 @@ class DynamicPasses(Way):
     def laid_out(self, rows: Sequence[Row], cache: PagedCache) -> tuple[Tensor, Index, Pass]:
         """Lay out rows: their tokens, (tokens,), positions, and what their attentions share."""
         model = self.model
-        tokens = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.long, device=model.device)
+        tokens = torch.tensor(
+            [token for row in rows for token in row.tokens], dtype=torch.long, device=model.device
+        )
         angles = model.angles_up_to(max(row.end for row in rows))
         layout = PagedLayout(rows, cache, angles)
         return tokens, layout.positions, Pass(layout.attend, model.angles_of(rows, layout.positions))
@@ -92,7 +94,9 @@ class HalvedPasses(DynamicPasses):
             return torch.cat(self.model.program.streams_after(embedded.split(sizes), taking_turns))
         order = sorted(places)
         few = [[at for at in order if at < sizes[0]], [at - sizes[0] for at in order if at >= sizes[0]]]
-        stream = torch.cat(self.model.program.streams_after(embedded.split(sizes), taking_turns, places=few))
+        stream = torch.cat(
+            self.model.program.streams_after(embedded.split(sizes), taking_turns, places=few)
+        )
         if order == places:
             return stream
         return stream[[order.index(at) for at in places]]

@@ -26,7 +26,11 @@ Index = slice | Tensor  # which of some places, in order
 
 
 def read(
-    source: ModelWeights, plan: Plan, device: torch.device, path: str, rows: tuple[int, int] | None = None
+    source: ModelWeights,
+    plan: Plan,
+    device: torch.device,
+    path: str,
+    rows: tuple[int, int] | None = None,
 ) -> Tensor:
     """Read a tensor, or some of its rows, to the device in the plan's dtype."""
     return source.tensor(path, rows).to(torch_dtype(plan)).to(device)
@@ -212,11 +216,21 @@ class Vocabulary:
         # Two float64 numbers per text instead of a vocabulary; a token id is exact in them.
         candidates = self._gathered(torch.stack([best.double(), (at + self.first).double()], -1))
         highest, winner = candidates[..., 0].max(0)
-        return candidates[..., 1].gather(0, winner[None])[0].long().masked_fill(~highest.isfinite(), UNDEFINED)
+        return (
+            candidates[..., 1]
+            .gather(0, winner[None])[0]
+            .long()
+            .masked_fill(~highest.isfinite(), UNDEFINED)
+        )
 
 
 def score(
-    own: Tensor, first: int, rows: int, targets: list[int], top: int, all_gather: Callable[[Tensor], Tensor]
+    own: Tensor,
+    first: int,
+    rows: int,
+    targets: list[int],
+    top: int,
+    all_gather: Callable[[Tensor], Tensor],
 ) -> list[TokenLogprob]:
     """The log-probability of a target token under each row of logits, and those of the most likely tokens there.
 
@@ -241,13 +255,19 @@ def score(
     values, places = logits.topk(min(top, rows))
     parts = logits.logsumexp(-1, keepdim=True), target, values, places + first
     sent = torch.cat([part.double() for part in parts], -1)  # a token id is exact in float64
-    denominators, found, values, tokens = all_gather(sent).split([1, 1, values.shape[-1], values.shape[-1]], -1)
+    denominators, found, values, tokens = all_gather(sent).split(
+        [1, 1, values.shape[-1], values.shape[-1]], -1
+    )
     total = denominators.logsumexp(0)
     undefined = ~total.isfinite()  # a logit is NaN or infinite, or there is none but -inf
     logprobs = (found.amax(0) - total).masked_fill(undefined, torch.nan)[:, 0].tolist()
     merged, order = _side_by_side(values - total).topk(min(top, values.shape[-1] * len(values)))
-    likeliest = zip(_side_by_side(tokens).gather(-1, order).long().tolist(), merged.tolist(), strict=True)
-    tops = [tuple(pair for pair in zip(*pairs, strict=True) if pair[1] > -torch.inf) for pairs in likeliest]
+    likeliest = zip(
+        _side_by_side(tokens).gather(-1, order).long().tolist(), merged.tolist(), strict=True
+    )
+    tops = [
+        tuple(pair for pair in zip(*pairs, strict=True) if pair[1] > -torch.inf) for pairs in likeliest
+    ]
     return [TokenLogprob(*each) for each in zip(targets, logprobs, tops, strict=True)]
 
 

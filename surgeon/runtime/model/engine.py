@@ -54,7 +54,11 @@ class RankEngine:
     """
 
     def __init__(
-        self, plan: Plan, collectives: Collectives, device: torch.device, beside: Iterable[RankEngine] = ()
+        self,
+        plan: Plan,
+        collectives: Collectives,
+        device: torch.device,
+        beside: Iterable[RankEngine] = (),
     ) -> None:
         """Load the model, weights that this rank has already (`beside`) but once."""
         check_capability(device)
@@ -93,7 +97,9 @@ class RankEngine:
             heads = heads + [self.drafter.model.kv_heads()[one] for one in own]
         division = self.cache_division() if grouped else ()
         all_blocks = blocks + max(way.spare_blocks for way in self.ways)
-        cache = PagedCache(heads, all_blocks, self.plan.head_dim, self.model.vocabulary.like, rebuilds, *division)
+        cache = PagedCache(
+            heads, all_blocks, self.plan.head_dim, self.model.vocabulary.like, rebuilds, *division
+        )
         together, most_blocks = self.plan.read_at_once(self.device.type, texts)
         cache.buffers.reserve(together * min(blocks, most_blocks) * BLOCK_TOKENS)
         return cache
@@ -152,7 +158,9 @@ class RankEngine:
             self.drafter.model.peers.counts = self.figures.drafting
             if cache not in self._lent:
                 assert self.plan.draft is not None
-                self._lent[cache] = cache.lent(self.plan.draft.slots[self.model.peers.rank], self._drafts_own())
+                self._lent[cache] = cache.lent(
+                    self.plan.draft.slots[self.model.peers.rank], self._drafts_own()
+                )
             return self.drafter._way(rows).step(rows, self._lent[cache])
 
     def _drafts_own(self) -> tuple[int, ...]:
@@ -202,7 +210,11 @@ class RankEngine:
 
 def check_capability(device: torch.device) -> None:
     """Refuse GPUs that the kernels are not for."""
-    if device.type == "cuda" and used_on("cuda") and torch.cuda.get_device_capability(device)[0] < LEAST_CAPABILITY:
+    if (
+        device.type == "cuda"
+        and used_on("cuda")
+        and torch.cuda.get_device_capability(device)[0] < LEAST_CAPABILITY
+    ):
         raise ValueError(
             f"the kernels for GPUs want compute capability {LEAST_CAPABILITY}.0 or more, and "
             f"{torch.cuda.get_device_name(device)} has less; set {SWITCH}=off in the environment"
@@ -220,6 +232,11 @@ def ways_through(model: RankModel) -> tuple[Way, ...]:
         decode.append(StaticDecode(model, model.program.graphs))
     kernels = kernels_for(model.vocabulary.like)
     # Nothing that ranks send has to be waited for in Python either.
-    if kernels is not None and model.by_kernels and model.peers.are_recordable and plan.decoding == "auto":
+    if (
+        kernels is not None
+        and model.by_kernels
+        and model.peers.are_recordable
+        and plan.decoding == "auto"
+    ):
         decode.append(RecordedDecode(model, kernels))
     return *decode, DynamicPasses(model)

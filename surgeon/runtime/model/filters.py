@@ -21,7 +21,11 @@ NUCLEUS = 512  # so many tokens are looked at first: to sort a vocabulary takes 
 LEAST_RANKED = 64  # so many are looked at for any top_k up to that, so that these are one batch
 WIDER = -2  # in place of a token: the nucleus is wider than what was looked at
 # The constants of SplitMix64 (Steele, Lea and Flood 2014, Fast Splittable Pseudorandom Number Generators), as signed.
-SPLIT_MIX = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
+SPLIT_MIX = (
+    0x9E3779B97F4A7C15 - (1 << 64),
+    0xBF58476D1CE4E5B9 - (1 << 64),
+    0x94D049BB133111EB - (1 << 64),
+)
 Column = float | Tensor  # a number that all rows have, or one of each, (R, 1)
 
 
@@ -117,7 +121,9 @@ def filtered(scores: Tensor, texts: Sequence[Sampling], look: Look) -> Filtered:
         scores, tokens = scores.topk(look.tokens)
         most = column([text.top_k for text in texts], scores)
         if isinstance(most, Tensor):
-            scores = scores.masked_fill(torch.arange(look.tokens, device=scores.device) >= most, -torch.inf)
+            scores = scores.masked_fill(
+                torch.arange(look.tokens, device=scores.device) >= most, -torch.inf
+            )
         else:
             scores = scores[:, : int(most)]
             tokens = tokens[:, : int(most)]

@@ -37,7 +37,9 @@ class LatentMaps:
 
     later: frozenset[str] = frozenset()
 
-    def __init__(self, stored: Tensors, latent: Latent, plan: Plan, piece: tuple[int, int] | None) -> None:
+    def __init__(
+        self, stored: Tensors, latent: Latent, plan: Plan, piece: tuple[int, int] | None
+    ) -> None:
         heads = latent.share(piece)
         self._reading = LatentReading(stored, latent, heads)
         output = stored["o_proj.weight"].unflatten(1, (latent.heads, latent.value))[:, heads]

@@ -93,7 +93,9 @@ class Norm:
         """
         if self._triton is None:
             return stream + output
-        self._ahead = self._triton.norm(stream, self.gain, self.shift, self.epsilon, not self.rms, output)
+        self._ahead = self._triton.norm(
+            stream, self.gain, self.shift, self.epsilon, not self.rms, output
+        )
         return self._ahead[0]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -106,7 +108,9 @@ class Norm:
         if self.kernels is not None:
             return self.kernels.rms_norm(x, self.gain, self.epsilon)
         if self.rms:
-            return F.rms_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.epsilon).to(x.dtype)
+            return F.rms_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.epsilon).to(
+                x.dtype
+            )
         return F.layer_norm(x, self.gain.shape, self.gain, self.shift, self.epsilon)
 
 
@@ -124,7 +128,9 @@ class Unnormed:
 
 def plain_norm(plan: Plan, device: torch.device) -> Norm:
     """A layer norm without parameters."""
-    return Norm({"norm.weight": torch.ones(plan.hidden, dtype=torch_dtype(plan), device=device)}, "norm", plan)
+    return Norm(
+        {"norm.weight": torch.ones(plan.hidden, dtype=torch_dtype(plan), device=device)}, "norm", plan
+    )
 
 
 def norm_before(tensors: Tensors, spec: SublayerSpec, plan: Plan) -> Norm | Unnormed:
@@ -173,7 +179,9 @@ class Attention:
         self.kv_heads = count_outputs(tensors, "k") // plan.head_dim
         sinks = tensors["sinks"].float().contiguous() if "sinks" in tensors else None
         seen = None if window is None else Window(window, plan.family.window.chunked)
-        self.weighting = Weighting(plan.arithmetic.attention_scale, seen, plan.arithmetic.attention_softcap, sinks)
+        self.weighting = Weighting(
+            plan.arithmetic.attention_scale, seen, plan.arithmetic.attention_softcap, sinks
+        )
         self.epsilon = plan.arithmetic.epsilon
         clamp = spec.head_stage(Clamp)
         self.bound = None if clamp is None else clamp.bound
@@ -187,7 +195,9 @@ class Attention:
         kept = gains if self.rebuild is None else gains[:1]  # keys are normed when they are rebuilt
         self.head_gain = torch.cat(kept).contiguous() if kept else None
         computed = self.qkv, self.o, self.norm
-        self.by_kernels = all(one.by_kernels for one in computed) and self.rebuild is None and self.bound is None
+        self.by_kernels = (
+            all(one.by_kernels for one in computed) and self.rebuild is None and self.bound is None
+        )
 
     def _head_gains(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> list[Tensor]:
         """Return the gains of heads of queries, (H, D), and of keys, (K, D); nothing without such norms."""
@@ -252,7 +262,12 @@ class Rebuild:
     """
 
     def __init__(
-        self, tensors: Tensors, plan: Plan, head_gain: Tensor | None, rotary: int | None, bound: float | None
+        self,
+        tensors: Tensors,
+        plan: Plan,
+        head_gain: Tensor | None,
+        rotary: int | None,
+        bound: float | None,
     ) -> None:
         self.seconds = [second_factor(tensors, role, packs=False) for role in "kv"]
         self.columns = [tensors[f"{role}.first.weight"].shape[0] for role in "kv"]
@@ -275,7 +290,10 @@ class Rebuild:
         if self.bound is not None:
             out.clamp_(-self.bound, self.bound)
         keys, values = out.unflatten(-1, (-1, self.head_dim))
-        place_(keys, Placing(self.head_gain, self.epsilon, None if self.rotary is None else angles[self.rotary]))
+        place_(
+            keys,
+            Placing(self.head_gain, self.epsilon, None if self.rotary is None else angles[self.rotary]),
+        )
         return keys, values
 
 
@@ -290,8 +308,12 @@ class FeedForward:
         self.activation = activation(plan.arithmetic.activation)
         like = next(iter(tensors.values()))
         kernels = triton_kernels_for(like) or plan_kernels(plan, like)
-        self.gate = kernels.gate_of(plan.arithmetic.activation) if self.gated and kernels is not None else None
-        self.by_kernels = all(one.by_kernels for one in (self.up, self.down, self.norm)) and self.gate is not None
+        self.gate = (
+            kernels.gate_of(plan.arithmetic.activation) if self.gated and kernels is not None else None
+        )
+        self.by_kernels = (
+            all(one.by_kernels for one in (self.up, self.down, self.norm)) and self.gate is not None
+        )
 
     def __call__(self, stream: Tensor) -> Tensor:
         return self.of_normed(self.norm(stream))

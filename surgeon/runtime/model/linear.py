@@ -120,14 +120,20 @@ class Linear:
     """
 
     def __init__(
-        self, weights: list[Tensor], biases: list[Tensor | None], scale: float | None = None, packs: bool = True
+        self,
+        weights: list[Tensor],
+        biases: list[Tensor | None],
+        scale: float | None = None,
+        packs: bool = True,
     ) -> None:
         self.scale = scale
         self.product = laid_out(torch.cat(weights), packs)
         self.by_kernels: bool = self.product.by_kernels
         self.bias: Tensor | None = None
         if any(bias is not None for bias in biases):
-            filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+            filled = [
+                w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)
+            ]
             self.bias = torch.cat(filled)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -140,7 +146,11 @@ class Linear:
 
 def whole_map(tensors: Tensors, roles: list[str], scale: float | None = None) -> Linear:
     """Projections that are whole matrices, as one product."""
-    return Linear([tensors[f"{role}.weight"] for role in roles], [tensors.get(f"{role}.bias") for role in roles], scale)
+    return Linear(
+        [tensors[f"{role}.weight"] for role in roles],
+        [tensors.get(f"{role}.bias") for role in roles],
+        scale,
+    )
 
 
 def second_factor(tensors: Tensors, role: str, packs: bool = True) -> Linear:

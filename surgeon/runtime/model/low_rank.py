@@ -111,7 +111,10 @@ class LowRank:
         if self.sharing is not None:
             factors = self.sharing.gather(factors.contiguous())[:, : sum(self.columns)]
         parts = factors.split(self.columns, -1)
-        made = [part if second is None else second(part) for second, part in zip(self.seconds, parts, strict=True)]
+        made = [
+            part if second is None else second(part)
+            for second, part in zip(self.seconds, parts, strict=True)
+        ]
         outputs = [*made, *outputs]
         y: Tensor = outputs[0]
         if len(outputs) > 1:
@@ -136,7 +139,9 @@ class SummedApart:
     def __call__(self, x: Tensor) -> Tensor:
         """(T, in_features) to (T, all out_features)."""
         parts = ((one, one(x)) for one in self.maps)
-        return torch.cat([self.sharing.sum(part) if one.sharing is None else part for one, part in parts], -1)
+        return torch.cat(
+            [self.sharing.sum(part) if one.sharing is None else part for one, part in parts], -1
+        )
 
 
 class Maps:

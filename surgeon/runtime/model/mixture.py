@@ -71,7 +71,11 @@ class MixtureOfExperts:
                 combine = lambda gates, values: act(gates) * values  # noqa: E731
             self.experts = Experts(tensors, first, combine)
             self.route = route
-        beside = {name.removeprefix("shared_"): one for name, one in tensors.items() if name.startswith("shared_")}
+        beside = {
+            name.removeprefix("shared_"): one
+            for name, one in tensors.items()
+            if name.startswith("shared_")
+        }
         own_router = beside.pop("router.weight", None)
         self.shared: FeedForward | None = None
         if beside:
@@ -89,10 +93,16 @@ class MixtureOfExperts:
         """
         x = self.norm(stream)
         routed = self.route(self.router(x), self.routing, self.correction)
-        output = self._weigh_inputs(x, routed, waits) if self.weighs_inputs else self.experts(x, routed, waits)
+        output = (
+            self._weigh_inputs(x, routed, waits)
+            if self.weighs_inputs
+            else self.experts(x, routed, waits)
+        )
         if self.shared is not None:
             beside = self.shared.of_normed(x)
-            output = output + (beside if self.shared_router is None else beside * (x @ self.shared_router).sigmoid())
+            output = output + (
+                beside if self.shared_router is None else beside * (x @ self.shared_router).sigmoid()
+            )
         if self.scale is None:
             return output
         return output.mul_(self.scale)
@@ -140,7 +150,9 @@ class Experts:
         """Sort tokens by expert, those that go elsewhere behind all others."""
         own = (routed.experts - self.first).flatten()
         own, order = own.where((own >= 0) & (own < self.count), self.count).sort(stable=True)
-        ends = torch.searchsorted(own, torch.arange(self.count, device=own.device), right=True, out_int32=True)
+        ends = torch.searchsorted(
+            own, torch.arange(self.count, device=own.device), right=True, out_int32=True
+        )
         tokens = order // routed.experts.shape[1]
         of = own.clamp(max=self.count - 1)
         sent = x[tokens]
@@ -171,7 +183,8 @@ class Experts:
     def _all(self, x: Tensor, routed: Routed) -> Tensor:
         own = routed.experts - self.first
         here = (own >= 0) & (own < self.count)
-        weights = routed.weights.new_zeros(len(x), self.count + 1)  # the last column is of experts elsewhere
+        # The last column is of experts elsewhere.
+        weights = routed.weights.new_zeros(len(x), self.count + 1)
         weights.scatter_(1, own.where(here, self.count), routed.weights)
         made = self._compute_experts(x.expand(self.count, -1, -1), slice(None))
         return torch.einsum("eth,te->th", made, weights[:, :-1].to(made.dtype))
@@ -228,8 +241,12 @@ class KernelExperts:
     def __call__(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:  # noqa: ARG002 - there is nobody to wait for
         if len(x) <= AT_ONCE:
             return self.kernels.mixture(x, routed, self.packed)
-        parts = zip(x.split(AT_ONCE), routed.experts.split(AT_ONCE), routed.weights.split(AT_ONCE), strict=True)
-        return torch.cat([self.kernels.mixture(own, Routed(*where), self.packed) for own, *where in parts])
+        parts = zip(
+            x.split(AT_ONCE), routed.experts.split(AT_ONCE), routed.weights.split(AT_ONCE), strict=True
+        )
+        return torch.cat(
+            [self.kernels.mixture(own, Routed(*where), self.packed) for own, *where in parts]
+        )
 
 
 def pack_experts(tensors: Tensors, first: int, plan: Plan, kernels: Kernels) -> PackedExperts | None:
@@ -239,7 +256,9 @@ def pack_experts(tensors: Tensors, first: int, plan: Plan, kernels: Kernels) -> 
         return None
     reading = torch.cat([tensors["gate.weight"], tensors["up.weight"]], 1)
     biases = [tensors.get(f"{role}.bias") for role in ("gate", "up")]
-    reading_bias = None if biases[0] is None or biases[1] is None else torch.cat([biases[0], biases[1]], 1)
+    reading_bias = (
+        None if biases[0] is None or biases[1] is None else torch.cat([biases[0], biases[1]], 1)
+    )
     writing_bias = tensors.get("down.bias")
     kept = list[Tensor]()
     lines = list[list[int]]()
@@ -253,7 +272,12 @@ def pack_experts(tensors: Tensors, first: int, plan: Plan, kernels: Kernels) -> 
         lines.append(line)
     neurons = reading.shape[1] // 2
     return PackedExperts(
-        first, torch.tensor(lines), tuple(kept), neurons, plan.arithmetic.activation, plan.arithmetic.clamped_gate
+        first,
+        torch.tensor(lines),
+        tuple(kept),
+        neurons,
+        plan.arithmetic.activation,
+        plan.arithmetic.clamped_gate,
     )
 
 

@@ -24,7 +24,9 @@ from surgeon.runtime.model.linear import LinearMap
 from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures
 
 
-def summed_in_rank_space(step: Step, hidden: int, normed: bool, mixtures: Mixtures = NO_MIXTURES) -> frozenset[int]:
+def summed_in_rank_space(
+    step: Step, hidden: int, normed: bool, mixtures: Mixtures = NO_MIXTURES
+) -> frozenset[int]:
     """The sublayers of a step, by their numbers in it, whose parts are summed before their second factor.
 
     Args:
@@ -48,9 +50,14 @@ def summed_in_rank_space(step: Step, hidden: int, normed: bool, mixtures: Mixtur
 def summed_apart(step: Step, hidden: int, in_rank_space: frozenset[int], normed: bool) -> dict[int, int]:
     """Sublayers of a step that are summed by themselves, and how many values of a token; none for one sum of all."""
     ranks = {
-        index: next(rank for role, rank in step.sublayers[index].ranks if role in WRITING) for index in in_rank_space
+        index: next(rank for role, rank in step.sublayers[index].ranks if role in WRITING)
+        for index in in_rank_space
     }
-    return {index: ranks.get(index, hidden) for index in range(len(step.sublayers)) if normed or index in ranks}
+    return {
+        index: ranks.get(index, hidden)
+        for index in range(len(step.sublayers))
+        if normed or index in ranks
+    }
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,9 @@ class StepOutputs:
         norms: by number in the step, of all sublayers or of none.
     """
 
-    def __init__(self, step: Step, hidden: int, seconds: Mapping[int, LinearMap], norms: Mapping[int, Norm]) -> None:
+    def __init__(
+        self, step: Step, hidden: int, seconds: Mapping[int, LinearMap], norms: Mapping[int, Norm]
+    ) -> None:
         self.segments = [
             Segment(frozenset([index]), width, seconds.get(index), norms.get(index))
             for index, width in summed_apart(step, hidden, frozenset(seconds), bool(norms)).items()
@@ -102,4 +111,7 @@ class StepOutputs:
 
     def _finish(self, totals: Tensor) -> Tensor:
         parts = totals.split([segment.width for segment in self.segments], -1)
-        return reduce(torch.add, (segment.finished(part) for segment, part in zip(self.segments, parts, strict=True)))
+        return reduce(
+            torch.add,
+            (segment.finished(part) for segment, part in zip(self.segments, parts, strict=True)),
+        )

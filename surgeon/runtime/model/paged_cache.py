@@ -81,19 +81,26 @@ class PagedCache:
         self.triton = triton_kernels_for(like)
         places = blocks * BLOCK_TOKENS
         stored = [0 if slot in self.rebuilds else heads for slot, heads in enumerate(kv_heads)]
-        groups = [[slot for slot, own in enumerate(self.group_of) if own == group] for group in range(len(windows))]
+        groups = [
+            [slot for slot, own in enumerate(self.group_of) if own == group]
+            for group in range(len(windows))
+        ]
         width = max(sum(2 * stored[slot] for slot in slots) for slots in groups)
         self.stored = like.new_empty(1, width, places, head_dim)
         self.pairs = list[Tensor]([self.stored[0, :0]] * len(kv_heads))
         self.places_in_group = [0] * len(kv_heads)
         for slots in groups:
             sizes = [2 * stored[slot] for slot in slots]
-            for place, (slot, pair) in enumerate(zip(slots, self.stored[0, : sum(sizes)].split(sizes), strict=True)):
+            for place, (slot, pair) in enumerate(
+                zip(slots, self.stored[0, : sum(sizes)].split(sizes), strict=True)
+            ):
                 self.pairs[slot] = pair
                 self.places_in_group[slot] = place
         self.slots = [pair.chunk(2) for pair in self.pairs]
         self.halves = [[stored[slot] for slot in slots for _ in range(2)] for slots in groups]
-        self.low_rank = {slot: like.new_empty(places, sum(one.columns)) for slot, one in self.rebuilds.items()}
+        self.low_rank = {
+            slot: like.new_empty(places, sum(one.columns)) for slot, one in self.rebuilds.items()
+        }
         self.buffers = Buffers(list(self.rebuilds.values()), like)
 
     @property
@@ -105,8 +112,12 @@ class PagedCache:
         other = copy(self)
         if own:
             other.borrowed = frozenset(range(len(slots))).difference(own)
-        other.rebuilds = {at: self.rebuilds[slot] for at, slot in enumerate(slots) if slot in self.rebuilds}
-        other.low_rank = {at: self.low_rank[slot] for at, slot in enumerate(slots) if slot in self.low_rank}
+        other.rebuilds = {
+            at: self.rebuilds[slot] for at, slot in enumerate(slots) if slot in self.rebuilds
+        }
+        other.low_rank = {
+            at: self.low_rank[slot] for at, slot in enumerate(slots) if slot in self.low_rank
+        }
         other.kv_heads = [self.kv_heads[slot] for slot in slots]
         other.group_of = [self.group_of[slot] for slot in slots]
         other.places_in_group = [self.places_in_group[slot] for slot in slots]
@@ -145,7 +156,9 @@ def stretches(runs: Sequence[BlockRun], first: int, end: int) -> list[slice]:
     return found
 
 
-def runs_of(rows: Sequence[Row], group: int, window: Window | None) -> tuple[list[tuple[int, int]], list[int]]:
+def runs_of(
+    rows: Sequence[Row], group: int, window: Window | None
+) -> tuple[list[tuple[int, int]], list[int]]:
     """The runs of places that the last token of each row looks at, in a group of the cache.
 
     Returns:

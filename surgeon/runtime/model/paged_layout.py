@@ -144,12 +144,16 @@ class _Singles:
     def _blocks(self, group: int) -> TextBlocks:
         if group not in self._tables:
             rows = [text.row for text in self.texts]
-            inputs = torch.zeros(len(rows), 1 + blocks_for(max(row.start for row in rows) + 1), dtype=torch.long)
+            inputs = torch.zeros(
+                len(rows), 1 + blocks_for(max(row.start for row in rows) + 1), dtype=torch.long
+            )
             for line, row in zip(inputs.numpy(), rows, strict=True):
                 line[0] = row.start
                 write_table(line[1:], row.runs[group], 0)
             inputs = inputs.to(self._cache.device)
-            self._tables[group] = TextBlocks(inputs[:, 1:], inputs[:, 0], self._cache.counters(len(rows)))
+            self._tables[group] = TextBlocks(
+                inputs[:, 1:], inputs[:, 0], self._cache.counters(len(rows))
+            )
         return self._tables[group]
 
 
@@ -209,7 +213,9 @@ class _Text:
         """The row's positions, cut where a chunk begins: tokens of a chunk look at the same first one."""
         borders = range(0)
         if window is not None and window.chunked:
-            borders = range((self.row.start // window.tokens + 1) * window.tokens, self.row.end, window.tokens)
+            borders = range(
+                (self.row.start // window.tokens + 1) * window.tokens, self.row.end, window.tokens
+            )
         return [slice(*part) for part in pairwise((self.row.start, *borders, self.row.end))]
 
     def _text(self, group: int, window: Window | None, part: slice, first: int) -> TextKeys:
@@ -225,7 +231,9 @@ class _Text:
     def _fresh(self, slot: int, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, (1, K, tokens, D) each, of a whole prompt."""
         if slot in self._cache.rebuilds:
-            return by_head(self._cache.rebuild(slot, kept, angles_at(self._angles, slice(0, self.row.end))))
+            return by_head(
+                self._cache.rebuild(slot, kept, angles_at(self._angles, slice(0, self.row.end)))
+            )
         keys, values = kept.transpose(0, 1)[None].chunk(2, 1)
         return keys, values
 
@@ -248,18 +256,26 @@ class _Text:
         cache = self._cache
         group = cache.group_of[slot]
         if slot in cache.rebuilds:
-            runs = [cache.low_rank[slot][run] for run in stretches(self.row.runs[group], first, self.row.end)]
+            runs = [
+                cache.low_rank[slot][run] for run in stretches(self.row.runs[group], first, self.row.end)
+            ]
             kept = runs[0]
             if len(runs) > 1:
-                kept = torch.cat(runs, out=cache.buffers.for_kept(cache.rebuilds[slot], self.row.end - first))
-            return by_head(cache.rebuild(slot, kept, angles_at(self._angles, slice(first, self.row.end))))
+                kept = torch.cat(
+                    runs, out=cache.buffers.for_kept(cache.rebuilds[slot], self.row.end - first)
+                )
+            return by_head(
+                cache.rebuild(slot, kept, angles_at(self._angles, slice(first, self.row.end)))
+            )
         if (group, first) not in self._found:
             places = as_index(stretches(self.row.runs[group], first, self.row.end), cache.device)
             if isinstance(places, Tensor):
                 self._found[group, first] = places
             else:
                 halves = cache.halves[group]
-                self._found[group, first] = cache.stored[:, : sum(halves), places].split_with_sizes(halves, 1)
+                self._found[group, first] = cache.stored[:, : sum(halves), places].split_with_sizes(
+                    halves, 1
+                )
         found = self._found[group, first]
         if isinstance(found, Tensor):
             keys, values = cache.pairs[slot].index_select(1, found)[None].chunk(2, 1)

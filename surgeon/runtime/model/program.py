@@ -68,7 +68,9 @@ class RankProgram:
         self.device = device
         self.passes = 0.0
         captured = device.type == "cuda" and plan.is_static("cuda") and plan.decoding == "auto"
-        self.graphs: GraphRecorder | None = CudaRecorder(device) if captured and peers.collectives.capturable else None
+        self.graphs: GraphRecorder | None = (
+            CudaRecorder(device) if captured and peers.collectives.capturable else None
+        )
         program = Program.parse(plan.program)
         self.nodes = program.nodes
         peers.connect(groups_within(program, plan.ranks, plan.exchanges, plan.sliced))
@@ -79,7 +81,8 @@ class RankProgram:
         self.sublayers: dict[PartKey, Made] = {}
         self.norms: dict[Sublayer, Norm] = {}
         self.outputs: dict[Step, StepOutputs] = {}  # of steps that this rank has slices of
-        self._ways: dict[tuple[object, ...], bool] = {}  # whether first factors of one shape are shared out
+        # Whether first factors of one shape are shared out.
+        self._ways: dict[tuple[object, ...], bool] = {}
         attended = program.attended
         before = Program(self.nodes[:attended])
         self.attended = attended, len(rank_work(before, peers.rank, plan.ranks, plan.sliced))
@@ -88,10 +91,18 @@ class RankProgram:
     def load(self, source: ModelWeights, beside: Iterable[RankProgram] = ()) -> None:
         """Load the slices of this rank's work, and what stands behind the sums of its steps."""
         alike = (other.sublayers.items() for other in beside)
-        there = {key: made for sublayers in alike for key, made in sublayers if not self.plan.exchanges(key[0])}
+        there = {
+            key: made
+            for sublayers in alike
+            for key, made in sublayers
+            if not self.plan.exchanges(key[0])
+        }
         for work in self.work:
             for sublayer in dict.fromkeys(work.step.sublayers):
-                if self.plan.family.spec(sublayer.kind, sublayer.layers[0]).norms_output and sublayer not in self.norms:
+                if (
+                    self.plan.family.spec(sublayer.kind, sublayer.layers[0]).norms_output
+                    and sublayer not in self.norms
+                ):
                     tensors = self._here(source.norms(sublayer, torch_dtype(self.plan)))
                     self.norms[sublayer] = Norm(tensors, "post_norm", self.plan)
             if not work.whole and work.step not in self.outputs:
@@ -116,7 +127,11 @@ class RankProgram:
         seconds: dict[int, LinearMap] = {}
         for index in self._in_rank_space(step):
             sublayer = step.sublayers[index]
-            (role,) = (projection.role for projection in self._projections(sublayer) if projection.role in WRITING)
+            (role,) = (
+                projection.role
+                for projection in self._projections(sublayer)
+                if projection.role in WRITING
+            )
             tensors = self._here(source.written(sublayer, torch_dtype(self.plan)))
             weight = tensors[f"{role}.second.weight"]
             bias = tensors.get(f"{role}.bias")
@@ -144,7 +159,9 @@ class RankProgram:
         if plan.mixtures.size(sublayer) is not None:
             return self._mixture(part, source, whole_experts(plan, part))
         spec = source.spec(sublayer)
-        tensors = self._order_for_rotation(sublayer, self._here(source.sublayer(sublayer, torch_dtype(plan))))
+        tensors = self._order_for_rotation(
+            sublayer, self._here(source.sublayer(sublayer, torch_dtype(plan)))
+        )
         rotary = plan.arithmetic.rotary_of(sublayer)
         if sublayer.kind == ATTENTION and plan.latent is not None:
             inside = {path.removeprefix(f"{spec.module}."): tensor for path, tensor in tensors.items()}
@@ -167,7 +184,11 @@ class RankProgram:
     def _order_for_rotation(self, sublayer: Sublayer, tensors: Tensors) -> Tensors:
         """Order features of heads as they turn, and centre heads behind layer norms by their matrices."""
         family = self.plan.family
-        if sublayer.kind == ATTENTION and family.attention.head_norm.gains == "each" and family.norms.kind != "rms":
+        if (
+            sublayer.kind == ATTENTION
+            and family.attention.head_norm.gains == "each"
+            and family.norms.kind != "rms"
+        ):
             tensors = centred(tensors, self.plan.head_dim)
         if sublayer.kind == ATTENTION and family.positions.neighbours and self.plan.arithmetic.rotaries:
             return in_halves(tensors, self.plan.arithmetic.rotaries[0].width, self.plan.head_dim)
@@ -183,7 +204,9 @@ class RankProgram:
         tensors = self._here(source.by_role(part.sublayer, dtype, own))
         return MixtureOfExperts(tensors, spec, self.plan, whole.own.start)
 
-    def _maps(self, work: Work, part: Part, tensors: Tensors, later: frozenset[str], based: bool) -> Maps:
+    def _maps(
+        self, work: Work, part: Part, tensors: Tensors, later: frozenset[str], based: bool
+    ) -> Maps:
         """The linear maps of a part: by itself, or together with the ranks that share its sublayer."""
         scale = self.plan.arithmetic.output_scale
         if len(part.sharers) == 1 or not part.sublayer.ranks:
@@ -223,12 +246,19 @@ class RankProgram:
             self.peers.counts = before
         return self._ways[key]
 
-    def _repeatable(self, compute: Callable[[Tensor], object], x: Tensor, by_kernels: bool) -> Callable[[], object]:
+    def _repeatable(
+        self, compute: Callable[[Tensor], object], x: Tensor, by_kernels: bool
+    ) -> Callable[[], object]:
         """Compute once, and give what does so again as passes will: without Python where they are recorded."""
         if self.graphs is not None:
             return self.graphs(partial(compute, x))
         kernels = kernels_for(x)
-        if kernels is None or not self.peers.are_recordable or self.plan.decoding != "auto" or not by_kernels:
+        if (
+            kernels is None
+            or not self.peers.are_recordable
+            or self.plan.decoding != "auto"
+            or not by_kernels
+        ):
             compute(x)
             return partial(compute, x)
         recording = Recording(kernels, Arena())
@@ -259,7 +289,11 @@ class RankProgram:
 
     def rebuilds(self) -> dict[int, Rebuild]:
         """Makers of keys and values by slot, where the cache is in rank space."""
-        return {slot: made.rebuild for slot, made in enumerate(self._attentions()) if made.rebuild is not None}
+        return {
+            slot: made.rebuild
+            for slot, made in enumerate(self._attentions())
+            if made.rebuild is not None
+        }
 
     def _attentions(self) -> list[Attention]:
         found = [self.sublayers[self.key(part)] for part in self.slots]
@@ -270,10 +304,16 @@ class RankProgram:
         return self._run(self.nodes, self.work, [state], [shared])[0]
 
     def _run(
-        self, nodes: Sequence[Node], work: Sequence[Work], states: Sequence[State], passes: Sequence[Pass]
+        self,
+        nodes: Sequence[Node],
+        work: Sequence[Work],
+        states: Sequence[State],
+        passes: Sequence[Pass],
     ) -> Sequence[State]:
         """Run nodes whose work begins with this, for parts of a batch that take turns."""
-        machines = [self.machine(self, shared, self.peers.everybody, WorkAhead(work)) for shared in passes]
+        machines = [
+            self.machine(self, shared, self.peers.everybody, WorkAhead(work)) for shared in passes
+        ]
         return in_turn(nodes, states, machines)
 
     def stream_after(self, stream: Tensor, shared: Pass, places: list[int] | None = None) -> Tensor:
@@ -286,12 +326,17 @@ class RankProgram:
         return self.streams_after([stream], [shared], None if places is None else [places])[0]
 
     def streams_after(
-        self, streams: Sequence[Tensor], passes: Sequence[Pass], places: Sequence[list[int]] | None = None
+        self,
+        streams: Sequence[Tensor],
+        passes: Sequence[Pass],
+        places: Sequence[list[int]] | None = None,
     ) -> list[Tensor]:
         """Run parts of a batch that take turns; the stream after the program of each."""
         nodes = self.nodes
         states: Sequence[State] = [State(stream) for stream in streams]
-        if places is None or all(few == list(range(len(one))) for few, one in zip(places, streams, strict=True)):
+        if places is None or all(
+            few == list(range(len(one))) for few, one in zip(places, streams, strict=True)
+        ):
             return [land(state).stream for state in self._run(nodes, self.work, states, passes)]
         attended, worked = self.attended
         states = self._run(nodes[:attended], self.work, states, passes)
@@ -304,7 +349,11 @@ class RankProgram:
 def _of_places(state: State, places: list[int]) -> State:
     chosen = torch.tensor(places, device=state.stream.device)
     pending = state.pending
-    return replace(state, stream=state.stream[chosen], pending=None if pending is None else lambda: pending()[chosen])
+    return replace(
+        state,
+        stream=state.stream[chosen],
+        pending=None if pending is None else lambda: pending()[chosen],
+    )
 
 
 def travelling(nodes: Branch) -> Iterator[Node]:
@@ -358,7 +407,9 @@ class RankMachine(Machine):
         self.rank_program.passes += 1 / (len(self.rank_program.work) * self.shared.parts)
         if work.whole:
             norms = self.rank_program.norms
-            normed = (norms[part.sublayer](out) if part.sublayer in norms else out for part, out in outputs)
+            normed = (
+                norms[part.sublayer](out) if part.sublayer in norms else out for part, out in outputs
+            )
             return Partial(reduce(torch.add, normed))
         step_outputs = self.rank_program.outputs[step]
         return step_outputs.partial([(part.index, output) for part, output in outputs])
@@ -368,7 +419,9 @@ class RankMachine(Machine):
         if isinstance(made, Attention):
             assert part.slot is not None
             return part, made(stream, part.slot, self.shared)
-        return part, made(stream, self.shared.waits) if isinstance(made, MixtureOfExperts) else made(stream)
+        return part, made(stream, self.shared.waits) if isinstance(made, MixtureOfExperts) else made(
+            stream
+        )
 
     def add(self, stream: Tensor, output: Tensor) -> Tensor:
         """Add, and norm in the same launch for the part that comes next, if kernels can."""

@@ -83,7 +83,11 @@ class RankModel:
     """
 
     def __init__(
-        self, plan: Plan, collectives: Collectives, device: torch.device, beside: Iterable[RankModel] = ()
+        self,
+        plan: Plan,
+        collectives: Collectives,
+        device: torch.device,
+        beside: Iterable[RankModel] = (),
     ) -> None:
         """Load it; weights of models in `beside`, which this rank has already, are there once."""
         self.plan = plan
@@ -111,7 +115,9 @@ class RankModel:
     @property
     def by_kernels(self) -> bool:
         """True if kernels compute all expensive parts."""
-        return all(made.by_kernels for program in self._programs() for made in program.sublayers.values())
+        return all(
+            made.by_kernels for program in self._programs() for made in program.sublayers.values()
+        )
 
     def _programs(self) -> list[RankProgram]:
         if self.coda is None:
@@ -138,7 +144,9 @@ class RankModel:
         return self._angles
 
     def _angles_of(self, tokens: int) -> AllAngles:
-        return tuple(rotation(rotary, tokens, self.vocabulary.like) for rotary in self.plan.arithmetic.rotaries)
+        return tuple(
+            rotation(rotary, tokens, self.vocabulary.like) for rotary in self.plan.arithmetic.rotaries
+        )
 
     def turns_by_position(self, row: Row) -> bool:
         """Tell whether a row's tokens turn by no more than their positions, as in texts that end with them."""
@@ -150,10 +158,15 @@ class RankModel:
         if all(map(self.turns_by_position, rows)):
             return angles_at(self.angles_up_to(max(row.end for row in rows)), positions)
         spans = [range(row.start, row.end) for row in rows]
-        lengths = [max(row.prompt, place + 1) for row, span in zip(rows, spans, strict=True) for place in span]
+        lengths = [
+            max(row.prompt, place + 1) for row, span in zip(rows, spans, strict=True) for place in span
+        ]
         places = [place for span in spans for place in span]
         both = torch.tensor([places, lengths], device=self.device)
-        return tuple(turned(rotary, both[0], both[1], self.vocabulary.like) for rotary in self.plan.arithmetic.rotaries)
+        return tuple(
+            turned(rotary, both[0], both[1], self.vocabulary.like)
+            for rotary in self.plan.arithmetic.rotaries
+        )
 
     def embedded(self, tokens: Tensor, positions: Index) -> Tensor:
         """The stream before the program, (tokens, hidden), of tokens (tokens,)."""
@@ -198,12 +211,17 @@ class RankModel:
 
     def chosen(self, own: Tensor, wanted: Sequence[Wanted]) -> tuple[list[int], Tensor | None]:
         """Choose the `best` and the `logits` of results, by these logits, (tokens, rows)."""
-        best, full = ([at for at, want in enumerate(wanted) if want == kind] for kind in (Wanted.BEST, Wanted.LOGITS))
+        best, full = (
+            [at for at, want in enumerate(wanted) if want == kind]
+            for kind in (Wanted.BEST, Wanted.LOGITS)
+        )
         if best:
             likeliest = self.vocabulary.best(own if len(best) == len(wanted) else own[best]).tolist()
         else:
             likeliest = []
-        return likeliest, self.vocabulary.gather(own if len(full) == len(wanted) else own[full]) if full else None
+        return likeliest, self.vocabulary.gather(
+            own if len(full) == len(wanted) else own[full]
+        ) if full else None
 
 
 class RankCoda:

@@ -27,7 +27,8 @@ from surgeon.runtime.model.rotary import AllAngles
 
 Reading = tuple[int, Window | None]  # a group of the cache, and a window
 NOWHERE = -1  # a place of keys and values that are not kept
-FIRST_ANGLES = 4096  # positions whose angles are computed at once: all passes are recorded anew when there are more
+# Positions whose angles are computed at once: all passes are recorded anew when there are more.
+FIRST_ANGLES = 4096
 # Rows of the inputs; places in the cache's groups take as many as there are groups, and those in borrowed slots
 # (`PagedCache.borrowed`) all further ones.
 TOKEN = 0
@@ -76,11 +77,16 @@ def _numbers(rows: Sequence[Row]) -> list[list[int]]:
     tokens = [row.tokens[0] for row in rows]
     positions = [row.start for row in rows]
     groups = range(len(rows[0].runs))
-    places = [[stretches(row.runs[group], row.start, row.start + 1)[0].start for row in rows] for group in groups]
+    places = [
+        [stretches(row.runs[group], row.start, row.start + 1)[0].start for row in rows]
+        for group in groups
+    ]
     new = [row.known <= row.start for row in rows]
     newly = places
     if not all(new):
-        newly = [[at if is_new else NOWHERE for at, is_new in zip(own, new, strict=True)] for own in places]
+        newly = [
+            [at if is_new else NOWHERE for at, is_new in zip(own, new, strict=True)] for own in places
+        ]
     return [tokens, positions, *places, *newly]
 
 
@@ -158,11 +164,15 @@ class RecordedDecode(Way):
             return self._kernels.attend(queries, pair, read, weighting)
 
         with phase.apart() as sent, model.peers.recorded(recording), recording.during():
-            logits = model.next_logits(inputs.numbers[TOKEN], inputs.numbers[POSITION], inputs.angles, attend)
+            logits = model.next_logits(
+                inputs.numbers[TOKEN], inputs.numbers[POSITION], inputs.angles, attend
+            )
         phase.add(sent)
         replay = recording.finished()
         if replay is None:
             self.problems[len(rows)] = str(recording.problem)
         else:
-            passes[len(rows)] = RecordedPass(inputs, replay, self._arena.borrowed(logits), sent, recording.spans)
+            passes[len(rows)] = RecordedPass(
+                inputs, replay, self._arena.borrowed(logits), sent, recording.spans
+            )
         return logits

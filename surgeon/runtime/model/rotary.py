@@ -37,7 +37,9 @@ def place_(x: Tensor, placing: Placing, queries: int = 0) -> None:
         return
     if gain is not None and squares is not None:
         roots = (squares + epsilon).rsqrt()
-        of_heads = torch.cat([roots[:, :1].expand(-1, queries), roots[:, 1:].expand(-1, x.shape[1] - queries)], 1)
+        of_heads = torch.cat(
+            [roots[:, :1].expand(-1, queries), roots[:, 1:].expand(-1, x.shape[1] - queries)], 1
+        )
         torch.mul(x * of_heads[..., None], gain, out=x)
     elif gain is not None:
         torch.mul(F.rms_norm(x, x.shape[-1:], None, epsilon), gain, out=x)
@@ -74,9 +76,15 @@ def in_halves(tensors: Tensors, width: int, head_dim: int) -> Tensors:
         tensors: an attention's, by role.
         width: how many features of a head turn, neighbours as a pair.
     """
-    order = torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2), torch.arange(width, head_dim)])
+    order = torch.cat(
+        [torch.arange(0, width, 2), torch.arange(1, width, 2), torch.arange(width, head_dim)]
+    )
     found = dict(tensors)
-    for name in (f"{role}{part}" for role in "qk" for part in (".weight", ".second.weight", ".bias", "_norm.weight")):
+    for name in (
+        f"{role}{part}"
+        for role in "qk"
+        for part in (".weight", ".second.weight", ".bias", "_norm.weight")
+    ):
         if name in found:
             dim = found[name].dim() - 1 if "norm" in name else 0
             heads = found[name].unflatten(dim, (-1, head_dim))
@@ -108,7 +116,9 @@ def turned(rotary: Rotary, positions: Tensor, lengths: Tensor, like: Tensor) -> 
         powers = torch.arange(len(longer), device=like.device) / max(1, len(longer) - 1)
         stretched = 1 + rotary.longer.stretch * (lengths / rotary.longer.beyond - 1)
         is_long = lengths > rotary.longer.beyond
-        frequencies = torch.where(is_long[:, None], longer * stretched.clamp(min=1)[:, None] ** -powers, frequencies)
+        frequencies = torch.where(
+            is_long[:, None], longer * stretched.clamp(min=1)[:, None] ** -powers, frequencies
+        )
     scale: float | Tensor = rotary.scale
     if rotary.growth is not None:
         lengths_before = torch.floor((positions + rotary.growth.ahead) / rotary.growth.length)

@@ -41,7 +41,8 @@ from surgeon.runtime.model.filters import (
     report,
 )
 
-CACHED_NUMBERS = 1 << 17  # logits that a CPU takes at a time, because what is computed of them stays in its cache then
+# Logits that a CPU takes at a time, because what is computed of them stays in its cache then.
+CACHED_NUMBERS = 1 << 17
 
 
 class SampledText:
@@ -62,7 +63,9 @@ class SampledText:
         self.penalised = sampling.repetition_penalty != 1
         self.seen = dict.fromkeys(request.prompt) if self.penalised else {}
         self._later = [token for token in sampling.suppress_tokens if 0 <= token < vocabulary]
-        self.suppressed = [token for token in sampling.begin_suppress_tokens if 0 <= token < vocabulary] + self._later
+        self.suppressed = [
+            token for token in sampling.begin_suppress_tokens if 0 <= token < vocabulary
+        ] + self._later
         self.drafts: list[tuple[int, Tensor]] = []
 
     def key(self, ahead: int = 0) -> int:
@@ -132,7 +135,9 @@ class Sampler:
                 keys = None
                 if some[0].again:
                     keys = [text.key() for text in some]
-                tokens = left.at(self._pick(left.weights) if keys is None else race(left.weights, keys, left.tokens))
+                tokens = left.at(
+                    self._pick(left.weights) if keys is None else race(left.weights, keys, left.tokens)
+                )
             batches.append((rows, report(tokens, own, [text.sampling.logprobs for text in some])))
         flat = [table.flatten() for _, table in batches]
         found = iter((flat[0] if len(flat) == 1 else torch.cat(flat)).tolist())
@@ -151,7 +156,10 @@ class Sampler:
         """Logits, (R, V), with tokens seen and those drafted `before` penalised, and without those suppressed."""
         scores = logits
         if texts[0].penalised:
-            tokens = [[*text.seen, *more] for text, more in zip(texts, before or [()] * len(texts), strict=True)]
+            tokens = [
+                [*text.seen, *more]
+                for text, more in zip(texts, before or [()] * len(texts), strict=True)
+            ]
             most = max(map(len, tokens))
             seen = np.empty((len(tokens), most), np.int64)
             for line, own in zip(seen, tokens, strict=True):
@@ -164,7 +172,9 @@ class Sampler:
             )
         suppressed = [(row, token) for row, text in enumerate(texts) for token in text.suppressed]
         if suppressed:
-            scores = scores.index_put(places(suppressed, scores).unbind(-1), scores.new_tensor(-torch.inf))
+            scores = scores.index_put(
+                places(suppressed, scores).unbind(-1), scores.new_tensor(-torch.inf)
+            )
         return scores
 
     def _batches(self, texts: Sequence[SampledText], logits: Tensor) -> Iterator[list[int]]:
@@ -187,7 +197,9 @@ class Sampler:
         Logits that are not finite draft token 0.
         """
         texts = [self._texts[request] for request in requests]
-        chances = self._distributions(texts, logits, [[token for token, _ in text.drafts] for text in texts])
+        chances = self._distributions(
+            texts, logits, [[token for token, _ in text.drafts] for text in texts]
+        )
         first = torch.zeros_like(chances)
         first[:, 0] = 1
         chances = chances.where(logits.amax(-1, keepdim=True).isfinite(), first)
@@ -204,7 +216,9 @@ class Sampler:
             certain[token] = 1
             text.drafts.append((token, certain))
 
-    def _distributions(self, texts: Sequence[SampledText], logits: Tensor, before: Sequence[Sequence[int]]) -> Tensor:
+    def _distributions(
+        self, texts: Sequence[SampledText], logits: Tensor, before: Sequence[Sequence[int]]
+    ) -> Tensor:
         """The probability of every token after all filters, (R, V); 1 for the one that a place's number draws."""
         chances = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
         for rows in self._batches(texts, logits):
@@ -240,10 +254,16 @@ class Sampler:
         wanted = self._distributions([texts[number] for number, _ in judged], own, before)
         offered = torch.stack([drafts[number][place][1] for number, place in judged])
         tokens = places([[drafts[number][place][0]] for number, place in judged], own)
-        chances = [own.amax(-1, keepdim=True).double(), wanted.gather(-1, tokens), offered.gather(-1, tokens)]
+        chances = [
+            own.amax(-1, keepdim=True).double(),
+            wanted.gather(-1, tokens),
+            offered.gather(-1, tokens),
+        ]
 
         numbers = [self._random.random() for _ in judged]
-        ends, rejected = verdicts(numbers, judged, torch.cat(chances, -1).tolist(), [len(each) for each in drafts])
+        ends, rejected = verdicts(
+            numbers, judged, torch.cat(chances, -1).tolist(), [len(each) for each in drafts]
+        )
         shown = [at for at, (number, place) in enumerate(judged) if place < ends[number]]
         known = tokens[places(shown, tokens)]
         if rejected:
@@ -264,7 +284,9 @@ class Sampler:
         if not left:
             return choices
         last = logits[places([firsts[number] + ends[number] for number in left], logits)]
-        for number, choice in zip(left, self.choose([requests[number] for number in left], last), strict=True):
+        for number, choice in zip(
+            left, self.choose([requests[number] for number in left], last), strict=True
+        ):
             choices[number].append(choice)
         return choices
 
@@ -284,7 +306,9 @@ def verdicts(
         ends: how many tokens were drafted for each text.
     """
     rejected: dict[int, int] = {}
-    for row, ((number, place), (highest, chance, drafted)) in enumerate(zip(judged, chances, strict=True)):
+    for row, ((number, place), (highest, chance, drafted)) in enumerate(
+        zip(judged, chances, strict=True)
+    ):
         if place > ends[number]:
             continue
         if not math.isfinite(highest):
@@ -304,4 +328,6 @@ def reported(numbers: Sequence[float], top: int | None) -> Choice:
         return int(token), None
     values = more[1 : 1 + len(more) // 2]
     best = more[1 + len(more) // 2 :]
-    return int(token), TokenLogprob(int(token), more[0], tuple(zip(map(int, best[:top]), values, strict=False)))
+    return int(token), TokenLogprob(
+        int(token), more[0], tuple(zip(map(int, best[:top]), values, strict=False))
+    )

@@ -107,7 +107,9 @@ class StaticLayout:
             return self._attend_raw
         return None
 
-    def _attend_raw(self, slot: int, qkv: Tensor, heads: int, placing: Placing, weighting: Weighting) -> Tensor:
+    def _attend_raw(
+        self, slot: int, qkv: Tensor, heads: int, placing: Placing, weighting: Weighting
+    ) -> Tensor:
         cache = self._cache
         group = self._cache.group_of[slot]
         assert cache.triton is not None
@@ -116,7 +118,9 @@ class StaticLayout:
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Put new keys and values into a slot; queries (B, H, D) to attended values (B, H * D)."""
-        assert not self._texts or slot in self._cache.rebuilds, "kernels attend where keys and values are cached"
+        assert not self._texts or slot in self._cache.rebuilds, (
+            "kernels attend where keys and values are cached"
+        )
         texts, heads, head_dim = queries.shape
         view = self._view(self._cache.group_of[slot], weighting.window)
         kv_heads = self._cache.kv_heads[slot]
@@ -150,7 +154,9 @@ class StaticLayout:
 
     def _places(self, group: int, tokens: Tensor) -> Tensor:
         """Places of tokens of each text, (B, any), in the cache."""
-        return self._tables[group].gather(1, tokens // BLOCK_TOKENS) * BLOCK_TOKENS + tokens % BLOCK_TOKENS
+        return (
+            self._tables[group].gather(1, tokens // BLOCK_TOKENS) * BLOCK_TOKENS + tokens % BLOCK_TOKENS
+        )
 
     def _view(self, group: int, window: Window | None) -> View:
         """Return the places that attentions of a group with this window read.
@@ -168,7 +174,9 @@ class StaticLayout:
                 tokens = tokens + (newest // size * size if window.chunked else newest - (size - 1))
             seen = (tokens >= 0) & (tokens <= newest)
             read = torch.where(seen, tokens, newest)
-            mask = torch.zeros(seen.shape, dtype=self._dtype, device=newest.device).masked_fill(~seen, -torch.inf)
+            mask = torch.zeros(seen.shape, dtype=self._dtype, device=newest.device).masked_fill(
+                ~seen, -torch.inf
+            )
             angles = angles_at(self._angles, read.flatten())
             self._views[key] = View(self._places(group, read).flatten(), mask[:, None, None], angles)
         return self._views[key]
@@ -182,7 +190,9 @@ class StaticPass:
         self._unread_block = unread_block
         self._blocks = size.blocks
         columns = TABLE + len(cache.windows) * size.blocks
-        self._host = torch.zeros(size.texts, columns, dtype=torch.long, pin_memory=cache.device.type == "cuda")
+        self._host = torch.zeros(
+            size.texts, columns, dtype=torch.long, pin_memory=cache.device.type == "cuda"
+        )
         self._lines = self._host.numpy()
         self.inputs = self._host.to(cache.device, copy=True)
         cache.buffers.reserve(size.texts * size.blocks * BLOCK_TOKENS)
@@ -216,7 +226,8 @@ class StaticDecode(Way):
     def __init__(self, model: RankModel, recorder: GraphRecorder | None) -> None:
         self._model = model
         self._recorder = recorder
-        self._angles = model.angles_up_to(model.plan.max_tokens)  # of all positions: recordings hold their address
+        # Of all positions: recordings hold their address.
+        self._angles = model.angles_up_to(model.plan.max_tokens)
         # By cache, because recordings hold its address.
         self._passes: WeakKeyDictionary[PagedCache, dict[PassSize, StaticPass]] = WeakKeyDictionary()
 
@@ -231,7 +242,9 @@ class StaticDecode(Way):
         Sizes of most texts come first: the others use their memory again.
         """
         unread = cache.tokens // BLOCK_TOKENS - self.spare_blocks
-        tokens = min(self._model.plan.max_tokens, unread * BLOCK_TOKENS if self.gathers(cache) else BLOCK_TOKENS)
+        tokens = min(
+            self._model.plan.max_tokens, unread * BLOCK_TOKENS if self.gathers(cache) else BLOCK_TOKENS
+        )
         if self._recorder is None:
             counts = []
         else:
@@ -273,7 +286,8 @@ class StaticDecode(Way):
         if static.replay is None:
 
             def compute() -> Outputs:
-                with self._model.peers.counts.apart() as static.sent:  # a recorder may compute several times
+                # A recorder may compute several times.
+                with self._model.peers.counts.apart() as static.sent:
                     return self._compute(static, cache)
 
             static.replay = self._recorder(compute)

@@ -226,9 +226,13 @@ def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
         source.store.shape(source.names.own(f"{source.family.embedding}.weight"))
     for path, expected in _expected_shapes(program, source, config).items():
         found = source.shape(path)
-        if len(found) != len(expected) or any(e not in (None, f) for e, f in zip(expected, found, strict=True)):
+        if len(found) != len(expected) or any(
+            e not in (None, f) for e, f in zip(expected, found, strict=True)
+        ):
             wanted = ", ".join("any" if size is None else str(size) for size in expected)
-            raise ValueError(f"tensor {path} has the shape {found}, where the configuration asks for ({wanted})")
+            raise ValueError(
+                f"tensor {path} has the shape {found}, where the configuration asks for ({wanted})"
+            )
     hidden = int(config.hidden_size)
     for sublayer in dict.fromkeys(program.sublayers()):
         units = source.units(sublayer)
@@ -240,16 +244,22 @@ def _check_shapes(program: Program, source: ModelWeights, config: Any) -> None:
                 outputs, inputs = source.matrix(each, role).shape
                 size = f"{outputs} x {inputs}"
                 if (inputs if projection.reads_stream else outputs) != hidden:
-                    raise ValueError(f"{role} of {each} is a matrix of {size}, and the stream is {hidden} wide")
+                    raise ValueError(
+                        f"{role} of {each} is a matrix of {size}, and the stream is {hidden} wide"
+                    )
                 if rank is not None and rank > min(outputs, inputs):
-                    raise ValueError(f"{each}: rank {rank} of {role} is above that of a matrix of {size}")
+                    raise ValueError(
+                        f"{each}: rank {rank} of {role} is above that of a matrix of {size}"
+                    )
         if "kv_heads" in units and units["heads"] % units["kv_heads"]:
             raise ValueError(
                 f"{sublayer} has {units['heads']} heads, which do not divide among {units['kv_heads']} KV heads"
             )
 
 
-def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dict[str, tuple[int | None, ...]]:
+def _expected_shapes(
+    program: Program, source: ModelWeights, config: Any
+) -> dict[str, tuple[int | None, ...]]:
     """Shapes by path, as far as the configuration says them (None: layers may differ in width)."""
     family = source.family
     hidden = int(config.hidden_size)
@@ -268,16 +278,22 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
             norms += [f"{prefix}{norm}" for norm in spec.stream_norms.values()]
             turns = (None,) if spec.head_norm.gains in ("turns", "each") else ()
             width = None if spec.joins_heads else source.head_dim
-            shapes |= {f"{prefix}{norm}.weight": (*turns, width) for norm in spec.head_norm.paths.values()}
+            shapes |= {
+                f"{prefix}{norm}.weight": (*turns, width) for norm in spec.head_norm.paths.values()
+            }
             for projection in spec.projections:
                 shape = (hidden, None) if projection.divided_dim else (None, hidden)
                 if not source.is_taken_apart(sublayer, projection.role):
-                    shapes[f"{prefix}{projection.weight}"] = (None, *shape) if projection.stacked else shape
+                    shapes[f"{prefix}{projection.weight}"] = (
+                        (None, *shape) if projection.stacked else shape
+                    )
             if spec.mixture is not None:
                 shapes[f"{prefix}{spec.mixture.router}.weight"] = (None, hidden)
             if latent is not None and sublayer.kind == ATTENTION:
                 inside = f"{prefix}{spec.module}."
-                shapes |= {f"{inside}{name}.weight": size for name, size in latent.shapes(hidden).items()}
+                shapes |= {
+                    f"{inside}{name}.weight": size for name, size in latent.shapes(hidden).items()
+                }
     return shapes | {f"{norm}.{part}": (hidden,) for norm in norms for part in family.norms.parts[:1]}
 
 
@@ -324,7 +340,9 @@ def rotaries_by_layer(config: Any, family: Family, layers: int, max_tokens: int)
     return [found[kind] if turns else None for kind, turns in zip(kinds, rotates, strict=True)]
 
 
-def places_among(rotaries: tuple[Rotary, ...], by_layer: Sequence[Rotary | None]) -> tuple[int | None, ...]:
+def places_among(
+    rotaries: tuple[Rotary, ...], by_layer: Sequence[Rotary | None]
+) -> tuple[int | None, ...]:
     """Each layer's place among rotary positions; nothing where all have the first, or there are none."""
     places = tuple(None if one is None else rotaries.index(one) for one in by_layer)
     if rotaries and any(place != 0 for place in places):
@@ -358,7 +376,9 @@ def _rotary(config: Any, family: Family, max_tokens: int, kind: str | None) -> R
         raise ValueError(f"{described} ({type(error).__name__}: {first_line(error)})") from error
     if longer is not None and longer[0] < max_tokens:
         rotary = replace(rotary, longer=Longer(*longer))
-    longest = () if rotary.longer is None else (*rotary.longer.inverse_frequencies, rotary.longer.stretch)
+    longest = (
+        () if rotary.longer is None else (*rotary.longer.inverse_frequencies, rotary.longer.stretch)
+    )
     if not all(map(math.isfinite, (*rotary.inverse_frequencies, rotary.scale, *longest))):
         raise ValueError(f"{described} (an angle is infinite, or no number)")
     return rotary
@@ -375,5 +395,7 @@ def _end_tokens(folder: Path, config: Any) -> tuple[int, ...]:
     found = ends if isinstance(ends, list) else [] if ends is None else [ends]
     for end in found:
         if type(end) is not int:
-            raise ValueError(f"{path}: eos_token_id must be a token's number, or a list of them, not {shown(ends)}")
+            raise ValueError(
+                f"{path}: eos_token_id must be a token's number, or a list of them, not {shown(ends)}"
+            )
     return tuple(found)

@@ -40,7 +40,11 @@ def cached_latent(latent: Latent | None) -> Latent | None:
 
 
 def check_division(
-    program: Program, units_of: UnitsOf, ranks: int, mixtures: Mixtures = NO_MIXTURES, sliced: bool = False
+    program: Program,
+    units_of: UnitsOf,
+    ranks: int,
+    mixtures: Mixtures = NO_MIXTURES,
+    sliced: bool = False,
 ) -> None:
     """Refuse slices, and numbers of ranks, that heads or neurons do not divide into."""
     for sublayer in dict.fromkeys(program.sublayers()):
@@ -54,8 +58,14 @@ def check_division(
     if reason is None:
         return
     alike = different(program, units_of, mixtures)
-    fits = [str(n) for n in range(1, MOST_SUGGESTED + 1) if why_not(alike, units_of, n, mixtures, sliced) is None]
-    either = " or ".join([", ".join(fits[:-1]), fits[-1]] if len(fits) > 1 else fits) or "no number of ranks"
+    fits = [
+        str(n)
+        for n in range(1, MOST_SUGGESTED + 1)
+        if why_not(alike, units_of, n, mixtures, sliced) is None
+    ]
+    either = (
+        " or ".join([", ".join(fits[:-1]), fits[-1]] if len(fits) > 1 else fits) or "no number of ranks"
+    )
     raise ValueError(f"{ranks} ranks cannot share this model: {reason}; {either} can")
 
 
@@ -71,7 +81,11 @@ def different(program: Program, units_of: UnitsOf, mixtures: Mixtures = NO_MIXTU
 
 
 def why_not(
-    program: Program, units_of: UnitsOf, ranks: int, mixtures: Mixtures = NO_MIXTURES, sliced: bool = False
+    program: Program,
+    units_of: UnitsOf,
+    ranks: int,
+    mixtures: Mixtures = NO_MIXTURES,
+    sliced: bool = False,
 ) -> str | None:
     """Say why so many ranks cannot share a program; None if they can."""
     try:

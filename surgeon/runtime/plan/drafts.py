@@ -35,8 +35,10 @@ from surgeon.runtime.plan.mixtures import Mixtures
 from surgeon.runtime.plan.placement import computed_of, work_of
 from surgeon.runtime.plan.specification import CodaPlan, DraftPlan, KvMode, Plan, Ways
 
-Place = tuple[tuple[int, ...], int | None, int]  # layers, width, and which of the attentions of these in the program
-Kept = tuple[tuple[int, int], tuple[int, int] | None]  # the KV heads, and numbers in rank space in their place
+# Layers, width, and which of the attentions of these in the program.
+Place = tuple[tuple[int, ...], int | None, int]
+# The KV heads, and numbers in rank space in their place.
+Kept = tuple[tuple[int, int], tuple[int, int] | None]
 
 
 def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str) -> Plan:
@@ -168,7 +170,9 @@ def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
     whole = Program.parse(plan.program)
     index = plan.folder / CODAS / INDEX
     if not 1 <= nodes < len(whole):
-        raise ValueError(f"{index}: the first rack must have some of the program's {len(whole)} nodes, not {nodes}")
+        raise ValueError(
+            f"{index}: the first rack must have some of the program's {len(whole)} nodes, not {nodes}"
+        )
     behind = whole.nodes[nodes]
     if isinstance(behind, Step) and behind.late:
         raise ValueError(
@@ -188,7 +192,9 @@ def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
         check_division(program, source.units, plan.ranks, mixtures)
         by_layer = rotaries_by_layer(stored.config, family, layers, plan.max_tokens)
     # Passes have one set of angles for rack and coda; a kind that is the coda's alone comes behind the model's.
-    rotaries = tuple(dict.fromkeys([*plan.arithmetic.rotaries, *(one for one in by_layer if one is not None)]))
+    rotaries = tuple(
+        dict.fromkeys([*plan.arithmetic.rotaries, *(one for one in by_layer if one is not None)])
+    )
     own = replace(
         plan,
         family=family,
@@ -196,6 +202,8 @@ def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
         program=str(program),
         layers=layers,
         windows=attention_windows(family, stored.config, layers) if layers else (),
-        arithmetic=replace(plan.arithmetic, rotaries=rotaries, rotary_layers=places_among(rotaries, by_layer)),
+        arithmetic=replace(
+            plan.arithmetic, rotaries=rotaries, rotary_layers=places_among(rotaries, by_layer)
+        ),
     )
     return nodes, CodaPlan(file, own)

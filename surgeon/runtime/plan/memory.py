@@ -34,7 +34,8 @@ from surgeon.runtime.plan.placement import computed_of, work_of
 from surgeon.runtime.plan.specification import CodaPlan, Plan
 
 LEAST_SAVED = 0.1  # of a text's room, that a division is worth
-MOST_GROUPS = 8  # every one costs each pass a table to look up, and each row some bytes to the other ranks
+# Every one costs each pass a table to look up, and each row some bytes to the other ranks.
+MOST_GROUPS = 8
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,20 @@ def cache_groups(plan: Plan) -> CacheGroups:
     most = max(own.count(window) for own in windows for window in counted)
     divided = (_divide_windows(windows, sorted(counted, key=str), width) for width in range(1, most + 1))
     few_enough = (groups for groups in divided if len(groups.windows) <= MOST_GROUPS)
-    best = min(few_enough, key=lambda groups: (groups.room(plan.max_tokens), len(groups.windows)), default=together)
+    best = min(
+        few_enough,
+        key=lambda groups: (groups.room(plan.max_tokens), len(groups.windows)),
+        default=together,
+    )
     saved = 1 - best.room(plan.max_tokens) / together.room(plan.max_tokens)
     if saved >= LEAST_SAVED:
         return best
     return together
 
 
-def _divide_windows(windows: list[list[int | None]], different: list[int | None], width: int) -> CacheGroups:
+def _divide_windows(
+    windows: list[list[int | None]], different: list[int | None], width: int
+) -> CacheGroups:
     """Divide into groups of one window each, and of so many attentions of a rank at most."""
     names: list[int | None] = []
     slots = [[0] * len(own) for own in windows]
@@ -172,11 +179,16 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
     whole = _program_footprint(plan, source, rows)
     if plan.draft is not None:
         draft = plan.draft.plan
-        more = (_numbers_beside(plan, draft, source, rank) * plan.dtype_bytes for rank in range(plan.ranks))
+        more = (
+            _numbers_beside(plan, draft, source, rank) * plan.dtype_bytes for rank in range(plan.ranks)
+        )
         beside = replace(_program_footprint(draft, source, 0), weights=tuple(more))
         if draft.coda is not None:
             beside = _side_by_side(beside, _coda_footprint(draft.coda))
-        own = (tuple(kept[number] for number in own) for kept, own in zip(beside.kept, plan.draft.own, strict=True))
+        own = (
+            tuple(kept[number] for number in own)
+            for kept, own in zip(beside.kept, plan.draft.own, strict=True)
+        )
         whole = _side_by_side(whole, replace(beside, kept=tuple(own)))
     if plan.coda is not None:
         whole = _side_by_side(whole, _coda_footprint(plan.coda))
@@ -205,7 +217,9 @@ def _numbers_beside(plan: Plan, other: Plan, source: Sizes, rank: int) -> int:
         {(part.sublayer, len(part.sharers)) for work in work_of(one, rank) for part in work.parts}
         for one in (plan, other)
     )
-    return sum(numbers_of(other, source, part) for part in more if part not in own or other.exchanges(part[0]))
+    return sum(
+        numbers_of(other, source, part) for part in more if part not in own or other.exchanges(part[0])
+    )
 
 
 def _vocabulary_rows(plan: Plan, matrices: int) -> int:
@@ -223,14 +237,19 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
         parts = [(work, part) for work in work_of(plan, rank) for part in work.parts]
         numbers = rows * plan.hidden
         numbers += sum(
-            map(partial(numbers_of, plan, source), {(part.sublayer, len(part.sharers)) for _, part in parts})
+            map(
+                partial(numbers_of, plan, source),
+                {(part.sublayer, len(part.sharers)) for _, part in parts},
+            )
         )
         weights.append(numbers * plan.dtype_bytes)
         own = list[int]()
         copied = 0
         rebuilt = 0
         read = 0
-        for attention in (computed_of(plan, work, part) for work, part in parts if part.slot is not None):
+        for attention in (
+            computed_of(plan, work, part) for work, part in parts if part.slot is not None
+        ):
             first, end = kv_heads(plan, source, attention)
             keys_values = 2 * (end - first) * plan.head_dim
             columns = plan.kept_factors(attention, end - first)
@@ -253,7 +272,11 @@ def kv_heads(plan: Plan, source: Sizes, attention: Sublayer) -> tuple[int, int]:
     if plan.latent is not None:
         own = plan.latent.share(attention.piece)
         return own.start, own.stop
-    (unit,) = (p.unit for p in source.family.spec(attention.kind, attention.layers[0]).projections if p.role == "k")
+    (unit,) = (
+        p.unit
+        for p in source.family.spec(attention.kind, attention.layers[0]).projections
+        if p.role == "k"
+    )
     return unit_bounds(source.units(attention)[unit], attention.piece)
 
 
@@ -276,7 +299,8 @@ def numbers_of(plan: Plan, source: Sizes, part: tuple[Sublayer, int]) -> int:
             if whole is not None:
                 of = whole.of
                 count = len(whole.own)
-            of = replace(of, experts=(0,) if of.experts is None else of.experts[:1])  # they are all alike
+            # They are all alike.
+            of = replace(of, experts=(0,) if of.experts is None else of.experts[:1])
         outputs, inputs = source.matrix(of, projection.role).shape
         factors = of.rank(projection.role)
         numbers += count * (outputs * inputs if factors is None else factors * (outputs + inputs))
@@ -404,4 +428,6 @@ class _Room(NamedTuple):
         left = allowed - weights
         buffers = texts * (buffers + (copies if plan.gathers(device) else 0))
         # No text is longer than the cache, which counts where that is shorter than the longest text.
-        return cls(weights, block, max(left // (block + buffers), (left - buffers * blocks) // block), wanted)
+        return cls(
+            weights, block, max(left // (block + buffers), (left - buffers * blocks) // block), wanted
+        )

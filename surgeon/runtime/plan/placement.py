@@ -77,7 +77,9 @@ def computed_of(plan: Plan, work: Work, part: Part) -> Sublayer:
     """
     whole = work.step.sublayers[part.index]
     roles = {projection.role for projection in plan.family.spec(whole.kind, whole.layers[0]).projections}
-    as_base = plan.low_rank == "base" and len(part.sharers) > 1 and {role for role, _ in whole.ranks} == roles
+    as_base = (
+        plan.low_rank == "base" and len(part.sharers) > 1 and {role for role, _ in whole.ranks} == roles
+    )
     if as_base and plan.mixtures.size(whole) is None:
         return whole
     return part.sublayer
@@ -97,7 +99,11 @@ def norm_sums(plan: Plan) -> int:
         return 0
 
     def shared(work: Work, part: Part) -> bool:
-        return part.slot is not None and len(part.sharers) > 1 and computed_of(plan, work, part) == part.sublayer
+        return (
+            part.slot is not None
+            and len(part.sharers) > 1
+            and computed_of(plan, work, part) == part.sublayer
+        )
 
     works = (work_of(plan, rank) for rank in range(plan.ranks))
     return max(sum(shared(work, part) for work in own for part in work.parts) for own in works)
@@ -119,12 +125,16 @@ def placed_parts(
     if alike and members % count == 0:
         each = members // count
         index = member // each
-        return ((index, _slice(sublayers[index], member % each, each)),), range(index * each, (index + 1) * each)
+        return ((index, _slice(sublayers[index], member % each, each)),), range(
+            index * each, (index + 1) * each
+        )
     if alike and count % members == 0:
         each = count // members
         own = range(member * each, (member + 1) * each)
         return tuple((index, sublayers[index]) for index in own), range(member, member + 1)
-    return tuple((index, _slice(one, member, members)) for index, one in enumerate(sublayers)), range(members)
+    return tuple((index, _slice(one, member, members)) for index, one in enumerate(sublayers)), range(
+        members
+    )
 
 
 def assigned_branches(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[Node, ...], ...], Group]:
@@ -138,7 +148,10 @@ def assigned_branches(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[
 
 
 def groups_within(
-    program: Program, ranks: int, exchanges: Callable[[Sublayer], bool] | None = None, sliced: bool = False
+    program: Program,
+    ranks: int,
+    exchanges: Callable[[Sublayer], bool] | None = None,
+    sliced: bool = False,
 ) -> list[Group]:
     """Every group of two ranks or more, but not all of them, that exchanges something; the same list on every rank.
 

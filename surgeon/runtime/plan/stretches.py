@@ -66,7 +66,9 @@ def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
     return replace(plan, ranks=ranks, stretches=even_stretches(costs, cuts, ranks, first))
 
 
-def even_stretches(costs: Sequence[int], cuts: Sequence[int], ranks: int, first: int = 0) -> tuple[int, ...]:
+def even_stretches(
+    costs: Sequence[int], cuts: Sequence[int], ranks: int, first: int = 0
+) -> tuple[int, ...]:
     """The node after which each stretch ends, so that the most costly one costs least.
 
     Args:

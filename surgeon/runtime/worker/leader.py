@@ -65,7 +65,8 @@ class Leader:
         catches_up = draft is not None and draft.keeps_own
         self.scheduler = Scheduler(BlockPool(blocks, windows=cache.windows), limits, catches_up)
         self._sender = sender
-        self._sampler = Sampler(engine.plan.vocabulary, engine.device)  # where the likeliest token is not enough
+        # Where the likeliest token is not enough.
+        self._sampler = Sampler(engine.plan.vocabulary, engine.device)
 
     def record_ahead(self, seconds: float = RECORDING_SECONDS) -> None:
         """Record passes that texts will come to, as many as the seconds suffice for; the rest when they come."""
@@ -97,7 +98,9 @@ class Leader:
         else:
             drafts = self._draft(chunks)
         began = time.perf_counter() - planned
-        rows = [row for chunk, drafted in zip(chunks, drafts, strict=True) for row in chunk.rows(drafted)]
+        rows = [
+            row for chunk, drafted in zip(chunks, drafts, strict=True) for row in chunk.rows(drafted)
+        ]
         self._sender.send(("step", rows))
         results = self.engine.step(rows, self.cache)
         chosen = self._choose(chunks, drafts, results)
@@ -136,7 +139,9 @@ class Leader:
             tokens = {
                 # Any token, if the logits are not finite.
                 Wanted.BEST: iter(max(0, token) for token in results.best),
-                Wanted.LOGITS: iter(() if results.logits is None else self._sampler.draft(ids(drawn), results.logits)),
+                Wanted.LOGITS: iter(
+                    () if results.logits is None else self._sampler.draft(ids(drawn), results.logits)
+                ),
             }
             for place in asking:
                 drafts[place].append(next(tokens[chunks[place].wanted]))
@@ -161,9 +166,13 @@ class Leader:
                 self._sampler.offer(chunk.sequence.request.id, found)
         if self.scheduler.ahead is not None and any(drafts):
             self.scheduler.ahead.note_draft(len(chunks), time.perf_counter() - began)
-        return [chunk._replace(drafts=len(found)) for chunk, found in zip(chunks, drafts, strict=True)], drafts
+        return [
+            chunk._replace(drafts=len(found)) for chunk, found in zip(chunks, drafts, strict=True)
+        ], drafts
 
-    def _choose(self, chunks: list[ScheduledChunk], drafts: list[list[int]], results: Results) -> list[list[Choice]]:
+    def _choose(
+        self, chunks: list[ScheduledChunk], drafts: list[list[int]], results: Results
+    ) -> list[list[Choice]]:
         """Choose the next tokens of every chunk that wants one: the right drafts, and one more.
 
         UNDEFINED where the logits are not finite.

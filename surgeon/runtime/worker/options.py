@@ -53,7 +53,9 @@ class RankOptions:
         object.__setattr__(self, "collectives", choose_collectives(self.collectives, self.device))
         check_sending(self.collectives, self.device, self.link, self.compression)
         if self.ranks == 1 and (self.link is not None or self.compression is not None):
-            warnings.warn("one rank sends nothing: the link and the compression change nothing", stacklevel=3)
+            warnings.warn(
+                "one rank sends nothing: the link and the compression change nothing", stacklevel=3
+            )
 
     def __str__(self) -> str:
         parts = self.device, self.collectives, self.link, self.compression
@@ -63,12 +65,16 @@ class RankOptions:
 def choose_device(wanted: str, ranks: int) -> str:
     """Say "cpu" or "cuda" for "cpu", "cuda" or "auto" (cuda if there is a GPU for every rank of this machine)."""
     if wanted not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"there is no device {wanted!r}; {did_you_mean(wanted, ('auto', 'cpu', 'cuda'))}")
+        raise ValueError(
+            f"there is no device {wanted!r}; {did_you_mean(wanted, ('auto', 'cpu', 'cuda'))}"
+        )
     gpus = torch.cuda.device_count()
     ranks = ranks_of_this_machine(ranks)
     enough = gpus >= ranks or sees_its_own_gpu()
     if wanted == "cuda" and not enough:
-        raise ValueError(f"{ranks} ranks need a GPU each, and there are {gpus}; use the CPU or fewer ranks")
+        raise ValueError(
+            f"{ranks} ranks need a GPU each, and there are {gpus}; use the CPU or fewer ranks"
+        )
     if wanted == "cuda" or (wanted == "auto" and enough):
         return "cuda"
     return "cpu"
@@ -92,7 +98,9 @@ def choose_collectives(wanted: str, device: str) -> str:
     fitting: tuple[str, ...] = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}[device]
     if read_environment() is not None:
         if wanted == "shm":
-            raise ValueError("shm connects only ranks that surgeon starts itself; under torchrun use gloo or auto")
+            raise ValueError(
+                "shm connects only ranks that surgeon starts itself; under torchrun use gloo or auto"
+            )
         fitting = tuple(way for way in fitting if way != "shm")
     if wanted == "auto":
         return fitting[0]
@@ -100,7 +108,9 @@ def choose_collectives(wanted: str, device: str) -> str:
         return wanted
     known = ("auto", "shm", "gloo", "nccl", "none")
     if wanted in known:
-        raise ValueError(f"{wanted} does not connect ranks on a {device} device; use {' or '.join(fitting)}")
+        raise ValueError(
+            f"{wanted} does not connect ranks on a {device} device; use {' or '.join(fitting)}"
+        )
     raise ValueError(f"there are no collectives {wanted!r}; {did_you_mean(wanted, known)}")
 
 
@@ -111,4 +121,6 @@ def check_sending(collectives: str, device: str, link: Link | None, compression:
     if collectives == "none" and (link is not None or compression is not None):
         raise ValueError("collectives none send nothing; give no link and no compression with them")
     if device == "cuda" and link is not None:
-        raise ValueError("a link can be emulated between CPU ranks only (GPUs go on while a process waits); use cpu")
+        raise ValueError(
+            "a link can be emulated between CPU ranks only (GPUs go on while a process waits); use cpu"
+        )

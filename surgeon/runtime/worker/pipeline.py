@@ -58,7 +58,11 @@ class InFlight(Scheduler):
 
     def _continue_sequences(self) -> list[ScheduledChunk]:
         """The next texts that lack one token, with blocks for it; those whose next token is known come first."""
-        ready = [one for one in self.running if len(one.tokens) - one.computed == 1 and one.unverified < self.window]
+        ready = [
+            one
+            for one in self.running
+            if len(one.tokens) - one.computed == 1 and one.unverified < self.window
+        ]
         ready.sort(key=lambda sequence: sequence.unverified)
         chunks: list[ScheduledChunk] = []
         for sequence in ready[: -(-len(self.running) // self.limits.stretches)]:
@@ -77,7 +81,9 @@ class InFlight(Scheduler):
     def drafts_behind(self, chunk: ScheduledChunk) -> bool:
         """Tell whether a draft is to follow a planned chunk's last token."""
         sequence = chunk.sequence
-        longest = sequence.last - 1 if sequence.prompt > self._border else min(sequence.last - 1, self._border)
+        longest = (
+            sequence.last - 1 if sequence.prompt > self._border else min(sequence.last - 1, self._border)
+        )
         return self.window > 1 and chunk.wanted == Wanted.BEST and len(sequence.tokens) < longest
 
     def sent(self, chunks: Sequence[ScheduledChunk]) -> list[Output]:
@@ -167,7 +173,8 @@ def join(rank: Rank, addresses: list[str | tuple[str, int]], secret: bytes) -> N
     rank.ring = Ring(onward, inward, rank.settings.options.link)
 
 
-ROWS = 1024  # of tokens, whose stream lies always in the same memory, which recorded passes have the address of
+# Of tokens, whose stream lies always in the same memory, which recorded passes have the address of.
+ROWS = 1024
 
 
 class StretchEngine(RankEngine):
@@ -189,7 +196,9 @@ class StretchEngine(RankEngine):
         return self._division
 
     @torch.inference_mode()
-    def onward(self, rows: list[Row], cache: PagedCache, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def onward(
+        self, rows: list[Row], cache: PagedCache, stream: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute one pass, which extends the cache; the first rank embeds its tokens, others are given a stream.
 
         Returns the stream behind this rank's stretch and that behind the coda, (tokens, hidden) each, the latter
@@ -222,11 +231,16 @@ class PipelineLeader(Leader):
     engine: StretchEngine
     scheduler: InFlight
 
-    def __init__(self, engine: StretchEngine, cache: PagedCache, blocks: int, limits: Limits, ring: Ring) -> None:
+    def __init__(
+        self, engine: StretchEngine, cache: PagedCache, blocks: int, limits: Limits, ring: Ring
+    ) -> None:
         super().__init__(engine, cache, blocks, limits, ring)
-        self.scheduler = InFlight(BlockPool(blocks, windows=cache.windows), limits, engine.model.coda is not None)
+        self.scheduler = InFlight(
+            BlockPool(blocks, windows=cache.windows), limits, engine.model.coda is not None
+        )
         self._ring = ring
-        self._flights = deque[tuple[list[Text], list[Row]]]()  # passes on their way: whose rows, and these
+        # Passes on their way: whose rows, and these.
+        self._flights = deque[tuple[list[Text], list[Row]]]()
 
     def step(self) -> list[Output]:
         """Send a pass, or take in the oldest one where as many are on their way as may be, or none is to be sent."""

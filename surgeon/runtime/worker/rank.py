@@ -30,7 +30,13 @@ from surgeon.processes.children import when_parent_ends
 from surgeon.processes.rendezvous import StoreAddress, end_when_told, find_rank0
 from surgeon.processes.sockets import interface_variables
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
-from surgeon.runtime.comm.collectives import Alone, Collectives, Compressed, TorchCollectives, Unconnected
+from surgeon.runtime.comm.collectives import (
+    Alone,
+    Collectives,
+    Compressed,
+    TorchCollectives,
+    Unconnected,
+)
 from surgeon.runtime.comm.link import EmulatedLink
 from surgeon.runtime.comm.pipes import Receiver, Ring, Sender
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
@@ -120,7 +126,8 @@ class Rank:
             assert settings.memory is not None
             connected = SharedMemoryCollectives(self.rank, everybody, settings.memory, options.ranks)
         else:
-            if settings.location.interface is not None:  # gloo would take that which the machine's name stands for
+            # Gloo would take that which the machine's name stands for.
+            if settings.location.interface is not None:
                 for name, value in interface_variables(settings.location.interface).items():
                     os.environ.setdefault(name, value)
             ways = options.collectives, self.rank, options.ranks, settings.rendezvous
@@ -157,10 +164,13 @@ def rank_device(settings: RankSettings) -> torch.device:
         return torch.device("cpu")
     number = settings.location.local_rank
     gpus = torch.cuda.device_count()
-    if gpus and (settings.options.collectives == "gloo" or sees_its_own_gpu()):  # NCCL would refuse to share one
+    # NCCL would refuse to share one.
+    if gpus and (settings.options.collectives == "gloo" or sees_its_own_gpu()):
         number %= gpus
     if number >= gpus:
-        raise ValueError(f"there is no GPU {number} for rank {settings.rank}, only {gpus} on its machine")
+        raise ValueError(
+            f"there is no GPU {number} for rank {settings.rank}, only {gpus} on its machine"
+        )
     return torch.device(device, number)
 
 
@@ -192,7 +202,9 @@ def serve(connection: Connection, channel: Sequence[int]) -> None:
         line = first_line
         if not known:
             line = f"{type(error).__name__}: {first_line}"
-        message = RankError(time.monotonic(), isinstance(error, ValueError), line, traceback.format_exc())
+        message = RankError(
+            time.monotonic(), isinstance(error, ValueError), line, traceback.format_exc()
+        )
         with suppress(OSError):  # when the starting process has gone, too, nobody asks
             _send(connection, "error", message)
         raise

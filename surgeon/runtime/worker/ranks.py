@@ -47,7 +47,9 @@ class RankProcess(ABC):
 
     lag = 0.0
 
-    def __init__(self, rank: int, location: RankLocation, pid: int, connection: Connection, host: str = "") -> None:
+    def __init__(
+        self, rank: int, location: RankLocation, pid: int, connection: Connection, host: str = ""
+    ) -> None:
         where = ""
         if host:
             where = f" on {host}"
@@ -79,13 +81,19 @@ class StartedRank(RankProcess):
     """A child process; descriptors are those of its pipes (pipes.py) and of the memory that ranks share."""
 
     def __init__(
-        self, rank: int, location: RankLocation, folder: Path, channel: Sequence[int], memory: int | None = None
+        self,
+        rank: int,
+        location: RankLocation,
+        folder: Path,
+        channel: Sequence[int],
+        memory: int | None = None,
     ) -> None:
         ours, theirs = Pipe()
         with theirs:
             passed = [theirs.fileno(), *channel]
             self._child = Child(
-                ["-P", "-m", "surgeon.runtime", str(folder), *map(str, passed)],  # -P: not what lies in this folder
+                # -P: not what lies in this folder.
+                ["-P", "-m", "surgeon.runtime", str(folder), *map(str, passed)],
                 folder / f"rank{rank}",
                 threads_per_rank(location.local_ranks),
                 [*passed, *([] if memory is None else [memory])],
@@ -142,7 +150,8 @@ def with_note(error: Failure, note: str) -> Failure:
     return error
 
 
-GRACE_SECONDS = 0.5  # how long to look for the rank that failed first, when another reports that it lost it
+# How long to look for the rank that failed first, when another reports that it lost it.
+GRACE_SECONDS = 0.5
 
 
 class Ranks(AbstractContextManager["Ranks"]):
@@ -172,7 +181,9 @@ class Ranks(AbstractContextManager["Ranks"]):
             else:
                 rendezvous = self._gather(torchrun, ranks)
             for process in self._processes:
-                self._send(process, RankSettings(process.rank, process.location, options, rendezvous, memory))
+                self._send(
+                    process, RankSettings(process.rank, process.location, options, rendezvous, memory)
+                )
             if wait:
                 self._connect()
         except BaseException as error:
@@ -194,7 +205,9 @@ class Ranks(AbstractContextManager["Ranks"]):
         channels = [[writer for _, writer in pipes], *([reader] for reader, _ in pipes)]
         try:
             for rank, channel in enumerate(channels):
-                self._processes.append(StartedRank(rank, RankLocation(rank, ranks), folder, channel, memory))
+                self._processes.append(
+                    StartedRank(rank, RankLocation(rank, ranks), folder, channel, memory)
+                )
         finally:
             for descriptor in [end for pipe in pipes for end in pipe]:
                 os.close(descriptor)
@@ -213,7 +226,10 @@ class Ranks(AbstractContextManager["Ranks"]):
         joined = [JoinedRank(admitted) for admitted in arrived]
         self._processes += joined
         self._processes.insert(
-            0, StartedRank(0, rendezvous.location, Path(self._folder.name), [one.fileno() for one in channel])
+            0,
+            StartedRank(
+                0, rendezvous.location, Path(self._folder.name), [one.fileno() for one in channel]
+            ),
         )
         for connection in channel:
             connection.close()  # it is rank 0's now
@@ -270,7 +286,9 @@ class Ranks(AbstractContextManager["Ranks"]):
     def _results(self, notify: Callable[[Any], None] | None) -> list[Any]:
         results: dict[int, Any] = {}
         while len(results) < len(self._processes):
-            for process in _ready([process for process in self._processes if process.rank not in results], None):
+            for process in _ready(
+                [process for process in self._processes if process.rank not in results], None
+            ):
                 kind, value = _receive(process)
                 if kind == "note" and notify is not None:
                     notify(value)
@@ -287,13 +305,18 @@ class Ranks(AbstractContextManager["Ranks"]):
         errors = {process.rank: error}
         deadline = time.monotonic() + GRACE_SECONDS
         while (left := deadline - time.monotonic()) > 0 and len(errors) < len(self._processes):
-            for other in _ready([process for process in self._processes if process.rank not in errors], left):
+            for other in _ready(
+                [process for process in self._processes if process.rank not in errors], left
+            ):
                 kind, value = _receive(other)
                 if kind == "error" and value is None:
                     return other.gone()
                 if kind == "error":
                     errors[other.rank] = value
-        first = min((self._processes[rank] for rank in errors), key=lambda other: errors[other.rank].time + other.lag)
+        first = min(
+            (self._processes[rank] for rank in errors),
+            key=lambda other: errors[other.rank].time + other.lag,
+        )
         error = errors[first.rank]
         where = ""  # it may be that machine's fault
         if isinstance(first, JoinedRank):
@@ -331,7 +354,10 @@ def early_ranks(options: RankOptions) -> Iterator[Ranks | None]:
 def _ready(processes: list[RankProcess], timeout: float | None) -> list[RankProcess]:
     """Wait for processes that have sent something or are gone, or until the seconds are over."""
     by_connection: dict[object, RankProcess] = {process.connection: process for process in processes}
-    return [by_connection[connection] for connection in wait([process.connection for process in processes], timeout)]
+    return [
+        by_connection[connection]
+        for connection in wait([process.connection for process in processes], timeout)
+    ]
 
 
 def _receive(process: RankProcess) -> tuple[str, Any]:

@@ -59,7 +59,12 @@ def forget_cache(rank: Rank, name: str = ENGINE) -> None:
 
 
 def complete(
-    rank: Rank, requests: list[Request], blocks: int, limits: Limits, name: str = ENGINE, grouped: bool = False
+    rank: Rank,
+    requests: list[Request],
+    blocks: int,
+    limits: Limits,
+    name: str = ENGINE,
+    grouped: bool = False,
 ) -> tuple[list[Output], Figures]:
     """On a rank: work on some requests until all have ended; rank 0 sends the progress, and returns all outputs."""
     engine: RankEngine = rank.engines[name]

@@ -23,9 +23,11 @@ if TYPE_CHECKING:  # who lists the spaces does without torch, which takes second
     from surgeon.opened import Model
 
 S = TypeVar("S", bound="type[Space]")
-Claim = tuple[str, int]  # what of a layer: how its steps stand in the program, say, or whether its attention is late
+# What of a layer: how its steps stand in the program, say, or whether its attention is late.
+Claim = tuple[str, int]
 
-HALVES = {"": KINDS, "attention": (ATTENTION,), "mlp": (FEED_FORWARD,)}  # of a layer, by an edit's option
+# Of a layer, by an edit's option.
+HALVES = {"": KINDS, "attention": (ATTENTION,), "mlp": (FEED_FORWARD,)}
 SHAPE = "the steps"  # how they stand in the program
 TIMES = ("latency", "speedup", "draft_pass")  # quantities
 WEIGHTS = ("params", "weight_bytes", "size")
@@ -68,7 +70,9 @@ class Space(ABC):
             ValueError: if it takes no such argument.
         """
         if argument:
-            raise ValueError(f"the space {cls.name} takes no argument; write {cls.name}, not {cls.name}:{argument}")
+            raise ValueError(
+                f"the space {cls.name} takes no argument; write {cls.name}, not {cls.name}:{argument}"
+            )
         return {}
 
     def on_text(self, text: Calibration) -> Space:  # noqa: ARG002
@@ -96,7 +100,12 @@ class Space(ABC):
         """Claims of the edit."""
         return claims_of_shape(edit)
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(
+        self,
+        edits: Sequence[Edit],
+        program: Program,  # noqa: ARG002
+        model: Model,  # noqa: ARG002
+    ) -> tuple[AppliedOperation, ...]:
         """The operations that carry out these edits, which do not exclude each other, on a program.
 
         One for each option and size, neighbouring edits joined into one stretch.
@@ -106,7 +115,9 @@ class Space(ABC):
             program: made of the model by spaces of lower place.
         """
         ways = sorted({_way(edit) for edit in edits})
-        return tuple(self.operation(joined(e.layers for e in edits if _way(e) == way), *way) for way in ways)
+        return tuple(
+            self.operation(joined(e.layers for e in edits if _way(e) == way), *way) for way in ways
+        )
 
     def operation(self, layers: tuple[range, ...], option: str, size: int) -> AppliedOperation:
         """The operation that carries out edits of one option and size, on unbroken stretches."""
@@ -117,7 +128,9 @@ class Space(ABC):
         if self.of_two_steps and model.family.steps_per_layer == 1:
             return "attention and MLP of its layers read the same stream already"
         if model.own is not None:
-            return "the model runs a program of its own, whose branches have nothing that it could change"
+            return (
+                "the model runs a program of its own, whose branches have nothing that it could change"
+            )
         return f"the model has {model.num_layers} layer{'s' * (model.num_layers != 1)}"
 
     def stretches(self, model: Model) -> Iterator[list[Edit]]:
@@ -160,7 +173,9 @@ class SizedSpace(Space):
         if not argument:
             return {}
         if not argument.isdecimal() or len(argument) > 9 or int(argument) < cls.least:
-            raise ValueError(f"{cls.name}:{argument} should say {cls.asked}, as in {cls.name}:{cls.example}")
+            raise ValueError(
+                f"{cls.name}:{argument} should say {cls.asked}, as in {cls.name}:{cls.example}"
+            )
         return {"largest": int(argument)}
 
     def sizes(self, model: Model) -> Iterable[int]:
@@ -184,7 +199,9 @@ def claims_of_late(edit: Edit, kind: str) -> frozenset[Claim]:
 
 def claims_of_ranks(edit: Edit, kind: str, roles: Collection[str] | None = None) -> frozenset[Claim]:
     """Claims of an edit that gives matrices of attentions or feed-forwards ranks; by default all of them."""
-    return frozenset((f"the rank of {role}", layer) for role in roles or ROLES[kind] for layer in edit.layers)
+    return frozenset(
+        (f"the rank of {role}", layer) for role in roles or ROLES[kind] for layer in edit.layers
+    )
 
 
 def claims_of_slices(edit: Edit, kind: str) -> frozenset[Claim]:

@@ -48,7 +48,9 @@ class Drops(Space):
     @classmethod
     def read(cls, argument: str) -> dict[str, Any]:
         if argument not in cls.arguments:
-            raise ValueError(f"there is no drop:{argument}; write drop, drop:layers, drop:attention or drop:mlp")
+            raise ValueError(
+                f"there is no drop:{argument}; write drop, drop:layers, drop:attention or drop:mlp"
+            )
         return {"what": argument}
 
     def options(self, model: Model) -> Sequence[str]:  # noqa: ARG002

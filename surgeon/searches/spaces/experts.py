@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 Orders = Mapping[int, Sequence[int]]  # of layers' experts, the most salient first
 
 SHARES = (0.75, 0.5)  # of its experts that a mixture keeps, where no numbers are named
-EDGE = 2  # of the experts that are kept, so many of the least salient may give way to as many of those left out
+# Of the experts that are kept, so many of the least salient may give way to as many of those left out.
+EDGE = 2
 
 
 @register
@@ -48,7 +49,9 @@ class KeptExperts(Space):
     of_mixtures = True
     serves = ("experts", *WEIGHTS, *TIMES)
 
-    def __init__(self, kept: Sequence[int] | None = None, ranks: int = 2, orders: Orders | None = None) -> None:
+    def __init__(
+        self, kept: Sequence[int] | None = None, ranks: int = 2, orders: Orders | None = None
+    ) -> None:
         super().__init__(ranks)
         self.kept = None if kept is None else tuple(sorted(set(kept), reverse=True))
         self.orders = orders or {}
@@ -80,11 +83,18 @@ class KeptExperts(Space):
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_ranks(edit, FEED_FORWARD) | {("the experts", edit.first)}
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(
+        self,
+        edits: Sequence[Edit],
+        program: Program,  # noqa: ARG002
+        model: Model,  # noqa: ARG002
+    ) -> tuple[AppliedOperation, ...]:
         """One for each unbroken stretch of layers, with each one's experts."""
         kept = {edit.first: [int(one) for one in edit.option.split(",")] for edit in edits}
         stretches = layers_joined(kept)
-        return tuple(AppliedOperation(self.name, (one,), {"keep": [kept[k] for k in one]}) for one in stretches)
+        return tuple(
+            AppliedOperation(self.name, (one,), {"keep": [kept[k] for k in one]}) for one in stretches
+        )
 
     def stretches(self, model: Model) -> Iterator[list[Edit]]:
         """The most salient experts of each layer, from every layer on."""
@@ -95,7 +105,10 @@ class KeptExperts(Space):
             yield from from_every_layer(edit for (count, _), edit in first.items() if count == commas)
 
     def obstacle(self, model: Model) -> str:
-        mixtures = (model.shapes.layer_shapes.of(Sublayer(FEED_FORWARD, (k,))).mixture for k in range(model.num_layers))
+        mixtures = (
+            model.shapes.layer_shapes.of(Sublayer(FEED_FORWARD, (k,))).mixture
+            for k in range(model.num_layers)
+        )
         most = max((one.experts for one in mixtures if one is not None), default=0)
         if most:
             return f"its mixtures have {most} experts"

@@ -45,7 +45,9 @@ class Ladder(Space):
     @classmethod
     def read(cls, argument: str) -> dict[str, Any]:
         if argument not in cls.arguments:
-            raise ValueError(f"there is no ladder:{argument}; write ladder, ladder:sublayers or ladder:ranges")
+            raise ValueError(
+                f"there is no ladder:{argument}; write ladder, ladder:sublayers or ladder:ranges"
+            )
         return {"what": argument}
 
     def options(self, model: Model) -> Sequence[str]:
@@ -61,7 +63,12 @@ class Ladder(Space):
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return frozenset().union(*(claims_of_late(edit, kind) for kind in HALVES[edit.option]))
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(
+        self,
+        edits: Sequence[Edit],
+        program: Program,
+        model: Model,  # noqa: ARG002
+    ) -> tuple[AppliedOperation, ...]:
         """Ladders of whole layers, of attentions, of MLPs; with all that share a step with a chosen one."""
         wanted = {(kind, layer) for e in edits for kind in HALVES[e.option] for layer in e.layers}
         steps = [_parts(node) for node in program.nodes if isinstance(node, Step)]
@@ -77,7 +84,11 @@ class Ladder(Space):
         found = [AppliedOperation("ladder", layers_joined(whole))] if whole else []
         for half in ("attention", "mlp"):
             layers = {layer for kind, layer in late if kind in HALVES[half]} - whole
-            found += [AppliedOperation("ladder", layers_joined(layers), {"sublayers": half})] if layers else []
+            found += (
+                [AppliedOperation("ladder", layers_joined(layers), {"sublayers": half})]
+                if layers
+                else []
+            )
         return tuple(found)
 
     def stretches(self, model: Model) -> Iterator[list[Edit]]:

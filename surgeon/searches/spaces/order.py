@@ -33,11 +33,20 @@ class Orders(SizedSpace):
 
     def edits(self, model: Model) -> Iterator[Edit]:
         # Of two layers all three orders are the same.
-        return (edit for edit in super().edits(model) if len(edit.layers) > 2 or edit.option == "reversed")
+        return (
+            edit for edit in super().edits(model) if len(edit.layers) > 2 or edit.option == "reversed"
+        )
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(
+        self,
+        edits: Sequence[Edit],
+        program: Program,  # noqa: ARG002
+        model: Model,  # noqa: ARG002
+    ) -> tuple[AppliedOperation, ...]:
         orders = [(edit.layers, self.orders[edit.option](edit.layers)) for edit in edits]
-        return tuple(AppliedOperation("reorder", (layers,), {"order": order}) for layers, order in orders)
+        return tuple(
+            AppliedOperation("reorder", (layers,), {"order": order}) for layers, order in orders
+        )
 
 
 @register
@@ -49,7 +58,9 @@ class Repeats(SizedSpace):
     """
 
     name = "repeat"
-    summary = "single layers, or stretches of 2, that run twice, with the same weights (repeat:4: of up to 4)"
+    summary = (
+        "single layers, or stretches of 2, that run twice, with the same weights (repeat:4: of up to 4)"
+    )
     place = 26
     serves = (DEEPER,)
     least = 1
@@ -58,5 +69,11 @@ class Repeats(SizedSpace):
     def sizes(self, model: Model) -> Iterable[int]:
         return range(1, min(self.largest, model.num_layers) + 1)
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
-        return (AppliedOperation("repeat", tuple(edit.layers for edit in edits)),)  # neighbours are no one stretch
+    def operations(
+        self,
+        edits: Sequence[Edit],
+        program: Program,  # noqa: ARG002
+        model: Model,  # noqa: ARG002
+    ) -> tuple[AppliedOperation, ...]:
+        # Neighbours are no one stretch.
+        return (AppliedOperation("repeat", tuple(edit.layers for edit in edits)),)

@@ -37,7 +37,9 @@ class ParallelGroups(Pairs):
     """Groups whose layers have streams of their own."""
 
     name = "par"
-    summary = "neighbouring layers run side by side, each with a stream of its own (par:4: groups of 2 to 4)"
+    summary = (
+        "neighbouring layers run side by side, each with a stream of its own (par:4: groups of 2 to 4)"
+    )
     place = 31
     serves = ()
     form = "par"

@@ -47,10 +47,14 @@ class LowRanks(ShareSpace):
     def kept(self, model: Model, kind: str, share: float) -> tuple[tuple[str, int], ...]:
         """Ranks of the matrices that two factors are smaller than."""
         shapes = model.shapes.layer_shapes.matrices
-        ranks = {role: rank_for(share, *shapes[role]) for role in ROLES[HALVES[kind][0]] if role in shapes}
+        ranks = {
+            role: rank_for(share, *shapes[role]) for role in ROLES[HALVES[kind][0]] if role in shapes
+        }
         return tuple((role, rank) for role, rank in ranks.items() if rank is not None)
 
-    def of_share(self, layers: tuple[range, ...], kind: str, share: float, model: Model) -> AppliedOperation:
+    def of_share(
+        self, layers: tuple[range, ...], kind: str, share: float, model: Model
+    ) -> AppliedOperation:
         roles = [role for role, _ in self.kept(model, kind, share)]
         return AppliedOperation("lowrank", layers, {"weights": roles, "keep": share})
 
@@ -98,7 +102,12 @@ class MatrixRanks(Space):
         role, _ = _read(edit)
         return claims_of_ranks(edit, next(kind for kind in KINDS if role in ROLES[kind]), [role])
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(
+        self,
+        edits: Sequence[Edit],
+        program: Program,  # noqa: ARG002
+        model: Model,  # noqa: ARG002
+    ) -> tuple[AppliedOperation, ...]:
         """One for each unbroken stretch of layers."""
         chosen = {(edit.first, role): rank for edit in edits for role, rank in [_read(edit)]}
         found = []
@@ -106,13 +115,17 @@ class MatrixRanks(Space):
             there = {role for layer, role in chosen if layer in stretch}
             roles = [role for roles in ROLES.values() for role in roles if role in there]
             ranks = {role: [chosen.get((layer, role)) for layer in stretch] for role in roles}
-            found.append(AppliedOperation("lowrank", (stretch,), {"ranks": ranks, **self.measured.parameters}))
+            found.append(
+                AppliedOperation("lowrank", (stretch,), {"ranks": ranks, **self.measured.parameters})
+            )
         return tuple(found)
 
     def stretches(self, model: Model) -> Iterator[list[Edit]]:  # noqa: ARG002
         """The highest rank of every matrix from every layer on, and so on: attentions, MLPs, and both."""
         for place in range(max(map(len, self.measured.ranks.values()), default=0)):
-            every = ((*where, own[place]) for where, own in self.measured.ranks.items() if place < len(own))
+            every = (
+                (*where, own[place]) for where, own in self.measured.ranks.items() if place < len(own)
+            )
             edits = {self._edit(*one): one[1] for one in every}
             for roles in (*ROLES.values(), {*edits.values()}):
                 yield from from_every_layer(edit for edit, role in edits.items() if role in roles)

@@ -53,7 +53,9 @@ class ShareSpace(Space):
         """The result of a share of a kind, equal for shares of equal results; false where nothing is saved."""
 
     @abstractmethod
-    def of_share(self, layers: tuple[range, ...], kind: str, share: float, model: Model) -> AppliedOperation:
+    def of_share(
+        self, layers: tuple[range, ...], kind: str, share: float, model: Model
+    ) -> AppliedOperation:
         """The operation that leaves the attentions or MLPs of some layers a share."""
 
     def options(self, model: Model) -> Iterator[str]:
@@ -65,7 +67,12 @@ class ShareSpace(Space):
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_ranks(edit, kind_of(edit))
 
-    def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
+    def operations(
+        self,
+        edits: Sequence[Edit],
+        program: Program,  # noqa: ARG002
+        model: Model,
+    ) -> tuple[AppliedOperation, ...]:
         """One for attentions and one for MLPs, of each share."""
         found = []
         for kind, share in sorted({_read(edit) for edit in edits}):
@@ -78,7 +85,9 @@ class ShareSpace(Space):
         edits = [(edit, *_read(edit)) for edit in self.edits(model)]
         for wanted in dict.fromkeys(share for _, _, share in edits):
             for kinds in (("attention",), ("mlp",), KEEPING):
-                yield from from_every_layer(edit for edit, kind, share in edits if share == wanted and kind in kinds)
+                yield from from_every_layer(
+                    edit for edit, kind, share in edits if share == wanted and kind in kinds
+                )
 
 
 def kind_of(edit: Edit) -> str:

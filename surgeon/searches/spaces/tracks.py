@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.sublayer import KINDS, Sublayer
-from surgeon.searches.spaces.base import Claim, SizedSpace, Space, claims_of_shape, claims_of_slices, register
+from surgeon.searches.spaces.base import (
+    Claim,
+    SizedSpace,
+    Space,
+    claims_of_shape,
+    claims_of_slices,
+    register,
+)
 
 if TYPE_CHECKING:
     from surgeon.opened import Model
@@ -66,7 +73,9 @@ class Tracks(SlicedSpace, SizedSpace):
     """
 
     name = "tracks"
-    summary = "slices of layers, one for each rank, that meet after 1, 2 or 4 layers (tracks:8: after up to 8)"
+    summary = (
+        "slices of layers, one for each rank, that meet after 1, 2 or 4 layers (tracks:8: after up to 8)"
+    )
     place = 10
     serves = ("draft_pass",)
     usual = 4

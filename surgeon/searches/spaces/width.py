@@ -36,7 +36,9 @@ class Widths(ShareSpace):
     usual = (0.75, 0.5, 0.25)
     of_what = "KV groups and neurons"
 
-    def __init__(self, shares: Sequence[float] | None = None, ranks: int = 2, text: Calibration | None = None) -> None:
+    def __init__(
+        self, shares: Sequence[float] | None = None, ranks: int = 2, text: Calibration | None = None
+    ) -> None:
         super().__init__(shares, ranks)
         self.text = text
 
@@ -49,7 +51,10 @@ class Widths(ShareSpace):
     def edits(self, model: Model) -> Iterator[Edit]:
         shapes = model.shapes.layer_shapes
         for edit in super().edits(model):
-            if all(kind_of(edit) in shapes.of(Sublayer(kind_of(edit), (layer,))).units for layer in edit.layers):
+            if all(
+                kind_of(edit) in shapes.of(Sublayer(kind_of(edit), (layer,))).units
+                for layer in edit.layers
+            ):
                 yield edit
 
     def kept(self, model: Model, kind: str, share: float) -> int:
@@ -64,8 +69,12 @@ class Widths(ShareSpace):
             return count
         return 0
 
-    def of_share(self, layers: tuple[range, ...], kind: str, share: float, model: Model) -> AppliedOperation:
-        parameters: dict[str, Any] = {"by": USUAL} | ({} if self.text is None else {"calibration": dict(self.text)})
+    def of_share(
+        self, layers: tuple[range, ...], kind: str, share: float, model: Model
+    ) -> AppliedOperation:
+        parameters: dict[str, Any] = {"by": USUAL} | (
+            {} if self.text is None else {"calibration": dict(self.text)}
+        )
         what = {"attention": "heads", "mlp": "neurons"}[kind]
         return AppliedOperation("width", layers, {what: self.kept(model, kind, share), **parameters})
 

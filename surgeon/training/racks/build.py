@@ -44,7 +44,9 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
     require_known(found)
     family = found.family
     nodes = found.program.nodes
-    own, private = ([nodes[place] for place in part] for part in (racks.ranges[index].nodes, racks.private(index)))
+    own, private = (
+        [nodes[place] for place in part] for part in (racks.ranges[index].nodes, racks.private(index))
+    )
     tied = bool(found.config.tie_word_embeddings)
     count = len(layers_in(own))
     coda = named_layers(family, [found.layers[source] for source in layers_in(private)], count)
@@ -108,14 +110,17 @@ def assemble(whole: PreTrainedModel, racks: Racks, trained: Sequence[RackModel])
     layers = list(found.layers)
     for rack in trained:
         own = layers_in(nodes[place] for place in racks.ranges[rack.index].nodes)
-        for source, tensors in zip(own, rack.tensors().layers, strict=False):  # behind them are the coda's
+        # Behind them are the coda's.
+        for source, tensors in zip(own, rack.tensors().layers, strict=False):
             layers[source] = tensors
     first = trained[0].tensors()
     last = trained[-1].tensors()
     others = first.outside(*family.embeddings)
     others |= last.outside(family.final_norm, family.head)
     config = config_for(found.config, range(len(layers)), tied)
-    model = restore(build_stretch(config, found.program, others | named_layers(family, layers), embeds=True))
+    model = restore(
+        build_stretch(config, found.program, others | named_layers(family, layers), embeds=True)
+    )
     model.name_or_path = model.config._name_or_path = str(whole.name_or_path)
     model.generation_config = whole.generation_config
     dense = Program.dense(len(layers), family.steps_per_layer)

@@ -29,7 +29,8 @@ from surgeon.training.racks.rack_log import ItemKey, ItemKind, RackLog
 # A rack waits for the one before it as long as that computes; one that ends breaks its connections at once.
 PATIENCE = timedelta(days=1)
 _LOOK_SECONDS = 0.5
-_NUMBERS_IN_HEAD = 7  # step, kind, place, dtype, rows, columns, nanoseconds until it has arrived over an emulated link
+# Step, kind, place, dtype, rows, columns, nanoseconds until it has arrived over an emulated link.
+_NUMBERS_IN_HEAD = 7
 _HEAD, _NUMBERS = 0, 1  # tags
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NO_MORE = -1  # in place of a kind
@@ -46,7 +47,13 @@ class RackExchange:
     """
 
     def __init__(
-        self, store: Store, index: int, racks: int, ahead: int, link: Link | None = None, log: RackLog | None = None
+        self,
+        store: Store,
+        index: int,
+        racks: int,
+        ahead: int,
+        link: Link | None = None,
+        log: RackLog | None = None,
     ) -> None:
         """Connect to all other racks, which do the same.
 
@@ -231,7 +238,10 @@ class RackStreams:
             self.sink.offer((ItemKey(step, ItemKind.HELD_OUT, window), stream[0]))
 
     def _keys(self, places: Tensor) -> list[ItemKey]:
-        return [ItemKey(one // self.batch + 1, ItemKind.TRAINING, one % self.batch) for one in places.tolist()]
+        return [
+            ItemKey(one // self.batch + 1, ItemKind.TRAINING, one % self.batch)
+            for one in places.tolist()
+        ]
 
 
 class KeptStreams:
@@ -257,7 +267,9 @@ class KeptStreams:
 
     def require_room(self, needed: int) -> None:
         """Refuse a run whose streams, of so many bytes, the disk cannot hold."""
-        check_space(self.folder, max(1, needed - sum(path.stat().st_size for path in self.folder.iterdir())))
+        check_space(
+            self.folder, max(1, needed - sum(path.stat().st_size for path in self.folder.iterdir()))
+        )
 
     def offer(self, *items: tuple[ItemKey, Tensor]) -> None:
         """Write streams; they are on the disk before a checkpoint."""
@@ -270,7 +282,9 @@ class KeptStreams:
         new = [(key, stream) for key, stream in items if key not in self._places]
         if new:
             first = new[0][0]
-            path = self.folder / f"{first.step:09}-{first.kind:d}-{first.place:06}-{len(new)}.safetensors"
+            path = (
+                self.folder / f"{first.step:09}-{first.kind:d}-{first.place:06}-{len(new)}.safetensors"
+            )
             with whole_file(path, durable=True) as beside:
                 save_file({_STREAMS: torch.stack([stream.detach().cpu() for _, stream in new])}, beside)
             self._note(path, first, len(new))

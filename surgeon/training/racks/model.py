@@ -87,7 +87,11 @@ class SilentEmbedding(nn.Module):
 
 
 def build_stretch(
-    config: Any, program: Program, tensors: Mapping[str, Tensor], embeds: bool, watched: int | None = None
+    config: Any,
+    program: Program,
+    tensors: Mapping[str, Tensor],
+    embeds: bool,
+    watched: int | None = None,
 ) -> PreTrainedModel:
     """Build a model of these tensors, without a copy.
 
@@ -130,7 +134,9 @@ def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], family: Family)
                 what = f"of shape {tuple(places[name].shape)}"
             else:
                 what = "in a model of its configuration"
-            raise ValueError(f"there is no tensor {name} {what}; found one of shape {tuple(tensor.shape)}")
+            raise ValueError(
+                f"there is no tensor {name} {what}; found one of shape {tuple(tensor.shape)}"
+            )
     model.load_state_dict(dict(tensors), strict=False, assign=True)
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -184,7 +190,9 @@ class ModelTensors:
 
     def outside(self, *paths: str) -> dict[str, Tensor]:
         return {
-            name: tensor for name, tensor in self.others.items() if any(name.startswith(f"{path}.") for path in paths)
+            name: tensor
+            for name, tensor in self.others.items()
+            if any(name.startswith(f"{path}.") for path in paths)
         }
 
     def named(self) -> dict[str, Tensor]:
@@ -199,7 +207,8 @@ def tensors_of(model: PreTrainedModel) -> ModelTensors:
     named = model.named_parameters(remove_duplicate=False)
     others = {name: one.detach() for name, one in named if not name.startswith(prefix)}
     layers = [
-        {name: one.detach() for name, one in layer.named_parameters(remove_duplicate=False)} for layer in stock.layers
+        {name: one.detach() for name, one in layer.named_parameters(remove_duplicate=False)}
+        for layer in stock.layers
     ]
     return ModelTensors(config, stock.program, layers, others)
 
@@ -216,13 +225,17 @@ def tensors_of_program(model: PreTrainedModel, program: Program) -> ModelTensors
         if place != layer:
             spec = found.family.spec(kind, layer)
             paths = tuple(f"{path}." for path in spec.stages)
-            moved = {name: tensor for name, tensor in found.layers[place].items() if name.startswith(paths)}
+            moved = {
+                name: tensor for name, tensor in found.layers[place].items() if name.startswith(paths)
+            }
             layers[layer] = layers[layer] | moved
     config = config_for(found.config, range(len(layers)), bool(found.config.tie_word_embeddings))
     return ModelTensors(config, program, layers, found.others)
 
 
-def named_layers(family: Family, layers: Iterable[Mapping[str, Tensor]], first: int = 0) -> dict[str, Tensor]:
+def named_layers(
+    family: Family, layers: Iterable[Mapping[str, Tensor]], first: int = 0
+) -> dict[str, Tensor]:
     """Name tensors of layers as in the model, numbered from `first`."""
     return {
         f"{family.layers}.{first + index}.{name}": tensor
@@ -250,7 +263,11 @@ def config_for(config: Any, sources: Sequence[int], tied: bool) -> Any:
     """
     made = copy.deepcopy(config)
     entries = family_of(config).per_layer_entries(config, sources)
-    for name, value in {**entries, "num_hidden_layers": len(sources), "tie_word_embeddings": tied}.items():
+    for name, value in {
+        **entries,
+        "num_hidden_layers": len(sources),
+        "tie_word_embeddings": tied,
+    }.items():
         setattr(made, name, value)
     return made
 
@@ -341,7 +358,9 @@ def save_rack(rack: RackModel, path: Path) -> None:
     }
     tensors = {name: one.cpu().contiguous() for name, one in found.named().items()}
     if found.config.tie_word_embeddings:
-        tensors = {name: one for name, one in tensors.items() if not name.startswith(f"{found.family.head}.")}
+        tensors = {
+            name: one for name, one in tensors.items() if not name.startswith(f"{found.family.head}.")
+        }
     with whole_file(path, durable=True) as beside:
         save_file(tensors, beside, metadata={_KEY: json.dumps(said)})
 
@@ -361,5 +380,7 @@ def open_rack(path: Path) -> RackModel:
         program = Program.parse(said["program"])
         nodes = len(racks.ranges[index].nodes)
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not the file of a rack ({first_line(error)}); begin the run again") from error
+        raise ValueError(
+            f"{path} is not the file of a rack ({first_line(error)}); begin the run again"
+        ) from error
     return RackModel(racks, index, build_stretch(config, program, tensors, index == 0, nodes))

@@ -67,16 +67,24 @@ class Racks:
             ValueError: if the ranges do not cover the program one after the other, one of them holds nothing, a node is
                 cut, a rack would begin with a late step, or the coda is deeper than the last rack.
         """
-        ranges = [parse_range(text.strip()) for text in (texts.split(",") if isinstance(texts, str) else texts)]
+        ranges = [
+            parse_range(text.strip()) for text in (texts.split(",") if isinstance(texts, str) else texts)
+        ]
         _check_order(ranges, _end(program))
-        starts = [_node_at(program, layers.start, f"rack {layers.start}:{layers.stop}") for layers in ranges]
+        starts = [
+            _node_at(program, layers.start, f"rack {layers.start}:{layers.stop}") for layers in ranges
+        ]
         found = [
             RackRange(index, layers, range(start, end))
-            for index, (layers, start, end) in enumerate(zip(ranges, starts, [*starts[1:], len(program)], strict=True))
+            for index, (layers, start, end) in enumerate(
+                zip(ranges, starts, [*starts[1:], len(program)], strict=True)
+            )
         ]
         for rack in found:
             if not rack.nodes:
-                raise ValueError(f"rack {rack} is empty: the program runs none of its layers; merge it with another")
+                raise ValueError(
+                    f"rack {rack} is empty: the program runs none of its layers; merge it with another"
+                )
         return cls(program, tuple(found), depth, _coda(program, found[-1], depth))
 
     def __len__(self) -> int:
@@ -161,7 +169,11 @@ def _node_at(program: Program, layer: int, what: str) -> int:
     shown = ", ".join(map(str, cuts[:_CUTS_SHOWN])) + (", ..." if len(cuts) > _CUTS_SHOWN else "")
     raise ValueError(
         f"{what} would {reason}; in this program "
-        + (f"racks and codas may begin at layer {shown}" if cuts else "no rack may begin anywhere but at layer 0")
+        + (
+            f"racks and codas may begin at layer {shown}"
+            if cuts
+            else "no rack may begin anywhere but at layer 0"
+        )
     )
 
 
@@ -184,4 +196,6 @@ def _coda(program: Program, last: RackRange, depth: int) -> range:
 
 def layers_in(nodes: Iterable[Node]) -> list[int]:
     """Layers of nodes, in order."""
-    return sorted({layer for step in steps_of(tuple(nodes)) for one in step.sublayers for layer in one.layers})
+    return sorted(
+        {layer for step in steps_of(tuple(nodes)) for one in step.sublayers for layer in one.layers}
+    )

@@ -45,7 +45,12 @@ from surgeon.processes.sockets import interface_of, interface_variables
 from surgeon.processes.torchrun import TorchrunEnvironment
 from surgeon.quality.text import HeldOutQuality
 from surgeon.training.arguments import share_of_batch
-from surgeon.training.checkpoints import checkpoints_of, fault_of, naming_ended_process, remove_checkpoint
+from surgeon.training.checkpoints import (
+    checkpoints_of,
+    fault_of,
+    naming_ended_process,
+    remove_checkpoint,
+)
 from surgeon.training.racks.exchange import PATIENCE, RackExchange, RackStreams
 from surgeon.training.racks.model import RackModel, open_rack
 from surgeon.training.racks.rack_log import RackLog, paced_loss
@@ -143,7 +148,9 @@ def _wait_for(store: Store, key: str, rack: int, away: float) -> bytes:
     try:
         return bytes(store.get(key))
     except RuntimeError:
-        raise OSError(f"rack {rack} has not come within {away:g} s; start it, then the same command goes on") from None
+        raise OSError(
+            f"rack {rack} has not come within {away:g} s; start it, then the same command goes on"
+        ) from None
 
 
 def list_whole_checkpoints(folder: Path) -> list[int]:
@@ -182,7 +189,9 @@ class CodaAveraging(TrainerCallback):
     exchange: RackExchange
 
     @torch.no_grad()
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         del args, control, kwargs
         if state.global_step % self.every:
             return
@@ -205,7 +214,9 @@ class RackKeeper(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.log.begin_computing()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Wait for the others before a checkpoint is written, and the oldest one removed."""
         del args, state
         if control.should_save:
@@ -238,7 +249,9 @@ def run_rack(run: Path, index: int, meet: Address, is_held: bool = False) -> Non
             how = "without torchrun"
         else:
             how = f"with torchrun --standalone --nproc-per-node {wanted}"
-        raise ValueError(f"a rack of this run has {wanted} processes, and this one has {there}; start it {how}")
+        raise ValueError(
+            f"a rack of this run has {wanted} processes, and this one has {there}; start it {how}"
+        )
     folder = rack_folder(run, index, replica)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / PROCESS_FILE, {"process": os.getpid()})
@@ -250,7 +263,9 @@ def run_rack(run: Path, index: int, meet: Address, is_held: bool = False) -> Non
         return
     log = RackLog(folder)
     ahead = plan.options.ahead * share_of_batch(plan.settings, plan.options.replicas)
-    exchange = RackExchange(PrefixStore(str(replica), store), index, plan.racks, ahead, plan.options.link, log)
+    exchange = RackExchange(
+        PrefixStore(str(replica), store), index, plan.racks, ahead, plan.options.link, log
+    )
     PartialState(cpu=plan.device == "cpu", timeout=PATIENCE)
     rack = open_rack(start_file(run, index))
     texts = read_texts(run)
@@ -261,10 +276,17 @@ def run_rack(run: Path, index: int, meet: Address, is_held: bool = False) -> Non
 
 
 def _make_task(
-    exchange: RackExchange, log: RackLog, run: Path, plan: RacksPlan, rack: RackModel, held_out: HeldOutQuality
+    exchange: RackExchange,
+    log: RackLog,
+    run: Path,
+    plan: RacksPlan,
+    rack: RackModel,
+    held_out: HeldOutQuality,
 ) -> TrainingTask:
     settings = plan.settings
-    streams = RackStreams(settings.batch, None if rack.is_first else exchange, None if rack.is_last else exchange)
+    streams = RackStreams(
+        settings.batch, None if rack.is_first else exchange, None if rack.is_last else exchange
+    )
     teacher = None
     if settings.distillation is not None:
         teacher = open_rack(teacher_file(run, rack.index))

@@ -181,7 +181,8 @@ def paced_loss(loss: LossParts, pace: RackPace, log: RackLog) -> LossParts:
 
         parts = loss(model, inputs)
         engine: Any = Variable._execution_engine
-        parts["loss"].register_hook(lambda _: engine.queue_callback(rest))  # when the backward pass is through
+        # When the backward pass is through.
+        parts["loss"].register_hook(lambda _: engine.queue_callback(rest))
         return parts
 
     return slowed

@@ -94,7 +94,9 @@ class RacksToTrain:
 def check_settings(settings: TrainSettings) -> None:
     """Refuse settings that racks cannot be trained with."""
     if settings.scope == "edited":
-        raise ValueError("racks train their codas, too, which no edit has touched; train all weights, or norms")
+        raise ValueError(
+            "racks train their codas, too, which no edit has touched; train all weights, or norms"
+        )
     if settings.distillation is not None and not settings.distillation.hidden:
         raise ValueError(
             "racks learn the original's streams, each those of its own stretch, and only the last one its predictions; "
@@ -103,7 +105,9 @@ def check_settings(settings: TrainSettings) -> None:
     if settings.lora is not None:
         raise ValueError("racks are trained without adapters; leave lora out")
     if settings.patience is not None:
-        raise ValueError("racks are trained side by side, and none of them ends before the others; drop patience")
+        raise ValueError(
+            "racks are trained side by side, and none of them ends before the others; drop patience"
+        )
 
 
 NEVER = "never"
@@ -118,7 +122,9 @@ def parse_averaging(text: str | int) -> int | None:
         return 1
     steps = int(text) if str(text).isdecimal() else 0
     if steps < 1:
-        raise ValueError(f"codas are averaged never, always, or every N steps with N from 1, not {text!r}")
+        raise ValueError(
+            f"codas are averaged never, always, or every N steps with N from 1, not {text!r}"
+        )
     return steps
 
 
@@ -159,9 +165,13 @@ class ProcessOptions:
     def __post_init__(self) -> None:
         parse_averaging(self.average)
         if self.replicas < 1:
-            raise ValueError(f"a rack is at least 1 process, not {self.replicas}; give 1 replica or more")
+            raise ValueError(
+                f"a rack is at least 1 process, not {self.replicas}; give 1 replica or more"
+            )
         if self.ahead < 1:
-            raise ValueError(f"a rack must be allowed to be at least 1 micro-batch ahead of the next, not {self.ahead}")
+            raise ValueError(
+                f"a rack must be allowed to be at least 1 micro-batch ahead of the next, not {self.ahead}"
+            )
 
 
 @dataclass(frozen=True)
@@ -191,7 +201,9 @@ class RacksPlan:
         try:
             settings = TrainSettings.from_json(said.pop("settings"))
             return cls(
-                settings=settings, options=TypeAdapter(ProcessOptions).validate_python(said.pop("options")), **said
+                settings=settings,
+                options=TypeAdapter(ProcessOptions).validate_python(said.pop("options")),
+                **said,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -222,7 +234,12 @@ def write_texts(run: Path, texts: TrainTexts) -> None:
     write_rows(run / TRAINING_TEXT_FILE, texts.training.rows)
     training = texts.training
     parts = json.dumps([[part.windows, part.weight] for part in training.parts])
-    said = {"training": training.source, "held_out": texts.held_out.source, "digest": training.digest, "parts": parts}
+    said = {
+        "training": training.source,
+        "held_out": texts.held_out.source,
+        "digest": training.digest,
+        "parts": parts,
+    }
     held_out = {"held_out": texts.held_out.ids, "answers": texts.held_out.answers}
     with whole_file(run / TEXTS_FILE) as beside:
         tensors = {name: tensor.contiguous() for name, tensor in held_out.items() if tensor is not None}
@@ -237,7 +254,10 @@ def read_texts(run: Path) -> TrainTexts:
         answers = file.get_tensor("answers") if "answers" in file.keys() else None  # noqa: SIM118 - no mapping
     parts = tuple(MixedPart(*part) for part in json.loads(said["parts"]))
     training = TrainingText(
-        datasets.Dataset.from_file(str(run / TRAINING_TEXT_FILE)), said["training"], said["digest"], parts=parts
+        datasets.Dataset.from_file(str(run / TRAINING_TEXT_FILE)),
+        said["training"],
+        said["digest"],
+        parts=parts,
     )
     return TrainTexts(training, Windows(ids, said["held_out"], digest_of(ids), answers=answers))
 
@@ -267,7 +287,11 @@ def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
             of_processes = [each, *each.glob("replica-*")]
             for path in checkpoints_of(each).values():
                 shutil.rmtree(path, ignore_errors=True)
-            for path in (each / RACK_FILE, each / RESULT_FILE, *(own / PROCESS_FILE for own in of_processes)):
+            for path in (
+                each / RACK_FILE,
+                each / RESULT_FILE,
+                *(own / PROCESS_FILE for own in of_processes),
+            ):
                 path.unlink(missing_ok=True)
     shutil.rmtree(folder / START, ignore_errors=True)
     for name in (TEXTS_FILE, TRAINING_TEXT_FILE):

@@ -65,7 +65,9 @@ def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> Racks
     if settings.arguments.get("deepspeed") and options.replicas > 1:
         raise ValueError("deepspeed does not know racks; share their parameters out by fsdp")
     if settings.arguments.get("fsdp") and options.replicas == 1:
-        raise ValueError("fsdp shares a rack's parameters out among its processes; ask for 2 replicas or more of each")
+        raise ValueError(
+            "fsdp shares a rack's parameters out among its processes; ask for 2 replicas or more of each"
+        )
     share_of_batch(settings, options.replicas)
     if options.pace and len(options.pace) != len(racks):
         raise ValueError(f"there are {len(racks)} racks, and the pace of {len(options.pace)} is given")
@@ -77,7 +79,11 @@ def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> Racks
     else:
         plan = RacksPlan(len(racks), of_racks, settings, options, asked.device)
     files = [start_file(folder, index) for index in range(len(racks))]
-    files += [] if settings.distillation is None else [teacher_file(folder, index) for index in range(len(racks))]
+    files += (
+        []
+        if settings.distillation is None
+        else [teacher_file(folder, index) for index in range(len(racks))]
+    )
     if not all(path.is_file() for path in (*files, folder / TRAINING_TEXT_FILE, folder / TEXTS_FILE)):
         _write_racks(asked)
         write_texts(folder, asked.texts)
@@ -184,13 +190,24 @@ class _Processes:
         meet = ["--meet", f"{_HOST}:{self._stores[0].port}", "--child"]
         for rack in range(plan.racks):
             gpus = gpus_in_turn(rack, count) if plan.device == "cuda" else {}
-            command = ["-P", "-m", "surgeon.training.racks.process", str(run.resolve()), str(rack), *meet]
+            command = [
+                "-P",
+                "-m",
+                "surgeon.training.racks.process",
+                str(run.resolve()),
+                str(rack),
+                *meet,
+            ]
             for replica in range(count):
-                place = TorchrunEnvironment(replica, count, replica, count, _HOST, self._stores[1 + rack].port, True)
+                place = TorchrunEnvironment(
+                    replica, count, replica, count, _HOST, self._stores[1 + rack].port, True
+                )
                 together = place.variables() if count > 1 else {}
                 log = self._log(rack, replica)
                 log.parent.mkdir(parents=True, exist_ok=True)
-                self.children[rack, replica] = Child(command, log, threads, environment=own | gpus | together)
+                self.children[rack, replica] = Child(
+                    command, log, threads, environment=own | gpus | together
+                )
 
     def _log(self, rack: int, replica: int) -> Path:
         return rack_folder(self.run, rack, replica) / LOG_FILE
@@ -212,7 +229,9 @@ class _Processes:
 
     def _find_reason(self) -> _End | None:
         """The end of the one that did not end because of another; a signal comes before an error."""
-        failed = sorted((code, *which) for which, child in self.children.items() if (code := child.poll()))
+        failed = sorted(
+            (code, *which) for which, child in self.children.items() if (code := child.poll())
+        )
         ends = (self._describe_end(rack, replica) for _, rack, replica in failed)
         return next((end for end in ends if not end.said.endswith(OTHERS_ENDED)), None)
 
@@ -225,7 +244,11 @@ class _Processes:
         if code < 0:
             return _End(who, code)
         said = f"{who} {child.ending()} (see {self._log(rack, replica)})"
-        errors = (line.removeprefix("error: ") for line in reversed(child.said().splitlines()) if line[:7] == "error: ")
+        errors = (
+            line.removeprefix("error: ")
+            for line in reversed(child.said().splitlines())
+            if line[:7] == "error: "
+        )
         return _End(who, code, next(errors, said))
 
     def end(self) -> None:
@@ -292,4 +315,6 @@ def _require_signal(end: _End, starts_in_vain: int, saved: int) -> None:
             + (LIKELY_MEMORY if name == "SIGKILL" else "")
             + "; mend that, and the same command goes on"
         )
-    print(f"{end.who} was ended by {name}; all racks go on from step {saved}", file=sys.stderr, flush=True)
+    print(
+        f"{end.who} was ended by {name}; all racks go on from step {saved}", file=sys.stderr, flush=True
+    )

@@ -97,11 +97,16 @@ def distilled_rack_loss(
             original = stretch.outgoing
         labels = next_tokens(inputs["labels"])
         length = len(rack.layers.program)
-        with feed_stream(model, incoming[0]) as stretch, watched_streams(model, [*places], length) as watched:
+        with (
+            feed_stream(model, incoming[0]) as stretch,
+            watched_streams(model, [*places], length) as watched,
+        ):
             at_head = loss_at_head(model, windows, lambda: own.task(taught, labels))
             assert stretch.outgoing is not None
             assert original is not None
-            streams.give(inputs["place"], torch.cat([stretch.outgoing, original.to(stretch.outgoing)], dim=-1))
+            streams.give(
+                inputs["place"], torch.cat([stretch.outgoing, original.to(stretch.outgoing)], dim=-1)
+            )
         return parts_of_loss(own, at_head, labels, watched, taught)
 
     return loss
@@ -172,7 +177,9 @@ def rack_task(
     measure: Measure = RackHeldOut(held_out, streams)
     if teacher is None or distillation is None:
         return TrainingTask(measure, partial(rack_loss, streams))
-    return TrainingTask(measure, distilled_rack_loss(rack, teacher, distillation, streams), uses_all=True)
+    return TrainingTask(
+        measure, distilled_rack_loss(rack, teacher, distillation, streams), uses_all=True
+    )
 
 
 @dataclass(frozen=True)
@@ -220,11 +227,15 @@ def gather(whole: PreTrainedModel, racks: Racks, run: Path) -> RacksTrained:
     for index in range(len(racks)):
         if not is_done(run, index):
             path = rack_folder(run, index) / RESULT_FILE
-            raise FileNotFoundError(f"{path} is gone; put it back, or remove {run} to begin the run again")
+            raise FileNotFoundError(
+                f"{path} is gone; put it back, or remove {run} to begin the run again"
+            )
     folders = [rack_folder(run, index) for index in range(len(racks))]
     found = [open_rack(each / RACK_FILE) for each in folders]
     results = tuple(Trained.from_json(read_json(each / RESULT_FILE)) for each in folders)
-    return RacksTrained(assemble(whole, racks, found), tuple(rack.coda() for rack in found[:-1]), results)
+    return RacksTrained(
+        assemble(whole, racks, found), tuple(rack.coda() for rack in found[:-1]), results
+    )
 
 
 def train_in_turn(asked: RacksToTrain) -> RacksTrained:
@@ -235,7 +246,9 @@ def train_in_turn(asked: RacksToTrain) -> RacksTrained:
         OSError: if the folder cannot be written, or the disk is too full.
     """
     if PartialState(cpu=asked.device == "cpu").num_processes > 1:
-        raise ValueError("racks are trained by one process here; leave accelerate launch or torchrun out")
+        raise ValueError(
+            "racks are trained by one process here; leave accelerate launch or torchrun out"
+        )
     if asked.settings.arguments.get("fsdp"):
         raise ValueError(
             "fsdp shares a rack's parameters out among its processes, and racks in turn have one; ask for processes, "

@@ -30,7 +30,14 @@ from surgeon.training.scratch.tracks import narrow
 from surgeon.training.texts import TrainTexts, load_texts
 from surgeon.training.token_store import documents_of
 
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 # Of a configuration, what says nothing of how a model begins or what it computes.
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
 
@@ -90,7 +97,11 @@ class Blueprint:
         return texts
 
     def identity(self) -> dict[str, Any]:
-        entries = {name: each for name, each in self.architecture.to_dict().items() if name not in _NOT_OF_THE_MODEL}
+        entries = {
+            name: each
+            for name, each in self.architecture.to_dict().items()
+            if name not in _NOT_OF_THE_MODEL
+        }
         return {
             "task": "train",
             "model": entries,
@@ -181,7 +192,9 @@ def _make_architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfi
         )
     config_class: Any = CONFIG_MAPPING[model_type]
     _check_entries(config, config_class, given, FAMILIES[model_type])
-    defaults = {"vocab_size": rows_needed(tokenizer)} | {name: getattr(tokenizer, name, None) for name in SPECIAL_IDS}
+    defaults = {"vocab_size": rows_needed(tokenizer)} | {
+        name: getattr(tokenizer, name, None) for name in SPECIAL_IDS
+    }
     found: PreTrainedConfig
     try:
         found = config_class(**(defaults | given))
@@ -203,12 +216,16 @@ def _check_entries(
     for name, value in given.items():
         if name not in known:
             raise config.error(
-                f"model: {family.name} has no entry {shown(name)}; {did_you_mean(str(name), known)}", "model", name
+                f"model: {family.name} has no entry {shown(name)}; {did_you_mean(str(name), known)}",
+                "model",
+                name,
             )
         own_name = defaults.attribute_map.get(name, name)
         is_size = {name, own_name} & {*SIZES, family.intermediate}
         if is_size and value is not None and (type(value) is not int or value < 1):
-            raise config.error(f"model: {name} must be a whole number above 0, not {shown(value)}", "model", name)
+            raise config.error(
+                f"model: {name} must be a whole number above 0, not {shown(value)}", "model", name
+            )
 
 
 def _check_sizes(config: ScratchConfig, found: PreTrainedConfig, family: Family, tokenizer: Any) -> None:

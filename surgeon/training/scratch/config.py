@@ -150,7 +150,9 @@ class ScratchConfig(ScratchKeys):
         if isinstance(self.data, str):
             lines.append(_format_line("data", name(self.data)))
         else:
-            lines.append(_format_line("data", {name(text): weight for text, weight in self.data.items()}))
+            lines.append(
+                _format_line("data", {name(text): weight for text, weight in self.data.items()})
+            )
         if self.eval_data is not None:
             lines.append(_format_line("eval_data", name(self.eval_data)))
         plain = ("eval_tokens", "tokens", "window", "separator", "documents")
@@ -191,7 +193,9 @@ class ConfigReader(DocumentReader):
                 f"{there[0]} and {there[1]} both say what the model's program is; keep one of them",
             )
         apart = ("surgeon", "operations", "training")
-        keys = self.validate(ScratchKeys, {name: value for name, value in document.items() if name not in apart}, ())
+        keys = self.validate(
+            ScratchKeys, {name: value for name, value in document.items() if name not in apart}, ()
+        )
         config = ScratchConfig(
             **vars(keys),
             settings=self._settings(document.get("training", {})),
@@ -211,14 +215,19 @@ class ConfigReader(DocumentReader):
         known = [each.name for each in fields(TrainSettings) if each.name not in _OF_HEALING]
         for name in (name for name in given if name not in known):
             raise self.error(
-                self.lines["training", name], f"unknown key {shown(name)}; {did_you_mean(str(name), known)}"
+                self.lines["training", name],
+                f"unknown key {shown(name)}; {did_you_mean(str(name), known)}",
             )
         arguments = given.get("arguments", {})
         for name, value in arguments.items() if isinstance(arguments, dict) else ():
             try:
-                arguments[name] = read_trainer_argument(name, value if isinstance(value, str) else json.dumps(value))
+                arguments[name] = read_trainer_argument(
+                    name, value if isinstance(value, str) else json.dumps(value)
+                )
             except ValueError as error:
-                raise self.error(self.lines["training", "arguments", name], f"arguments: {error}") from error
+                raise self.error(
+                    self.lines["training", "arguments", name], f"arguments: {error}"
+                ) from error
         return self.validate(TrainSettings, _TRAINING | given | {"arguments": arguments}, ("training",))
 
 
@@ -280,11 +289,15 @@ def scale_config(config: ScratchConfig, scale: float, steps: int | None = None) 
 
 def _narrow_model(config: ScratchConfig, scale: float) -> dict[str, Any]:
     """Narrow the entries of the model; heads stay, and their width is even, as rotary positions need it."""
-    entries = {name: value for name, value in config.model.items() if name not in ("model_type", "vocab_size")}
+    entries = {
+        name: value for name, value in config.model.items() if name not in ("model_type", "vocab_size")
+    }
     model_type = config.model.get("model_type")
     with config.under("model"):
         if model_type not in FAMILIES:
-            raise ValueError(f"model_type {shown(model_type)} is not known, and so not what its widths are called")
+            raise ValueError(
+                f"model_type {shown(model_type)} is not known, and so not what its widths are called"
+            )
         family = FAMILIES[model_type]
         try:
             full: Any = CONFIG_MAPPING[model_type](**entries)
@@ -296,10 +309,13 @@ def _narrow_model(config: ScratchConfig, scale: float) -> dict[str, Any]:
     filled = heads * width == full.hidden_size
     stream = heads * head if filled else _round_width(full.hidden_size * scale)
     narrow: dict[str, Any] = (
-        {"hidden_size": stream} | ({} if filled else {"head_dim": head}) | family.entries.follow_width(full, stream)
+        {"hidden_size": stream}
+        | ({} if filled else {"head_dim": head})
+        | family.entries.follow_width(full, stream)
     )
     for name in layer_of_each_width(full, family):
-        narrow[name] = _round_width(scale * (getattr(full, name) or 4 * full.hidden_size))  # as GPT-2 fills it in
+        # As GPT-2 fills it in.
+        narrow[name] = _round_width(scale * (getattr(full, name) or 4 * full.hidden_size))
     same: dict[str, str] = full.attribute_map  # names that entries have beside their own
     given = {same.get(name, name): name for name in entries}
     kept = {name: value for name, value in config.model.items() if name != "vocab_size"}

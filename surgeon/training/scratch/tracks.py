@@ -36,7 +36,8 @@ from surgeon.models.families import Family, family_of
 
 WIDTH_STEP = 8  # widths of streams, or of heads that fill one, are multiples of it
 MOST_OFF = 0.005  # of the dense model's parameters, by which rounding neurons may miss them
-ROUND_NEURONS = (128, 64, 32, 16, 8, 4, 2)  # multiples that are kind to hardware and ranks, the kindest first
+# Multiples that are kind to hardware and ranks, the kindest first.
+ROUND_NEURONS = (128, 64, 32, 16, 8, 4, 2)
 
 
 class ParameterCount(NamedTuple):
@@ -85,7 +86,9 @@ def narrow(config: PreTrainedConfig, count: int, depth: int) -> tuple[PreTrained
     return _change_config(config, entries | neurons), program
 
 
-def track_program(layers: int, count: int, depth: int, steps_per_layer: int = 2) -> tuple[Program, list[int]]:
+def track_program(
+    layers: int, count: int, depth: int, steps_per_layer: int = 2
+) -> tuple[Program, list[int]]:
     """Make the program of tracks over narrow layers, and list each layer's number in its own track."""
     forks = []
     sources = list[int]()
@@ -94,7 +97,9 @@ def track_program(layers: int, count: int, depth: int, steps_per_layer: int = 2)
         branches = []
         for _ in range(count):
             stored = range(len(sources), len(sources) + len(block))
-            branches.append(tuple(node for layer in stored for node in layer_nodes(layer, steps_per_layer)))
+            branches.append(
+                tuple(node for layer in stored for node in layer_nodes(layer, steps_per_layer))
+            )
             sources += block
         forks.append(Fork(tuple(branches)))
     return Program(tuple(forks)), sources
@@ -108,9 +113,14 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCount:
     """
     family = family_of(config)
     model = _build_layer(config, family)
-    sizes = {width: _layer_size(config, family, layer) for width, layer in layer_of_each_width(config, family).items()}
+    sizes = {
+        width: _layer_size(config, family, layer)
+        for width, layer in layer_of_each_width(config, family).items()
+    }
     layers = sum(sizes[_width_of(family, layer)] for layer in range(config.num_hidden_layers))
-    return ParameterCount(layers, _count_numbers(model) - _count_numbers(model.get_submodule(f"{family.layers}.0")))
+    return ParameterCount(
+        layers, _count_numbers(model) - _count_numbers(model.get_submodule(f"{family.layers}.0"))
+    )
 
 
 def _width_of(family: Family, layer: int) -> str:
@@ -125,7 +135,9 @@ def layer_of_each_width(config: PreTrainedConfig, family: Family) -> dict[str, i
 
 def _check_counts(config: PreTrainedConfig, family: Family, count: int, depth: int) -> None:
     if count < 2:
-        raise ValueError(f"count must be at least 2 tracks, not {count}; a single track is the dense model")
+        raise ValueError(
+            f"count must be at least 2 tracks, not {count}; a single track is the dense model"
+        )
     if depth < 1:
         raise ValueError(f"depth must be at least 1 layer, not {depth}")
     for other in family.attentions[1:]:  # whose heads are counted elsewhere
@@ -135,7 +147,9 @@ def _check_counts(config: PreTrainedConfig, family: Family, count: int, depth: i
         shared = math.gcd(heads, kv_heads)
         fits = [str(number) for number in range(2, shared + 1) if shared % number == 0]
         can = f"{' or '.join(fits)} tracks can" if fits else "no number of tracks can"
-        raise ValueError(f"{heads} heads and {kv_heads} KV heads do not divide among {count} tracks; {can}")
+        raise ValueError(
+            f"{heads} heads and {kv_heads} KV heads do not divide among {count} tracks; {can}"
+        )
 
 
 def _widths(config: PreTrainedConfig, family: Family, count: int) -> dict[str, Any]:
@@ -188,7 +202,9 @@ def _layer_size(config: PreTrainedConfig, family: Family, layer: int) -> int:
 
 def _build_layer(config: PreTrainedConfig, family: Family, layer: int = 0) -> PreTrainedModel:
     """Build a model with one of the layers only, without numbers."""
-    single = _change_config(config, {"num_hidden_layers": 1, **family.per_layer_entries(config, [layer])})
+    single = _change_config(
+        config, {"num_hidden_layers": 1, **family.per_layer_entries(config, [layer])}
+    )
     try:
         with torch.device("meta"):  # which ties the head, too
             model: PreTrainedModel = AutoModelForCausalLM.from_config(single)

@@ -54,7 +54,10 @@ def test_results_come_when_all_lanes_have_them_in_their_order() -> None:
 
         return run
 
-    assert dict(side_by_side([lane(0, [A, B]), lane(1, [B, A]), lane(2, [A, B])])) == {A: [0, 1, 2], B: [0, 1, 2]}
+    assert dict(side_by_side([lane(0, [A, B]), lane(1, [B, A]), lane(2, [A, B])])) == {
+        A: [0, 1, 2],
+        B: [0, 1, 2],
+    }
     assert threads == [1, 1, 1]
 
 
@@ -100,7 +103,9 @@ def test_numbers_are_those_of_one_thread(family: str, keeps: bool) -> None:
     for one in alone:
         quality = by_place[one.program, one.start]
         torch.testing.assert_close(quality["nll"], one.quality["nll"])
-        torch.testing.assert_close(quality["divergence"], one.quality["divergence"], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            quality["divergence"], one.quality["divergence"], rtol=1e-4, atol=1e-6
+        )
         torch.testing.assert_close(quality["blocks"], one.quality["blocks"], rtol=1e-4, atol=1e-6)
 
 
@@ -119,5 +124,10 @@ def test_out_of_memory_in_one_lane_halves_the_windows(monkeypatch: pytest.Monkey
     with pytest.warns(UserWarning, match="out of memory with 6 windows together; going on with 3"):
         found = list(measure(model, ids, share([dense, A, B]), MeasureOptions(6)))
     for program in (dense, A, B):
-        starts = [one.start + i for one in found if one.program == program for i in range(len(one.quality["nll"]))]
+        starts = [
+            one.start + i
+            for one in found
+            if one.program == program
+            for i in range(len(one.quality["nll"]))
+        ]
         assert starts == list(range(6))

@@ -37,7 +37,9 @@ def ids() -> torch.Tensor:
 
 @pytest.fixture
 def plan() -> SharedPlan:
-    return share([Program.dense(LAYERS), *(cell.program for cell in scan_cells(["prune", "merge"], LAYERS, 0))])
+    return share(
+        [Program.dense(LAYERS), *(cell.program for cell in scan_cells(["prune", "merge"], LAYERS, 0))]
+    )
 
 
 def test_a_limit_makes_batches_smaller(model: Any, plan: SharedPlan, ids: torch.Tensor) -> None:
@@ -127,7 +129,9 @@ def test_out_of_memory_halves_the_windows_and_goes_on(
         starts = [part.start + i for part in parts for i in range(len(part.quality["nll"]))]
         assert starts == list(range(6))  # each window once
         nll = torch.cat([part.quality["nll"] for part in parts])
-        alone = torch.stack([p.quality["nll"][0] for window in expected for p in window if p.program == program])
+        alone = torch.stack(
+            [p.quality["nll"][0] for window in expected for p in window if p.program == program]
+        )
         torch.testing.assert_close(nll, alone)
 
 
@@ -136,7 +140,11 @@ def test_one_window_that_does_not_fit_is_an_error(
 ) -> None:
     monkeypatch.setattr(OutputHead, "compare", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
     with pytest.raises(MemoryError, match="no room"), pytest.warns(UserWarning, match="going on with 1"):
-        list(measure(model, ids, share([Program.dense(LAYERS), Program.parse("A0 F0")]), MeasureOptions(2)))
+        list(
+            measure(
+                model, ids, share([Program.dense(LAYERS), Program.parse("A0 F0")]), MeasureOptions(2)
+            )
+        )
 
 
 def test_where_numbers_stop_being_finite_is_said(ids: torch.Tensor) -> None:
@@ -153,7 +161,9 @@ def test_options_are_checked_as_they_are_made() -> None:
         MeasureOptions(2, memory=0)
 
 
-def test_layers_that_are_read_one_by_one_go_by_the_room_of_their_gpu(plan: SharedPlan, tmp_path: Path) -> None:
+def test_layers_that_are_read_one_by_one_go_by_the_room_of_their_gpu(
+    plan: SharedPlan, tmp_path: Path
+) -> None:
     """Whatever main memory there is, and whatever it is limited to."""
     tiny_model("llama", LAYERS).save_pretrained(tmp_path)
     ids = torch.randint(VOCABULARY, (6, 16))
@@ -168,5 +178,7 @@ def test_layers_that_are_read_one_by_one_go_by_the_room_of_their_gpu(plan: Share
             assert windows_at_once(model, plan, ids, memory=1) == windows
             assert sum(streaming_room(model, plan, tokens, memory=1)) in range(needed)
         torch.cuda.mem_get_info = lambda _: (1 << 20, 80 << 30)
-        with pytest.raises(ValueError, match=r"^cuda:0 has 819KB left, and one window of 16 tokens needs .* use short"):
+        with pytest.raises(
+            ValueError, match=r"^cuda:0 has 819KB left, and one window of 16 tokens needs .* use short"
+        ):
             windows_at_once(model, plan, ids)

@@ -29,11 +29,15 @@ TEXTS = [
 PROGRAMS = [Program.parse(text) for text in TEXTS]
 
 
-def streams(programs: Sequence[Program], kept: StateCache | None) -> tuple[dict[Program, torch.Tensor], int]:
+def streams(
+    programs: Sequence[Program], kept: StateCache | None
+) -> tuple[dict[Program, torch.Tensor], int]:
     """The streams after programs, and how many sublayers ran."""
     model, ran, plan = tiny_model("llama", 3), [], share(programs)
     states = None if kept is None else PlanStates(kept, plan, kept.prefixes.registers(plan), WINDOWS)
-    run = run_plan(plan if states is None else states.plan, PlanMachine(model, IDS), ran.append, cached=states)
+    run = run_plan(
+        plan if states is None else states.plan, PlanMachine(model, IDS), ran.append, cached=states
+    )
     return dict(run), sum(ran)
 
 
@@ -90,7 +94,12 @@ def test_the_least_useful_goes_first() -> None:
     kept.take(places[1])  # used twice now: as good as one twice as deep
     kept.take(places[1])
     kept.put(places[4], state(2))
-    assert [kept.find(place, landed=True) is not None for place in places[1:]] == [True, False, True, True]
+    assert [kept.find(place, landed=True) is not None for place in places[1:]] == [
+        True,
+        False,
+        True,
+        True,
+    ]
     kept.put(places[2], state(6))  # large, and saves little: dropped itself
     assert len(kept) == 3
     kept.shrink(8)

@@ -41,7 +41,9 @@ def test_sublayers_of_32_layers(operation: str) -> None:
     assert plain_sublayers(programs) == 2 * loop
     total = share([Program.dense(32), *programs]).total_sublayers
     # Stretches of one layer change nothing in a merge or a shuffle, and run once: below what was expected of those.
-    assert total == 2 * shared if operation in ("prune", "parallel", "2-parallel") else total < 2 * shared
+    assert (
+        total == 2 * shared if operation in ("prune", "parallel", "2-parallel") else total < 2 * shared
+    )
     assert share([Program.dense(32), *map(simplify, programs)]).total_sublayers <= total
 
 
@@ -64,7 +66,10 @@ def walk(plan: SharedPlan) -> tuple[dict[Program, list[str]], int]:
             before = [] if task.total is None else registers[task.total]
             registers[task.target] = [*before, " ".join(map(str, task.branch))]
         elif isinstance(task, Join):
-            registers[task.target] = [*registers[task.source], "{" + " | ".join(registers[task.total]) + "}"]
+            registers[task.target] = [
+                *registers[task.source],
+                "{" + " | ".join(registers[task.total]) + "}",
+            ]
         else:
             seen[task.program] = registers[task.source]
         most = max(most, len(registers))
@@ -131,7 +136,14 @@ def test_simplify_writes_single_branches_out() -> None:
 
 def test_cells_are_all_stretches_with_both_ends_included() -> None:
     cells = scan_cells(["prune"], 3, seed=0)
-    assert [(cell.first, cell.last) for cell in cells] == [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
+    assert [(cell.first, cell.last) for cell in cells] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 1),
+        (1, 2),
+        (2, 2),
+    ]
     assert str(cells[3].program) == "A0 F0 A2 F2"
     assert len(list(select((), 32).stretches())) == 528
 
@@ -155,9 +167,18 @@ def test_operations_are_checked_and_ordered() -> None:
         check_operations(["prun"])
 
 
-@pytest.mark.parametrize("first", ["A0 F0 {A1 F1 | A2 F2} A3 F3", "A0 F0", "{A0 | F0 | A1} F1", "{A0 | F0}"])
+@pytest.mark.parametrize(
+    "first", ["A0 F0 {A1 F1 | A2 F2} A3 F3", "A0 F0", "{A0 | F0 | A1} F1", "{A0 | F0}"]
+)
 def test_the_first_program_is_reached_first_whatever_the_others_begin_with(first: str) -> None:
-    others = ["A0 F0 {A1 F1} A3", "A0 F0 A1 F1", "A0 F0 {A1 F1 | A2 F2}", "{A0 | F0}", "{A0 | F0 | A1}", ""]
+    others = [
+        "A0 F0 {A1 F1} A3",
+        "A0 F0 A1 F1",
+        "A0 F0 {A1 F1 | A2 F2}",
+        "{A0 | F0}",
+        "{A0 | F0 | A1}",
+        "",
+    ]
     plan = share(map(Program.parse, [first, *others]))
     assert str(plan.programs[0]) == first
     assert set(walk(plan)[0]) == {Program.parse(text) for text in (first, *others)}
@@ -168,7 +189,8 @@ def test_a_part_of_a_plan_is_what_sharing_those_programs_would_be(kept: Sequence
     cells = scan_cells(list(SCANNED), 4, seed=3)
     programs = list(dict.fromkeys([Program.dense(4), *(cell.program for cell in cells)]))
     whole = share(programs)
-    chosen = [program for program in whole.programs if program in [programs[at] for at in kept]]  # as they are reached
+    # As they are reached.
+    chosen = [program for program in whole.programs if program in [programs[at] for at in kept]]
     part, alone = whole.only(chosen), share(chosen)
     assert part.programs == alone.programs
     assert part.sublayers == alone.sublayers

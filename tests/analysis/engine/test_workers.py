@@ -57,7 +57,9 @@ def test_programs_are_shared_out_evenly_and_once(job: Job) -> None:
     assert min(len(part.programs) for part in split(job, 2)) >= 2
 
 
-def test_what_a_worker_raises_is_raised_here(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_worker_raises_is_raised_here(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("multiprocessing.util.spawnv_passfds", warm.spawn)
     model = tiny_model("llama", 4)
     model.model.layers[1].self_attn.o_proj.weight.data[:] = torch.nan

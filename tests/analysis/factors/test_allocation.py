@@ -76,7 +76,10 @@ def test_ranks_by_damage_are_the_best_there_are() -> None:
     whole = total_cost(CURVES, dict.fromkeys((one.matrix for one in CURVES), None))
     damage = {one.matrix: one.damage_by_rank() for one in CURVES}
     ways = [
-        (total_cost(CURVES, way), sum(damage[matrix][rank] for matrix, rank in way.items() if rank is not None))
+        (
+            total_cost(CURVES, way),
+            sum(damage[matrix][rank] for matrix, rank in way.items() if rank is not None),
+        )
         for way in every_way(CURVES)
     ]
     for share in (0.2, 0.3, 0.5, 0.7, 0.9, 1.0):
@@ -105,7 +108,10 @@ def test_uniform_and_equal_energy() -> None:
         assert rank is not None
         assert parameters(one, rank) <= 0.5 * one.size[0] * one.size[1] < parameters(one, rank + 1)
     energy = allocate(CURVES, "energy", 0.5 * whole)
-    by_share = [{one.matrix: max(1, energy_rank(one.values, step / 1000)) for one in CURVES} for step in range(1001)]
+    by_share = [
+        {one.matrix: max(1, energy_rank(one.values, step / 1000)) for one in CURVES}
+        for step in range(1001)
+    ]
     fitting = [ranks for ranks in by_share if total_cost(CURVES, ranks) <= 0.5 * whole]
     assert energy == fitting[-1]
     assert total_cost(CURVES, allocate(CURVES, "uniform", whole)) <= whole
@@ -133,12 +139,16 @@ def test_what_layers_do_together_moves_ranks() -> None:
     def together(ranks: Ranks) -> float:
         asked.append(ranks)
         (layer,) = {matrix.layer for matrix in ranks}
-        return foreseen_damage([one for one in CURVES if one.matrix in ranks], ranks) * (9.0 if layer == 0 else 1.0)
+        return foreseen_damage([one for one in CURVES if one.matrix in ranks], ranks) * (
+            9.0 if layer == 0 else 1.0
+        )
 
     again = corrected(CURVES, before, together)
     assert [one.weight for one in again] == pytest.approx([9, 9, 1, 1])
     assert asked == [{m: before[m] for m in before if m.layer == layer} for layer in (0, 1)]
-    assert [one.weight for one in corrected(again, before, together)] == pytest.approx([9, 9, 1, 1]), "not twice"
+    assert [one.weight for one in corrected(again, before, together)] == pytest.approx([9, 9, 1, 1]), (
+        "not twice"
+    )
     after = allocate(again, "damage", budget)
     assert total_cost(CURVES[:2], after) > total_cost(CURVES[:2], before)
 
@@ -158,11 +168,15 @@ def test_curves_of_a_spectrum() -> None:
 
 
 def test_what_cannot_be_allocated() -> None:
-    with pytest.raises(ValueError, match="a budget of 10 is below 96, which rank 1 of every matrix costs"):
+    with pytest.raises(
+        ValueError, match="a budget of 10 is below 96, which rank 1 of every matrix costs"
+    ):
         allocate(CURVES, "damage", 10)
     with pytest.raises(ValueError, match="a budget of 10 is below 96"):
         allocate(CURVES, "uniform", 10)
-    with pytest.raises(ValueError, match="no damage was measured of q of layer 0; measure some of its ranks"):
+    with pytest.raises(
+        ValueError, match="no damage was measured of q of layer 0; measure some of its ranks"
+    ):
         allocate([Curve(CURVES[0].matrix, (12, 12), CURVES[0].values)], "damage", 100)
     with pytest.raises(ValueError, match="there is no allocation 'uniforn'; did you mean 'uniform'?"):
         allocate(CURVES, "uniforn", 100)  # type: ignore[arg-type]
@@ -175,7 +189,9 @@ def test_energy_ranks() -> None:
         wanted = next(rank for rank in range(31) if energies[rank] >= share * energies[-1] - 1e-9)
         assert energy_rank(values, share) == wanted
     assert energy_rank(np.sqrt(np.array([5.0, 4.0, 1.0])), 0.9) == 2, "reached exactly"
-    assert energy_rank(np.sqrt(np.array([0.3, 0.3, 0.3, 0.1])), 0.9) == 3, "reached exactly, but for rounding"
+    assert energy_rank(np.sqrt(np.array([0.3, 0.3, 0.3, 0.1])), 0.9) == 3, (
+        "reached exactly, but for rounding"
+    )
     assert energy_rank(np.ones(10), 0.91) == 10
     assert energy_rank(np.zeros(4), 0.9) == 0
     assert energy_rank(np.array([2.0, 0.0]), 1.0) == 1
@@ -184,7 +200,8 @@ def test_energy_ranks() -> None:
 def test_effective_rank_and_parameters() -> None:
     assert effective_rank(np.full(7, 0.3)) == pytest.approx(7)
     assert effective_rank(np.array([5.0, 0.0, 0.0])) == pytest.approx(1)
-    assert effective_rank(np.array([3.0, 1.0])) == pytest.approx(4 / 3**0.75)  # entropy log 4 - 3/4 log 3
+    # Entropy log 4 - 3/4 log 3.
+    assert effective_rank(np.array([3.0, 1.0])) == pytest.approx(4 / 3**0.75)
     assert effective_rank(np.zeros(3)) == 0
     assert kept_parameters(8, 32, 4) == pytest.approx(160 / 256)
     assert kept_parameters(8, 8, 6) == pytest.approx(1.5)

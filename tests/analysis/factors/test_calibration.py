@@ -38,7 +38,10 @@ def test_a_recipe_names_a_file_by_its_whole_path(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = [json.dumps({"words": "some of the words, ", "more": f"{row} others " * 40}) + "\n" for row in range(40)]
+    rows = [
+        json.dumps({"words": "some of the words, ", "more": f"{row} others " * 40}) + "\n"
+        for row in range(40)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     (tmp_path / "plain.txt").write_text("".join(rows))
     tokenizer = open_tokenizer(tiny_checkpoint)
@@ -56,8 +59,12 @@ def test_too_little_text(tiny_checkpoint: Path, tiny_text: Path) -> None:
     everything = load_windows(open_tokenizer(tiny_checkpoint), text, 32, 10**6).ids
     last = load_calibration(model, text, everything.numel() - 64, 1000, 32)
     assert torch.equal(last.ids, everything[-2:])
-    assert last.notes == ("64 tokens are left to calibrate on, fewer than the 1000 asked for: all are used",)
-    with pytest.raises(ValueError, match="all of them are measured: none are left .* give other text as calib"):
+    assert last.notes == (
+        "64 tokens are left to calibrate on, fewer than the 1000 asked for: all are used",
+    )
+    with pytest.raises(
+        ValueError, match="all of them are measured: none are left .* give other text as calib"
+    ):
         load_calibration(model, text, everything.numel(), 1000, 32)
     with pytest.raises(ValueError, match="calibration tokens must be at least one window of 32, not 31"):
         load_calibration(model, text, 128, 31, 32)

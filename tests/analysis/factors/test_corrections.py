@@ -39,7 +39,11 @@ def test_programs_with_factors_are_measured_as_they_run(tmp_path: Path) -> None:
     program = ranked(program_of(model), ranks)
     assert str(program) == "A0@q6 F0 A1 F1@down7 A2 F2"
     found = make_factors(
-        model, FactorPlan.all_by(Making("whitened"), program), CALIBRATION, tmp_path, model_hash="weights"
+        model,
+        FactorPlan.all_by(Making("whitened"), program),
+        CALIBRATION,
+        tmp_path,
+        model_hash="weights",
     )
     assert len(found.facts) == 2
     expected = divergence(model, program, found.source)
@@ -60,7 +64,9 @@ def test_layers_are_weighed_by_what_their_matrices_do_together(tmp_path: Path) -
     for layer in range(3):
         own = {matrix: rank for matrix, rank in first.items() if matrix.layer == layer}
         alone = sum(
-            float(curve.damage_by_rank()[rank]) for curve in curves if (rank := own.get(curve.matrix)) is not None
+            float(curve.damage_by_rank()[rank])
+            for curve in curves
+            if (rank := own.get(curve.matrix)) is not None
         )
         weights[layer] = divergence(model, ranked(program_of(model), own), source) / alone
     assert np.ptp(list(weights.values())) > 0.01

@@ -36,10 +36,14 @@ AT = "@q5,k3,o6", "@up7,down8"
 def plan_of(program: str, method: Any = "whitened", **calibration: Any) -> FactorPlan:
     parsed = Program.parse(program)
     targets = [(replace(s, piece=None), role) for s in parsed.sublayers() for role, _ in s.ranks]
-    return FactorPlan(parsed, {Matrix(*target): Making(method) for target in targets}, Calibration(**calibration))  # type: ignore[typeddict-item]
+    return FactorPlan(
+        parsed, {Matrix(*target): Making(method) for target in targets}, Calibration(**calibration)
+    )  # type: ignore[typeddict-item]
 
 
-def made(folder: Path, model: Any, plan: FactorPlan, windows: Windows = TEXT, **more: Any) -> FactorFolder:
+def made(
+    folder: Path, model: Any, plan: FactorPlan, windows: Windows = TEXT, **more: Any
+) -> FactorFolder:
     return make_factors(model, plan, windows, folder, model_hash="weights", **more)
 
 
@@ -57,7 +61,11 @@ def target_named(plan: FactorPlan, name: str) -> Matrix:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "phi3"])
 def test_whitened_factors_of_inputs_of_the_unedited_model(family: str, tmp_path: Path) -> None:
     model = tiny_model(family, 2)
-    one = "[A0@q5,k3,o6 F0@up7,down8] [A1 F1]" if family == "gpt_neox" else "A0@q5,k3,o6 F0@up7,down8 A1 F1@down8"
+    one = (
+        "[A0@q5,k3,o6 F0@up7,down8] [A1 F1]"
+        if family == "gpt_neox"
+        else "A0@q5,k3,o6 F0@up7,down8 A1 F1@down8"
+    )
     plan = plan_of(one)
     found = made(tmp_path / "out", model, plan)
     assert set(found.facts) == set(plan.makings)
@@ -90,8 +98,14 @@ def test_sequential_factors_see_what_earlier_ones_did(update: bool, tmp_path: Pa
     for layer in range(2):
         own, original = places("llama", again, layer), places("llama", model, layer)
         for roles in (("q", "k"), ("o",), ("up",), ("down",)):
-            seen = dict(zip(roles, inputs_of(again, [own[role][0] for role in roles], TEXT.ids), strict=True))
-            given = dict(zip(roles, inputs_of(model, [original[role][0] for role in roles], TEXT.ids), strict=True))
+            seen = dict(
+                zip(roles, inputs_of(again, [own[role][0] for role in roles], TEXT.ids), strict=True)
+            )
+            given = dict(
+                zip(
+                    roles, inputs_of(model, [original[role][0] for role in roles], TEXT.ids), strict=True
+                )
+            )
             for role in roles:
                 matrix = matrix_of(original[role])
                 expected = written_out(matrix, seen[role], RANKS[role])
@@ -119,7 +133,9 @@ def test_an_update_leaves_alone_what_inputs_do_not_reach(windows: Windows, tmp_p
         exact.model.layers[0].self_attn.v_proj.weight.data = torch.from_numpy(product(found, v))
         (seen,) = inputs_of(exact, [places("llama", exact, 0)["o"][0]], windows.ids)
         wanted = original @ matrix_of(o).T
-        errors[update] = np.linalg.norm(wanted - seen @ product(found, target).T) / np.linalg.norm(wanted)
+        errors[update] = np.linalg.norm(wanted - seen @ product(found, target).T) / np.linalg.norm(
+            wanted
+        )
         if update:
             best = np.linalg.lstsq(seen, wanted, rcond=1e-9)[0]
             least = np.linalg.norm(wanted - seen @ best) / np.linalg.norm(wanted)
@@ -137,7 +153,9 @@ def test_activation_weighs_inputs(tmp_path: Path) -> None:
     place = places("llama", model, 0)["q"]
     (seen,) = inputs_of(model, [place[0]], TEXT.ids)
     weighing = np.abs(seen).mean(0) ** 0.7
-    np.testing.assert_allclose(product(found, q), weighed(matrix_of(place), weighing, 5), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        product(found, q), weighed(matrix_of(place), weighing, 5), rtol=1e-4, atol=1e-5
+    )
 
 
 def weighed(matrix: Array, weighing: Array, rank: int) -> Array:
@@ -151,7 +169,9 @@ def gram_of(model: Any, program: str, pick: Callable[[Any], list[nn.Module]]) ->
     edited = edit(model, program)
     seen: list[Array] = []
     hooks = [
-        module.register_forward_pre_hook(lambda _, given: seen.append(given[0].double().flatten(0, 1).numpy()))
+        module.register_forward_pre_hook(
+            lambda _, given: seen.append(given[0].double().flatten(0, 1).numpy())
+        )
         for module in pick(edited.model.layers)
     ]
     with torch.no_grad():
@@ -185,7 +205,9 @@ def test_inputs_are_those_in_the_program(
     plan = plan_of(program)
     found = made(tmp_path / "out", model, plan)
     target = target_named(plan, name)
-    gram = gram_of(model, whole, lambda layers: [layers.get_submodule(f"{o}.self_attn.q_proj") for o in owners])
+    gram = gram_of(
+        model, whole, lambda layers: [layers.get_submodule(f"{o}.self_attn.q_proj") for o in owners]
+    )
     matrices = [matrix_of(places("llama", model, layer)["q"]) for layer in target.sublayer.layers]
     matrix = np.mean(matrices, axis=0)
     left = np.linalg.svd(matrix @ np.linalg.cholesky(gram))[0][:, :5]
@@ -199,7 +221,9 @@ def test_what_was_killed_goes_on_with_equal_results(
     model = tiny_model("llama", 2)
     program = f"A0{AT[0]} F0{AT[1]} A1{AT[0]} F1{AT[1]}"
     plan = replace(plan_of(program, sequential=sequential))
-    plan = replace(plan, makings=plan.makings | {target_named(plan, f"k of A1{AT[0]}"): Making("activation")})
+    plan = replace(
+        plan, makings=plan.makings | {target_named(plan, f"k of A1{AT[0]}"): Making("activation")}
+    )
     whole = made(tmp_path / "whole", model, plan)
     write, written = making_module.write_factors, 0
 
@@ -235,7 +259,9 @@ def test_a_streamed_model_gets_the_same_factors(tiny_checkpoint: Path, tmp_path:
     whole = made(tmp_path / "whole", load(tiny_checkpoint), plan)
     streamed = made(tmp_path / "streamed", load_streamed(tiny_checkpoint), plan, memory=4 << 30)
     for target in plan.makings:
-        np.testing.assert_allclose(product(streamed, target), product(whole, target), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(
+            product(streamed, target), product(whole, target), rtol=1e-6, atol=1e-7
+        )
 
 
 def test_short_texts_are_said(tmp_path: Path) -> None:
@@ -246,7 +272,9 @@ def test_short_texts_are_said(tmp_path: Path) -> None:
     assert short.startswith(
         "the calibration text has 12 tokens, fewer than the 48 inputs of down of F0@down8: it says "
     )
-    assert singular.startswith("the inputs of down of F0@down8 reach 12 of 32 directions of its outputs: beyond these ")
+    assert singular.startswith(
+        "the inputs of down of F0@down8 reach 12 of 32 directions of its outputs: beyond these "
+    )
 
 
 def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
@@ -276,11 +304,14 @@ def test_files_that_do_not_fit_are_refused_and_missing_ones_made_again(tmp_path:
         edit(model, plan.program, factors=source)
     (tmp_path / "F1.up7.safetensors").replace(file)
     with pytest.raises(
-        ValueError, match=r"the factors of q of A0@q5 have the shapes \(7, 32\) and \(48, 7\), and should"
+        ValueError,
+        match=r"the factors of q of A0@q5 have the shapes \(7, 32\) and \(48, 7\), and should",
     ):
         edit(model, plan.program, factors=source)
     file.unlink()
-    with pytest.raises(ValueError, match="there are no factors of q of A0@q5 in the folder; make them again"):
+    with pytest.raises(
+        ValueError, match="there are no factors of q of A0@q5 in the folder; make them again"
+    ):
         edit(model, plan.program, factors=source)
     with pytest.warns(UserWarning, match=r"A0\.q5\.safetensors is gone; it is made again"):
         made(tmp_path, model, plan)
@@ -315,5 +346,7 @@ def test_a_recipe_says_how_each_matrix_is_made() -> None:
     }
     assert plan.is_calibrated
     assert plan.calibration == {"data": "a.txt"}
-    with pytest.raises(ValueError, match="recipe:6: lowrank: calibration is another than that of an earlier entry"):
+    with pytest.raises(
+        ValueError, match="recipe:6: lowrank: calibration is another than that of an earlier entry"
+    ):
         plan_factors(parse_recipe(RECIPE.replace("0.3, calibration: {data: a.txt}", "0.3")), model)

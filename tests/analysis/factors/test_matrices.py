@@ -22,7 +22,10 @@ from tests.tiny_models import DENSE_FAMILIES, tiny_model
 
 def test_ranks() -> None:
     ranks = parse_ranks(" 1/8, 0.5 ,32,1/2,1.0,1,4/8")
-    shares, counts = [Fraction(1, 8), Fraction(1, 2), Fraction(1)], [TargetRank(Fraction(n), False) for n in (32, 1)]
+    shares, counts = (
+        [Fraction(1, 8), Fraction(1, 2), Fraction(1)],
+        [TargetRank(Fraction(n), False) for n in (32, 1)],
+    )
     eighth, half, whole = (TargetRank(share, True) for share in shares)
     assert ranks == (eighth, half, counts[0], whole, counts[1])
     assert [str(rank) for rank in ranks] == ["1/8", "1/2", "32", "1/1", "1"]
@@ -41,7 +44,10 @@ def test_ranks() -> None:
         ("1/2,-3", "rank -3 must be more than 0"),
         ("0.0", "rank 0.0 must be more than 0"),
         ("3/2", "rank 3/2 is above the full rank"),
-        ("32.0", "rank 32.0 is above the full rank; a share is at most 1.0, a whole number has no point"),
+        (
+            "32.0",
+            "rank 32.0 is above the full rank; a share is at most 1.0, a whole number has no point",
+        ),
         ("half", "'half' is no rank; write a share such as 1/8"),
         ("1/0", "'1/0' is no rank"),
         ("1/2/3", "'1/2/3' is no rank"),

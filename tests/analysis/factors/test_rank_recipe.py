@@ -31,7 +31,10 @@ def test_ranks_become_an_entry_of_a_recipe() -> None:
     }
     operation = as_operation(ranks, "whitened", {"data": "text.txt", "tokens": 64})
     written = Recipe("some/model", (operation,)).to_yaml()
-    assert '- lowrank: {layers: "1:3", ranks: {"q": 3, "down": [2, null]}, method: "whitened", calib' in written
+    assert (
+        '- lowrank: {layers: "1:3", ranks: {"q": 3, "down": [2, null]}, method: "whitened", calib'
+        in written
+    )
     program = parse_recipe(written).program(4, shapes=SHAPES)
     assert str(program) == "A0 F0 A1@q3 F1@down2 A2@q3 F2 A3 F3"
     assert "calibration" not in as_operation(ranks, "plain", {"data": "text.txt"}).parameters
@@ -45,7 +48,9 @@ def test_what_follows_measured_text_is_found_again(tiny_checkpoint: Path, tiny_t
     assert again.ids.equal(found.ids)
     assert again.digest == found.digest
     tiny_text.write_text(tiny_text.read_text().replace("dog", "cat"))
-    with pytest.raises(ValueError, match=re.escape("is not what the recipe was made with: its tokens have sha256:")):
+    with pytest.raises(
+        ValueError, match=re.escape("is not what the recipe was made with: its tokens have sha256:")
+    ):
         load_recorded(open_model(tiny_checkpoint), named)
     tiny_text.unlink()
     with pytest.raises(FileNotFoundError, match="the calibration text is gone: there is no file"):
@@ -60,7 +65,9 @@ def test_what_follows_measured_text_is_found_again(tiny_checkpoint: Path, tiny_t
         ({"after": 320000}, "of which 320000 are left out"),
     ],
 )
-def test_texts_that_cannot_be_used(changed: Any, said: str, tiny_checkpoint: Path, tiny_text: Path) -> None:
+def test_texts_that_cannot_be_used(
+    changed: Any, said: str, tiny_checkpoint: Path, tiny_text: Path
+) -> None:
     named: Calibration = {"data": str(tiny_text), "window": 32, "tokens": 64}
     assert load_recorded(open_model(tiny_checkpoint), named).ids.shape == (2, 32)
     with pytest.raises(ValueError, match=re.escape(said)):

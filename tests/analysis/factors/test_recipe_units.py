@@ -46,16 +46,25 @@ def narrowed(tiny_checkpoint: Path, tiny_text: Path) -> EditedModel:
 
 def test_what_a_recipe_says_of_units() -> None:
     model = Model.of_config(tiny_model("llama", 4).config, "tiny")
-    with pytest.warns(UserWarning, match="width: nothing says which neurons are kept, so that these are any"):
+    with pytest.warns(
+        UserWarning, match="width: nothing says which neurons are kept, so that these are any"
+    ):
         plan = plan_factors(recipe_of(Path("a.txt")), model)
     assert str(plan.program) == NARROWED
-    assert plan.importance == {("A", 0): "wanda", ("A", 1): "wanda", ("F", 1): "activation", ("F", 2): "activation"}
+    assert plan.importance == {
+        ("A", 0): "wanda",
+        ("A", 1): "wanda",
+        ("F", 1): "activation",
+        ("F", 2): "activation",
+    }
     assert sorted(plan.units) == [("A", 3), ("F", 3)]  # those of F0 are not told
     assert plan.is_calibrated
     assert not plan.has_calibrated_factors
     assert plan.to_json()["units"]["F1"] == "activation"
     other = '  - lowrank: {layers: "0:1", keep: 0.5, weights: [q], method: whitened, calibration: {data: b.txt}}\n'
-    with pytest.raises(ValueError, match="recipe:9: lowrank: calibration is another than that of an earlier entry"):
+    with pytest.raises(
+        ValueError, match="recipe:9: lowrank: calibration is another than that of an earlier entry"
+    ):
         plan_factors(recipe_of(Path("a.txt"), other), model)
 
 
@@ -73,9 +82,12 @@ def test_units_are_those_of_most_importance_on_the_recipes_text(
     assert torch.equal(running.get_parameter("F2#24.mlp.up_proj.weight"), up[best])
     group = int(scores["A", 1].argmax())
     keys = loaded.get_parameter("model.layers.1.self_attn.k_proj.weight")
-    assert torch.equal(running.get_parameter("A1#1.self_attn.k_proj.weight"), keys[8 * group : 8 * (group + 1)])
+    assert torch.equal(
+        running.get_parameter("A1#1.self_attn.k_proj.weight"), keys[8 * group : 8 * (group + 1)]
+    )
     values = loaded.get_parameter("model.layers.3.self_attn.v_proj.weight")
-    assert torch.equal(running.get_parameter("A3#1.self_attn.v_proj.weight"), values[8:16])  # that of the list
+    # That of the list.
+    assert torch.equal(running.get_parameter("A3#1.self_attn.v_proj.weight"), values[8:16])
     assert made.recipe is not None
     first, *_, listed, _ = made.recipe.operations
     assert first.parameters["calibration"]["data"] == tiny_text.name
@@ -86,7 +98,9 @@ def test_units_are_those_of_most_importance_on_the_recipes_text(
     assert (tmp_path / "out" / "importance.jsonl").exists()
 
 
-def test_what_is_exported_and_evaluated_is_what_ran(narrowed: EditedModel, tiny_text: Path, tmp_path: Path) -> None:
+def test_what_is_exported_and_evaluated_is_what_ran(
+    narrowed: EditedModel, tiny_text: Path, tmp_path: Path
+) -> None:
     made = with_factors(narrowed, tmp_path / "made")
     ids = torch.arange(2, 20)[None]
     with torch.no_grad():
@@ -94,7 +108,9 @@ def test_what_is_exported_and_evaluated_is_what_ran(narrowed: EditedModel, tiny_
         surgeon.export(narrowed, tmp_path / "out")
         torch.testing.assert_close(surgeon.load(tmp_path / "out")(ids).logits, expected)
     sizes = {"tokens": 256, "window": 32}
-    ours, stored = (surgeon.evaluate(one, tiny_text, **sizes).text for one in (narrowed, tmp_path / "out"))
+    ours, stored = (
+        surgeon.evaluate(one, tiny_text, **sizes).text for one in (narrowed, tmp_path / "out")
+    )
     assert ours is not None
     assert stored is not None
     assert ours.perplexity == pytest.approx(stored.perplexity, rel=1e-5)
@@ -103,7 +119,9 @@ def test_what_is_exported_and_evaluated_is_what_ran(narrowed: EditedModel, tiny_
     assert ours.perplexity != pytest.approx(by_weights.perplexity, rel=1e-5)
 
 
-def test_factors_are_calibrated_on_what_is_left(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_factors_are_calibrated_on_what_is_left(
+    tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path
+) -> None:
     text = f"{{data: {tiny_text}, tokens: 512, window: 32}}"
     more = f'  - lowrank: {{layers: "1:2", ranks: {{up: 5}}, method: whitened, calibration: {text}}}\n'
     recipe = parse_recipe(RECIPE.format(text=text) + more)

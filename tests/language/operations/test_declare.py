@@ -35,10 +35,14 @@ def rotate() -> Iterator[None]:
 
     @operation(
         heatmaps={
-            "rotate-pairs": Heatmap("Rotate pairs", {"size": 2, "seed": 0}, place=0, group=2, curves=True, verb="turn"),
+            "rotate-pairs": Heatmap(
+                "Rotate pairs", {"size": 2, "seed": 0}, place=0, group=2, curves=True, verb="turn"
+            ),
             "rotate": Heatmap("Rotate"),
         },
-        variants={"rotated:S": Variant(argument="size", meaning="how many layers a group has", over="fused")},
+        variants={
+            "rotated:S": Variant(argument="size", meaning="how many layers a group has", over="fused")
+        },
     )
     def rotate(program: Program, layers: range, size: int = 3, seed: int = 0) -> Program:
         """Turn groups."""
@@ -78,26 +82,52 @@ def test_the_tables_are_as_they_were_before_operations_declared_them() -> None:
     assert tuple(HEATMAPS)[:5] == SCANNED
     assert [name for name, heatmap in HEATMAPS.items() if heatmap.seeded] == ["shuffle"]
     varied = {name: heatmap.varied for name, heatmap in HEATMAPS.items() if heatmap.varied}
-    assert varied == {"lowrank": "keep", "width-heads": "heads", "width-neurons": "neurons", "experts": "drop"}
+    assert varied == {
+        "lowrank": "keep",
+        "width-heads": "heads",
+        "width-neurons": "neurons",
+        "experts": "drop",
+    }
     assert {name: heatmap.group for name, heatmap in HEATMAPS.items() if heatmap.curves} == {
         "2-parallel": 2,
         "lp": 2,
         "ladder": 1,
     }
-    styles = ["lp", "prune", "prune-attention", "prune-mlp", "merge", "parallel", "2-parallel", "3-parallel"]
+    styles = [
+        "lp",
+        "prune",
+        "prune-attention",
+        "prune-mlp",
+        "merge",
+        "parallel",
+        "2-parallel",
+        "3-parallel",
+    ]
     assert [HEATMAPS[name].style for name in styles] == list(range(8))
     assert {name: heatmap.verb for name, heatmap in HEATMAPS.items() if heatmap.verb} == {
         "prune": "remove",
         "lp": "pair",
     }
-    names = ("dense", "lp", "ladder", "ladder-over-lp", "fused", "tracks:D", "desync", "halves", "upper-bound")
+    names = (
+        "dense",
+        "lp",
+        "ladder",
+        "ladder-over-lp",
+        "fused",
+        "tracks:D",
+        "desync",
+        "halves",
+        "upper-bound",
+    )
     assert variant_names() == names
 
 
 @pytest.mark.usefixtures("rotate")
 def test_one_declaration_is_all_a_scan_needs() -> None:
     assert check_operations(["rotate", "rotate-pairs", "lp"]) == ["rotate-pairs", "lp", "rotate"]
-    cells = {(c.operation, c.first, c.last): c for c in scan_cells(["rotate", "rotate-pairs"], 4, seed=5)}
+    cells = {
+        (c.operation, c.first, c.last): c for c in scan_cells(["rotate", "rotate-pairs"], 4, seed=5)
+    }
     assert str(cells["rotate-pairs", 0, 3].program) == "A1 F1 A0 F0 A3 F3 A2 F2"
     assert cells["rotate-pairs", 0, 3].seeds == ()
     selection = select(["rotate"], 3, permutations=3)
@@ -117,7 +147,8 @@ def test_one_declaration_is_all_a_bench_needs() -> None:
     assert str(variant("rotated:2", dense, range(0, 4), 1)) == "[A1 F1] [A0 F0] [A3 F3] [A2 F2]"
     for name in ("rotated:S", "rotated:0"):
         with pytest.raises(
-            ValueError, match=f"^{name} of layers 0:4: write how many layers a group has, as in rotated:4"
+            ValueError,
+            match=f"^{name} of layers 0:4: write how many layers a group has, as in rotated:4",
         ):
             variant(name, dense, range(0, 4), 1)
 
@@ -139,7 +170,11 @@ def test_one_declaration_is_all_a_report_needs(tmp_path: Path) -> None:
 def test_one_declaration_is_all_a_recipe_needs() -> None:
     text = 'surgeon: 1\nmodel: demo\noperations:\n  - rotate: {layers: "0:2", size: 2}\n'
     assert str(parse_recipe(text).program(2)) == "A1 F1 A0 F0"
-    assert {*OPERATIONS["rotate"].heatmaps, *OPERATIONS["rotate"].variants} == {"rotate", "rotate-pairs", "rotated:S"}
+    assert {*OPERATIONS["rotate"].heatmaps, *OPERATIONS["rotate"].variants} == {
+        "rotate",
+        "rotate-pairs",
+        "rotated:S",
+    }
 
 
 @pytest.mark.usefixtures("rotate")
@@ -159,7 +194,9 @@ def test_names_are_taken_once() -> None:
             "surgeon.language.operations.fuse_attention_mlp.fuse_attention_mlp",
         ),
     ):
-        with pytest.raises(ValueError, match=f"cannot be called '.*': {present} is; choose another name"):
+        with pytest.raises(
+            ValueError, match=f"cannot be called '.*': {present} is; choose another name"
+        ):
             operation(**declared)(function)  # type: ignore[arg-type]
     assert "other" not in OPERATIONS
     assert HEATMAPS["lp"].function is OPERATIONS["pair"].function
@@ -188,7 +225,12 @@ def test_a_file_is_all_it_takes(tmp_path: Path) -> None:
     )
     environment = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
     )
     assert done.stdout.startswith("shuffle ant-eater ants True True\n")
     text = " ".join(done.stdout.split()).replace("- ", "-")  # lines end at hyphens, too

@@ -15,7 +15,9 @@ from surgeon.language.recipe import parse_recipe
 from surgeon.language.sublayer import LayerShapes, MixtureShapes
 
 _DENSE = LayerShapes({"gate": (40, 16), "up": (40, 16), "down": (16, 40)}, units={"F": 40})
-_MIXTURE = replace(_DENSE, matrices={"gate": (12, 16), "up": (12, 16), "down": (16, 12)}, units={"F": 12})
+_MIXTURE = replace(
+    _DENSE, matrices={"gate": (12, 16), "up": (12, 16), "down": (16, 12)}, units={"F": 12}
+)
 SHAPES = replace(_MIXTURE, mixture=MixtureShapes(4, 2, 16), others={2: _DENSE})  # layer 2 is dense
 DENSE = Program.dense(4)
 
@@ -36,7 +38,9 @@ def test_the_experts_that_stay(parameters: dict[str, Any], text: str) -> None:
 
 def test_some_drawn_by_a_seed() -> None:
     drawn = [experts(DENSE, range(4), SHAPES, keep=2, seed=seed) for seed in range(9)]
-    assert {len(one.experts or ()) for program in drawn for one in program.sublayers() if one.kind == "F"} == {0, 2}
+    assert {
+        len(one.experts or ()) for program in drawn for one in program.sublayers() if one.kind == "F"
+    } == {0, 2}
     assert len(set(drawn)) > 5
 
 
@@ -82,5 +86,7 @@ def test_factors_are_of_one_expert_s_matrices_and_of_each_layer_s_own() -> None:
 
 def test_averages_of_mixtures_are_refused_on_their_line() -> None:
     recipe = parse_recipe('surgeon: 1\nmodel: m\noperations:\n  - merge: {layers: "0:2"}\n', "r.yaml")
-    with pytest.raises(ValueError, match=r"r.yaml:4: merge: F0~F1 cannot be: experts of different layers"):
+    with pytest.raises(
+        ValueError, match=r"r.yaml:4: merge: F0~F1 cannot be: experts of different layers"
+    ):
         recipe.program(4, shapes=SHAPES)

@@ -18,7 +18,9 @@ from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
 from surgeon.language.sublayer import LayerShapes
 
-SHAPES = LayerShapes({"q": (64, 64), "k": (16, 64), "v": (16, 64), "o": (64, 64), "up": (96, 64), "down": (64, 96)})
+SHAPES = LayerShapes(
+    {"q": (64, 64), "k": (16, 64), "v": (16, 64), "o": (64, 64), "up": (96, 64), "down": (64, 96)}
+)
 DENSE = Program.dense(3)
 
 
@@ -77,7 +79,9 @@ def test_what_saves_nothing_stays_whole_and_is_said() -> None:
         program = lowrank(DENSE, range(0, 2), SHAPES, ranks={"k": [13, 12], "q": 32})
     assert str(program) == "A0 F0 A1@k12 F1 A2 F2"
     assert tuple(str(one.message) for one in said) == expected
-    with pytest.warns(UserWarning, match="q of layers 0:2 stays whole: two factors with keep 1 save nothing") as said:
+    with pytest.warns(
+        UserWarning, match="q of layers 0:2 stays whole: two factors with keep 1 save nothing"
+    ) as said:
         program = lowrank(DENSE, range(0, 2), SHAPES, keep=1.0, weights=["q", "k"])
     assert str(program) == "A0@k12 F0 A1@k12 F1 A2 F2"
 
@@ -90,12 +94,21 @@ def test_what_saves_nothing_stays_whole_and_is_said() -> None:
         ({"keep": 0.0}, "keep must be more than 0 and at most 1, not 0"),
         ({"keep": 1.01}, "keep must be more than 0 and at most 1, not 1.01"),
         ({"keep": float("nan")}, "keep must be more than 0 and at most 1, not nan"),
-        ({"keep": 0.5, "weights": ["gate"]}, "the model's layers have no matrix 'gate'; known: q, k, v, o, up, down"),
+        (
+            {"keep": 0.5, "weights": ["gate"]},
+            "the model's layers have no matrix 'gate'; known: q, k, v, o, up, down",
+        ),
         ({"ranks": {"gate": 3}}, "the model's layers have no matrix 'gate'"),
-        ({"ranks": {"q": 3}, "weights": ["q"]}, "weights are the keys of ranks; leave one of the two out"),
+        (
+            {"ranks": {"q": 3}, "weights": ["q"]},
+            "weights are the keys of ranks; leave one of the two out",
+        ),
         ({"ranks": {"q": 0}}, "rank 0 of q must be from 1 to 64, the matrix's full rank"),
         ({"ranks": {"k": 17}}, "rank 17 of k must be from 1 to 16, the matrix's full rank"),
-        ({"ranks": {"k": [4]}}, "there are 1 ranks of k for the 2 layers 1:3; give one rank for all of them, or one"),
+        (
+            {"ranks": {"k": [4]}},
+            "there are 1 ranks of k for the 2 layers 1:3; give one rank for all of them, or one",
+        ),
         (
             {"keep": 0.5, "allocation": "damage"},
             "allocation damage has to be measured: surgeon spectrum, with this and",
@@ -115,11 +128,15 @@ def test_layers_that_do_not_fit_are_refused() -> None:
     ):
         lowrank(once, range(1, 3), SHAPES, keep=0.5)
     merged = merge(DENSE, range(1, 3))
-    with pytest.raises(ValueError, match="layers 0:2 cut through A1~A2; take in all of its layers, or none"):
+    with pytest.raises(
+        ValueError, match="layers 0:2 cut through A1~A2; take in all of its layers, or none"
+    ):
         lowrank(merged, range(0, 2), SHAPES, keep=0.5)
     with pytest.raises(ValueError, match="the layers of A1~A2 are given different ranks"):
         lowrank(merged, range(1, 3), SHAPES, ranks={"q": [8, 7]})
-    with pytest.raises(ValueError, match="layers 0:3 overlap with what an earlier operation removed: layer 1"):
+    with pytest.raises(
+        ValueError, match="layers 0:3 overlap with what an earlier operation removed: layer 1"
+    ):
         lowrank(prune(DENSE, range(1, 2)), range(0, 3), SHAPES, keep=0.5)
 
 
@@ -137,7 +154,9 @@ def test_recipes_say_ranks_and_how_values_are_made() -> None:
     assert str(recipe.program(3, shapes=SHAPES)) == "A0@q8 F0 A1 F1 A2 F2"
     again = parse_recipe(recipe.to_yaml())
     assert again.operations[0].parameters == recipe.operations[0].parameters
-    with pytest.raises(ValueError, match="recipe:4: lowrank: lowrank depends on the shapes of the model's layers"):
+    with pytest.raises(
+        ValueError, match="recipe:4: lowrank: lowrank depends on the shapes of the model's layers"
+    ):
         recipe.program(3)
 
 
@@ -145,7 +164,10 @@ def test_recipes_say_ranks_and_how_values_are_made() -> None:
     ("given", "said"),
     [
         ("keep: 0", "recipe:4: lowrank: keep must be more than 0 and at most 1, not 0"),
-        ("keep: 0.5, method: magic", "recipe:4: lowrank: method: Input should be 'plain', 'activation' or 'whitened'"),
+        (
+            "keep: 0.5, method: magic",
+            "recipe:4: lowrank: method: Input should be 'plain', 'activation' or 'whitened'",
+        ),
         ("keep: 0.5, weights: [w]", "recipe:4: lowrank: weights.0: Input should be 'q', 'g', 'k'"),
         ("ranks: {w: 3}", "recipe:4: lowrank: ranks.w: Input should be 'q', 'g', 'k'"),
         (

@@ -67,7 +67,9 @@ def test_prune_leaves_out_one_half_of_layers() -> None:
 def test_recipes_know_which_half_to_prune() -> None:
     text = 'surgeon: 1\nmodel: demo\noperations:\n  - prune: {{layers: "1:3", sublayers: {}}}\n'
     assert str(parse_recipe(text.format("attention")).program(4)) == "A0 F0 F1 F2 A3 F3"
-    with pytest.raises(ValueError, match="recipe:4: prune: sublayers: .*'attention' or 'mlp', not 'ffn'"):
+    with pytest.raises(
+        ValueError, match="recipe:4: prune: sublayers: .*'attention' or 'mlp', not 'ffn'"
+    ):
         parse_recipe(text.format("ffn"))
 
 
@@ -91,7 +93,9 @@ def test_reorder_runs_the_order_given() -> None:
 
 @pytest.mark.parametrize("order", [[1, 2], [1, 2, 2], [1, 2, 4], [], [1, 2, 3, 3]])
 def test_an_order_has_every_layer_once(order: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"must have every layer of 1:4 once, as in \[3, 2, 1\]") as raised:
+    with pytest.raises(
+        ValueError, match=r"must have every layer of 1:4 once, as in \[3, 2, 1\]"
+    ) as raised:
         reorder(DENSE, range(1, 4), order=order)
     assert str(order) in str(raised.value)
 
@@ -116,7 +120,10 @@ def test_pair_forms_and_sizes() -> None:
 
 def test_ladder_makes_steps_late_also_over_pairs() -> None:
     assert str(ladder(DENSE, range(1, 3))) == "A0 F0 >A1 >F1 >A2 >F2 A3 F3 A4 F4 A5 F5"
-    assert str(ladder(pair(DENSE, range(2, 4)), range(2, 5))) == "A0 F0 A1 F1 >[A2 A3] >[F2 F3] >A4 >F4 A5 F5"
+    assert (
+        str(ladder(pair(DENSE, range(2, 4)), range(2, 5)))
+        == "A0 F0 A1 F1 >[A2 A3] >[F2 F3] >A4 >F4 A5 F5"
+    )
     with pytest.raises(ValueError, match="contain a fork"):
         ladder(parallel(DENSE, range(2, 4)), range(1, 5))
     with pytest.raises(ValueError, match="cut through"):
@@ -124,16 +131,22 @@ def test_ladder_makes_steps_late_also_over_pairs() -> None:
 
 
 def test_ladder_of_one_half_of_layers() -> None:
-    assert str(ladder(DENSE, range(1, 3), sublayers="attention")) == "A0 F0 >A1 F1 >A2 F2 A3 F3 A4 F4 A5 F5"
+    assert (
+        str(ladder(DENSE, range(1, 3), sublayers="attention")) == "A0 F0 >A1 F1 >A2 F2 A3 F3 A4 F4 A5 F5"
+    )
     assert str(ladder(DENSE, range(1, 3), sublayers="mlp")) == "A0 F0 A1 >F1 A2 >F2 A3 F3 A4 F4 A5 F5"
     assert ladder(DENSE, range(1, 3), sublayers="both") == ladder(DENSE, range(1, 3))
     halves = ladder(ladder(DENSE, range(1, 3), sublayers="mlp"), range(1, 3), sublayers="attention")
     assert halves == ladder(DENSE, range(1, 3))
     paired = pair(DENSE, range(2, 4))
-    assert str(ladder(paired, range(1, 4), sublayers="mlp")) == "A0 F0 A1 >F1 [A2 A3] >[F2 F3] A4 F4 A5 F5"
+    assert (
+        str(ladder(paired, range(1, 4), sublayers="mlp")) == "A0 F0 A1 >F1 [A2 A3] >[F2 F3] A4 F4 A5 F5"
+    )
     with pytest.raises(ValueError, match=r"layers 3:4 cut through \[F2 F3\]; take in all"):
         ladder(paired, range(3, 4), sublayers="mlp")
-    with pytest.raises(ValueError, match=r'sublayers mlp cut through \[A1 F1\], which reads once; use "both"'):
+    with pytest.raises(
+        ValueError, match=r'sublayers mlp cut through \[A1 F1\], which reads once; use "both"'
+    ):
         ladder(FUSED, range(1, 3), sublayers="mlp")
     # A step that is not of this half may be shared with layers outside.
     lone = Program.parse("A0 A1 [F0 F1] A2 F2")
@@ -152,7 +165,8 @@ def test_tracks_meet_every_few_layers() -> None:
         "[A0 F0] [A1 F1] {[A2/2:0 F2/2:0] [A3/2:0 F3/2:0] | [A2/2:1 F2/2:1] [A3/2:1 F3/2:1]}"
     )
     whole = tracks(Program.dense(8), range(0, 8), count=4, depth=4)
-    assert (whole.sync_points(4), whole.effective_depth()) == (2, 8)  # L / D instead of 2L, in the same depth
+    # L / D instead of 2L, in the same depth.
+    assert (whole.sync_points(4), whole.effective_depth()) == (2, 8)
 
 
 def test_what_tracks_refuse() -> None:
@@ -214,7 +228,9 @@ def test_what_is_there_of_layers_is_repeated() -> None:
     )
     once_more = repeat(repeat(Program.dense(4), range(0, 3)), range(1, 3))
     assert str(once_more).split()[::2] == [f"A{layer}" for layer in (0, 1, 2, 1, 2, 0, 1, 2, 1, 2, 3)]
-    with pytest.raises(ValueError, match=r"layers 1:3 cut through \[A2 A3\]; take in all of its layers, or none"):
+    with pytest.raises(
+        ValueError, match=r"layers 1:3 cut through \[A2 A3\]; take in all of its layers, or none"
+    ):
         repeat(pair(DENSE, range(2, 4)), range(1, 3))
     with pytest.raises(ValueError, match="layers 0:2 do not run in a row: A0 runs apart from A1"):
         repeat(reorder(DENSE, range(1, 4), order=[3, 2, 1]), range(0, 2))

@@ -82,7 +82,10 @@ def test_desync(family: str) -> None:
     x = reference.embed(IDS)
     for k in range(LAYERS):
         attended = [part.attention(k, x) for part in slices(reference, 2)]
-        mixed = [part.feed_forward(k, x + own) for part, own in zip(slices(reference, 2), attended, strict=True)]
+        mixed = [
+            part.feed_forward(k, x + own)
+            for part, own in zip(slices(reference, 2), attended, strict=True)
+        ]
         x = x + sum(attended) + sum(mixed)
     found = logits_of(model, desync(program_of(model), range(0, LAYERS), count=2))
     torch.testing.assert_close(found, reference.logits(x), rtol=2e-5, atol=2e-5)

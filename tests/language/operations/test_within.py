@@ -33,14 +33,18 @@ def test_a_stretch_lies_in_one_list_of_nodes(layers: range, expected: str | None
 
 def test_what_is_left_of_forks() -> None:
     def without(text: str, layers: range, steps: int) -> str:
-        return str(changed_within(Program.parse(text), layers, steps, lambda program: prune(program, layers)))
+        return str(
+            changed_within(Program.parse(text), layers, steps, lambda program: prune(program, layers))
+        )
 
     assert without("A0 F0 {A1 F1}", range(1, 2), 2) == "A0 F0"
     assert without("{{[A0 F0]} | [A1 F1]}", range(1), 1) == "{[A1 F1]}"
 
 
 def test_the_operation_sees_the_whole_branch() -> None:
-    found = changed_within(Program.parse(TRACKS), range(3, 4), 2, lambda program: ladder(program, range(3, 4)))
+    found = changed_within(
+        Program.parse(TRACKS), range(3, 4), 2, lambda program: ladder(program, range(3, 4))
+    )
     assert str(found).startswith("{A0 F0 A1 F1 | A2 F2 >A3 >F3}")
 
 
@@ -54,10 +58,25 @@ SHAPES = LayerShapes({"q": (8, 8), "up": (16, 8)})
         ("prune", ["1:3"], {}, "{A0 F0 | A3 F3} {A4 F4 A5 F5 | A6 F6 A7 F7}"),
         ("prune", ["0:2", "4:8"], {"sublayers": "both"}, "{A2 F2 A3 F3}"),
         ("pair", ["0:4"], {}, "{[A0 A1] [F0 F1] | [A2 A3] [F2 F3]} {A4 F4 A5 F5 | A6 F6 A7 F7}"),
-        ("pair", ["5:8"], {"form": "par"}, "{A0 F0 A1 F1 | A2 F2 A3 F3} {A4 F4 A5 F5 | {A6 F6 | A7 F7}}"),
-        ("reorder", ["2:4"], {"order": [3, 2]}, "{A0 F0 A1 F1 | A3 F3 A2 F2} {A4 F4 A5 F5 | A6 F6 A7 F7}"),
+        (
+            "pair",
+            ["5:8"],
+            {"form": "par"},
+            "{A0 F0 A1 F1 | A2 F2 A3 F3} {A4 F4 A5 F5 | {A6 F6 | A7 F7}}",
+        ),
+        (
+            "reorder",
+            ["2:4"],
+            {"order": [3, 2]},
+            "{A0 F0 A1 F1 | A3 F3 A2 F2} {A4 F4 A5 F5 | A6 F6 A7 F7}",
+        ),
         ("ladder", ["1:3"], {}, "{A0 F0 >A1 >F1 | >A2 >F2 A3 F3} {A4 F4 A5 F5 | A6 F6 A7 F7}"),
-        ("lowrank", ["1:3"], {"ranks": {"q": [2, 3]}}, "{A0 F0 A1@q2 F1 | A2@q3 F2 A3 F3} {A4 F4 A5 F5 | A6 F6 A7 F7}"),
+        (
+            "lowrank",
+            ["1:3"],
+            {"ranks": {"q": [2, 3]}},
+            "{A0 F0 A1@q2 F1 | A2@q3 F2 A3 F3} {A4 F4 A5 F5 | A6 F6 A7 F7}",
+        ),
     ],
 )
 def test_operations_change_the_branches_of_a_program_of_its_own(
@@ -71,7 +90,10 @@ def test_one_operation_after_another_in_a_branch() -> None:
     paired = AppliedOperation("pair", (range(2, 4),)).apply(OWN, SHAPES, OWN)
     late = AppliedOperation("ladder", (range(2, 4),)).apply(paired, SHAPES, OWN)
     assert str(late).startswith("{A0 F0 A1 F1 | >[A2 A3] >[F2 F3]} ")
-    for layers, message in ((range(2, 3), "overlap with what an earlier operation changed"), (range(7, 9), "layer 8")):
+    for layers, message in (
+        (range(2, 3), "overlap with what an earlier operation changed"),
+        (range(7, 9), "layer 8"),
+    ):
         with pytest.raises(ValueError, match=message):
             AppliedOperation("prune", (layers,)).apply(paired, SHAPES, OWN)
     gone = AppliedOperation("prune", (range(2),)).apply(OWN, SHAPES, OWN)
@@ -104,7 +126,11 @@ def test_layers_that_are_one_step() -> None:
     [
         ("A0 F0 >A1 F1", 2, "does not run layer 1 whole and once"),
         ("{A0 F0 | A1 F1} A0 F0", 2, "does not run layer 0 whole and once"),
-        ("{A0 F0 | A1 F1} F0", 2, "runs more than each of its 2 layers once: its program is '{A0 F0 . A1 F1} F0'"),
+        (
+            "{A0 F0 | A1 F1} F0",
+            2,
+            "runs more than each of its 2 layers once: its program is '{A0 F0 . A1 F1} F0'",
+        ),
         ("[A0 A1] [F0 F1]", 2, "does not run layer 0 whole"),
     ],
 )

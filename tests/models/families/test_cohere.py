@@ -54,7 +54,9 @@ def test_ranks(number: int, tmp_path: Path) -> None:
     model = command_r_plus(number)
     model.save_pretrained(tmp_path)
     programs = PROGRAMS if number < 4 else PROGRAMS[:1]  # the others have slices of fewer KV heads
-    ways = [(program, kv) for program in programs for kv in ("full", "lowrank")[: 1 + ("k3,v4" in program)]]
+    ways = [
+        (program, kv) for program in programs for kv in ("full", "lowrank")[: 1 + ("k3,v4" in program)]
+    ]
     with Ranks(RankOptions(number)) as ranks:
         for program, kv in ways:
             expected = plain_logits(model, program)
@@ -74,7 +76,12 @@ def test_exports(program: str, tmp_path: Path) -> None:
     assert relative_error(logits_of(load_shipped(tmp_path / "out")), expected) < 1e-5
     assert relative_error(logits_of(surgeon.load(tmp_path / "out")), expected) < 1e-5
     with pytest.raises(ValueError, match="a gain for each head"):
-        lay_out(Program.parse("[A0 F0] [A1 A2 F1 F2] [A3 F3]"), family_of(model.config), model.config, "fused")
+        lay_out(
+            Program.parse("[A0 F0] [A1 A2 F1 F2] [A3 F3]"),
+            family_of(model.config),
+            model.config,
+            "fused",
+        )
 
 
 def test_centred_matrices_norm_as_layer_norms_do() -> None:
@@ -84,5 +91,9 @@ def test_centred_matrices_norm_as_layer_norms_do() -> None:
     heads = attention.q_proj(x).unflatten(-1, (-1, 8))
     made = centred({"q.weight": attention.q_proj.weight, "q.bias": attention.q_proj.bias}, 8)
     own = (x @ made["q.weight"].T + made["q.bias"]).unflatten(-1, (-1, 8))
-    normed = own * torch.rsqrt(own.square().mean(-1, True) + model.config.layer_norm_eps) * attention.q_norm.weight
+    normed = (
+        own
+        * torch.rsqrt(own.square().mean(-1, True) + model.config.layer_norm_eps)
+        * attention.q_norm.weight
+    )
     torch.testing.assert_close(normed, attention.q_norm(heads))

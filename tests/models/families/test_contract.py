@@ -21,7 +21,18 @@ from tests.reference import Reference
 from tests.selection import case
 from tests.tiny_models import tiny_model
 
-FAMILY_NAMES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neo", "gpt_neox"]
+FAMILY_NAMES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "phi3",
+    "opt",
+    "gpt2",
+    "gpt_neo",
+    "gpt_neox",
+]
 FAMILY_NAMES += ["smollm3", "granite", "glm", "glm4", "gemma3_text", "cohere", "cohere2"]
 FAMILY_NAMES += ["qwen3_moe", "mixtral", "ministral", "ministral3", "olmo2", "olmo3"]
 FAMILY_NAMES += ["exaone4", "seed_oss", "starcoder2", "gemma", "phi", "stablelm", "gptj"]
@@ -42,8 +53,27 @@ THOROUGH = (
     "olmoe",
     "deepseek_v2",
 )
-THOROUGH += ("qwen3_next", "qwen3_5_moe_text", "llama4_text", "stablelm", "glm4_moe", "smollm3", "glm", "ministral3")
-ALIKE = ("ministral", "exaone4", "seed_oss", "starcoder2", "gemma", "qwen3_5_text", "olmo", "qwen2_moe", "minimax_m2")
+THOROUGH += (
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "llama4_text",
+    "stablelm",
+    "glm4_moe",
+    "smollm3",
+    "glm",
+    "ministral3",
+)
+ALIKE = (
+    "ministral",
+    "exaone4",
+    "seed_oss",
+    "starcoder2",
+    "gemma",
+    "qwen3_5_text",
+    "olmo",
+    "qwen2_moe",
+    "minimax_m2",
+)
 
 
 @pytest.mark.sampled(
@@ -55,7 +85,8 @@ ALIKE = ("ministral", "exaone4", "seed_oss", "starcoder2", "gemma", "qwen3_5_tex
 )
 class TestFamilies(FamilyContract):
     @pytest.fixture(
-        scope="class", params=[case(name, default=name not in THOROUGH, slow=name in ALIKE) for name in FAMILY_NAMES]
+        scope="class",
+        params=[case(name, default=name not in THOROUGH, slow=name in ALIKE) for name in FAMILY_NAMES],
     )
     def family_model(self, request: pytest.FixtureRequest) -> PreTrainedModel:
         return tiny_model(request.param, num_layers=LAYERS)
@@ -90,7 +121,11 @@ class TestFalcon(TestFamilies):
         ("falcon", {"alibi": True}, r"ALiBi's \(alibi is true, as in falcon-rw\)"),
         ("falcon", {"hidden_dropout": 0.1}, "set hidden_dropout and attention_dropout to 0, not 0.1"),
         ("falcon", {"parallel_attn": False}, "parallel_attn is false beside new_decoder_architecture"),
-        ("falcon", {"new_decoder_architecture": False, "num_ln_in_parallel_attn": 2}, "must be 1, or 2 with"),
+        (
+            "falcon",
+            {"new_decoder_architecture": False, "num_ln_in_parallel_attn": 2},
+            "must be 1, or 2 with",
+        ),
         (
             "falcon",
             {"new_decoder_architecture": False, "multi_query": False, "num_ln_in_parallel_attn": 1},

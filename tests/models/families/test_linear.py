@@ -68,12 +68,16 @@ def plain(model: Any, program: str) -> Tensor:
 
 
 @pytest.mark.parametrize("program", ["A0 F2 A1 F1", "A0 >A1 >F1 A3", "F0 F3", "A3 F0 >A3 >A2 F1"])
-def test_a_cache_counts_tokens_with_and_without_full_attention(program: str, source: Path, tmp_path: Path) -> None:
+def test_a_cache_counts_tokens_with_and_without_full_attention(
+    program: str, source: Path, tmp_path: Path
+) -> None:
     """In memory and in the modeling file, each attention with a state of its own, also one that runs twice."""
     model = tiny_model("qwen3_next", layer_types=KINDS)
     expected = plain(model, program)
     write_export(plan_export(open_model(source), Program.parse(program), "program"), tmp_path / "out")
-    shipped = PROGRAM.model_class("qwen3_next", tmp_path / "out").from_pretrained(tmp_path / "out").eval()
+    shipped = (
+        PROGRAM.model_class("qwen3_next", tmp_path / "out").from_pretrained(tmp_path / "out").eval()
+    )
     for running in (edit(model, program), shipped):
         cache, steps = None, []
         for ids in IDS.split([4, 1, 1, 3], 1):
@@ -90,13 +94,18 @@ def test_what_runs_elsewhere_says_which_layers_have_it(source: Path, tmp_path: P
         make_plan(source, 2, 16)
     with pytest.raises(ValueError, match=f"{WHICH}: {STATE}"):
         plan_on_paper(model.shapes, program, 2, 16, "float32", "auto", "auto")
-    with pytest.raises(ValueError, match="attentions of Qwen3-Next: what their heads give is multiplied by a gate"):
+    with pytest.raises(
+        ValueError, match="attentions of Qwen3-Next: what their heads give is multiplied by a gate"
+    ):
         make_plan(source, 1, 16, "A2 F0")
     assert make_plan(source, 2, 16, "F0 F1").ranks == 2
     plan = plan_export(model, program, "program")
     assert f"vLLM runs no program of {WHICH}: {STATE}" in plan.layout.reason
     write_export(plan, tmp_path / "out")
-    assert "transformers serve " in plan.layout.form.serving(open_model(tmp_path / "out"), "vllm serve DIR")[1]
+    assert (
+        "transformers serve "
+        in plan.layout.form.serving(open_model(tmp_path / "out"), "vllm serve DIR")[1]
+    )
 
 
 def test_operations_leave_it_whole(source: Path) -> None:
@@ -118,13 +127,19 @@ def test_its_parameters_are_counted() -> None:
     model = tiny_model("qwen3_next", layer_types=KINDS)
     shapes = ModelShapes.of("tiny", model.config).layer_shapes
     linear = model.model.layers[0].linear_attn
-    assert Sublayer("A", (0,)).parameters(shapes) == sum(parameter.numel() for parameter in linear.parameters())
+    assert Sublayer("A", (0,)).parameters(shapes) == sum(
+        parameter.numel() for parameter in linear.parameters()
+    )
 
 
 def test_spaces_have_the_layers_whose_heads_stand_for_themselves(source: Path) -> None:
     model = open_model(source)
     assert [edit.layers for edit in SPACES["tracks"](ranks=2).edits(model)] == [range(2, 3)]
     assert [edit.layers for edit in SPACES["desync"](ranks=2).edits(model)] == [range(2, 3)]
-    narrowed = [str(edit) for edit in SPACES["width"](ranks=1).edits(model) if "attention" in edit.option]
+    narrowed = [
+        str(edit) for edit in SPACES["width"](ranks=1).edits(model) if "attention" in edit.option
+    ]
     assert narrowed == ["width 2:3 attention:0.5"]
-    assert {edit.layers for edits in SPACES["tracks"](ranks=2).stretches(model) for edit in edits} <= {range(2, 3)}
+    assert {edit.layers for edits in SPACES["tracks"](ranks=2).stretches(model) for edit in edits} <= {
+        range(2, 3)
+    }

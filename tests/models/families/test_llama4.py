@@ -19,12 +19,33 @@ from tests.runtime.on_ranks import chunked_logits
 from tests.tiny_models import VOCABULARY, tiny_model
 
 IDS = torch.randint(2, VOCABULARY, (2, 23), generator=torch.Generator().manual_seed(5))
-CHUNKS = [IDS[:, :12], IDS[:, 12:20], IDS[:, 20:21], IDS[:, 21:22], IDS[:, 22:]]  # chunks of the text end inside
-SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# Chunks of the text end inside.
+CHUNKS = [IDS[:, :12], IDS[:, 12:20], IDS[:, 20:21], IDS[:, 21:22], IDS[:, 22:]]
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "as Scout": {"moe_layers": None, "num_experts_per_tok": 1, "rope_parameters": SCALED, "attention_bias": False},
-    "as Maverick": {"moe_layers": None, "interleave_moe_layer_step": 2, "num_experts_per_tok": 1, "use_qk_norm": False},
-    "queries stay": {"attn_temperature_tuning": False, "attention_chunk_size": 8, "no_rope_layer_interval": 2},
+    "as Scout": {
+        "moe_layers": None,
+        "num_experts_per_tok": 1,
+        "rope_parameters": SCALED,
+        "attention_bias": False,
+    },
+    "as Maverick": {
+        "moe_layers": None,
+        "interleave_moe_layer_step": 2,
+        "num_experts_per_tok": 1,
+        "use_qk_norm": False,
+    },
+    "queries stay": {
+        "attn_temperature_tuning": False,
+        "attention_chunk_size": 8,
+        "no_rope_layer_interval": 2,
+    },
     "positions everywhere": {
         "no_rope_layers": [1, 1, 1, 1],
         "layer_types": ["full_attention", "chunked_attention"] * 2,
@@ -53,7 +74,10 @@ def test_configurations(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"no_rope_layers": [1, 0]}, "no_rope_layers has an entry for each of 2 layers, and there are 4"),
+        (
+            {"no_rope_layers": [1, 0]},
+            "no_rope_layers has an entry for each of 2 layers, and there are 4",
+        ),
         ({"attention_chunk_size": None}, "its configuration has no attention_chunk_size"),
     ],
 )

@@ -19,10 +19,19 @@ from tests.tiny_models import tiny_model
 PROGRAM = "A0 >F0 [A1 A3] [F1 F3] A2 F2"
 EIGHT = {"n_routed_experts": 8, "num_experts_per_tok": 3}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "every second layer": ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3], "qkv_bias": False}),
+    "every second layer": (
+        "qwen2_moe",
+        {"decoder_sparse_step": 2, "mlp_only_layers": [3], "qkv_bias": False},
+    ),
     "weights add up to 1": ("qwen2_moe", {"norm_topk_prob": True, "use_sliding_window": False}),
-    "as GLM-4.5-Air": ("glm4_moe", {"use_qk_norm": False, "routed_scaling_factor": 1.0, "n_shared_experts": 1}),
-    "two dense layers": ("glm4_moe", {"first_k_dense_replace": 2, "norm_topk_prob": False, "attention_bias": False}),
+    "as GLM-4.5-Air": (
+        "glm4_moe",
+        {"use_qk_norm": False, "routed_scaling_factor": 1.0, "n_shared_experts": 1},
+    ),
+    "two dense layers": (
+        "glm4_moe",
+        {"first_k_dense_replace": 2, "norm_topk_prob": False, "attention_bias": False},
+    ),
     "heads turn whole": (
         "glm4_moe",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},

@@ -19,8 +19,19 @@ from tests.runtime.on_ranks import chunked_logits
 from tests.selection import case
 from tests.tiny_models import disturb
 
-SIZES = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 97, "head_dim": 16}
-SIZES |= {"max_position_embeddings": 128, "torch_dtype": "float32", "sliding_window": 6, "pad_token_id": 0}
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+    "head_dim": 16,
+}
+SIZES |= {
+    "max_position_embeddings": 128,
+    "torch_dtype": "float32",
+    "sliding_window": 6,
+    "pad_token_id": 0,
+}
 # One layer in six looks at everything, with rotary positions of another base, which may be scaled.
 GEMMA3 = SIZES | {
     "model_type": "gemma3_text",
@@ -33,7 +44,13 @@ GEMMA3 = SIZES | {
     "rope_scaling": None,
     "sliding_window_pattern": 6,
 }
-YARN = {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "attention_factor": 1.2079441541679836,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 OLMO3 = SIZES | {
     "model_type": "olmo3",
     "num_hidden_layers": 5,
@@ -47,10 +64,19 @@ CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
     "gemma3": (GEMMA3, 2),
     "gemma3, scaled": (GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 2),
     "gemma3, all windows": (GEMMA3 | {"num_hidden_layers": 5, "attention_bias": True}, 1),
-    "gemma3, a cap that it ignores": (GEMMA3 | {"attn_logit_softcapping": 2.0, "tie_word_embeddings": False}, 2),
+    "gemma3, a cap that it ignores": (
+        GEMMA3 | {"attn_logit_softcapping": 2.0, "tie_word_embeddings": False},
+        2,
+    ),
     "olmo3": (OLMO3, 2),
-    "olmo3, one base": (OLMO3 | {"rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": True}, 1),
-    "olmo3, no kinds of layers": ({key: value for key, value in OLMO3.items() if key != "layer_types"}, 2),
+    "olmo3, one base": (
+        OLMO3 | {"rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": True},
+        1,
+    ),
+    "olmo3, no kinds of layers": (
+        {key: value for key, value in OLMO3.items() if key != "layer_types"},
+        2,
+    ),
     "olmo3, no windows": (OLMO3 | {"layer_types": ["full_attention"] * 5, "num_key_value_heads": 1}, 1),
 }
 IDS = torch.randint(3, 90, (2, 23), generator=torch.Generator().manual_seed(0))
@@ -61,14 +87,18 @@ def dense(layers: list[int]) -> str:
     return " ".join(f"A{layer} F{layer}" for layer in layers)
 
 
-@pytest.mark.parametrize("name", [case(name, default=name in ("gemma3, scaled", "olmo3")) for name in CONFIGS])
+@pytest.mark.parametrize(
+    "name", [case(name, default=name in ("gemma3, scaled", "olmo3")) for name in CONFIGS]
+)
 def test_kinds_of_layers_and_their_positions_follow(name: str, tmp_path: Path) -> None:
     """The model itself on a rank, and what is left of it in the stock class, beyond windows and first lengths."""
     (stored, kinds), folder = CONFIGS[name], tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(stored))
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder), dtype=torch.float32
+    ).eval()
     disturb(model)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(stored))

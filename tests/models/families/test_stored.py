@@ -83,12 +83,16 @@ def stock_logits(folder: Path) -> Tensor:
 def losses(model: Any) -> Tensor:
     """What a scan measures on the unedited model, by token."""
     dense = Program.dense(2, family_of(model.config).steps_per_layer)
-    return torch.cat([part.quality["nll"] for part in measure(model, IDS, share([dense]), MeasureOptions(2))])
+    return torch.cat(
+        [part.quality["nll"] for part in measure(model, IDS, share([dense]), MeasureOptions(2))]
+    )
 
 
 @pytest.mark.sampled
 @CASES
-def test_whatever_transformers_computes_with_everything_computes_with(family: str, how: str, tmp_path: Path) -> None:
+def test_whatever_transformers_computes_with_everything_computes_with(
+    family: str, how: str, tmp_path: Path
+) -> None:
     expected = stock_logits(found(tmp_path, family, how))
     loaded = surgeon.load(tmp_path)
     assert torch.equal(logits_of(loaded, IDS), expected)
@@ -114,21 +118,32 @@ EXPORTED = [
     for place, how in enumerate(STORED)
     for turn, form in enumerate(("plain", "fused", "program"))
     for half in (0, 2)
-    if (form, family := DIFFERENT[(place + turn + half) % 4]) != ("fused", "gemma2")  # which is never fused
+    # Which is never fused.
+    if (form, family := DIFFERENT[(place + turn + half) % 4]) != ("fused", "gemma2")
 ]
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("form", "how", "family"), EXPORTED)
-def test_exports_compute_what_the_edited_model_does(form: str, how: str, family: str, tmp_path: Path) -> None:
+def test_exports_compute_what_the_edited_model_does(
+    form: str, how: str, family: str, tmp_path: Path
+) -> None:
     found(tmp_path / "source", family, how)
     model = surgeon.load(tmp_path / "source")
     steps = family_of(model.config).steps_per_layer
     layers = [str(Program(layer_nodes(k, steps))) for k in range(2)]
-    programs = {"plain": layers[1], "fused": parallel(steps), "program": f"{{{layers[0]} | {layers[1]}}}"}
+    programs = {
+        "plain": layers[1],
+        "fused": parallel(steps),
+        "program": f"{{{layers[0]} | {layers[1]}}}",
+    }
     run_export(tmp_path / "source", tmp_path / "target", programs[form])
     expected = logits_of(surgeon.edit(model, programs[form]), IDS)
-    again = stock_logits(tmp_path / "target") if form == "plain" else logits_of(load_shipped(tmp_path / "target"), IDS)
+    again = (
+        stock_logits(tmp_path / "target")
+        if form == "plain"
+        else logits_of(load_shipped(tmp_path / "target"), IDS)
+    )
     assert relative_error(again, expected) < 1e-4
     loaded = surgeon.load(tmp_path / "target")
     assert relative_error(logits_of(loaded, IDS), expected) < 1e-4
@@ -157,7 +172,12 @@ def test_a_missing_end_is_refused_everywhere(family: str, lacking: int, tmp_path
     name, family_here = end_names(tmp_path)[lacking], family_in(tmp_path)
     path = (family_here.embedding, family_here.head)[lacking]
     store(tmp_path, {key: tensor for key, tensor in tensors.items() if key != name})
-    opening: list[Callable[[Path], Any]] = [surgeon.load, load_streamed, exportable, lambda f: make_plan(f, 1, 16)]
+    opening: list[Callable[[Path], Any]] = [
+        surgeon.load,
+        load_streamed,
+        exportable,
+        lambda f: make_plan(f, 1, 16),
+    ]
     for one in opening:
         with pytest.raises(ValueError, match=f"(lacks a|has no) tensor .*{path}"):
             one(tmp_path)
@@ -176,9 +196,24 @@ def test_evaluations_are_of_what_transformers_computes(
 ) -> None:
     STORED[how](tiny_checkpoint)
     options = ["--tokens", "128", "--window", "32"]
-    assert main(["eval", str(tiny_checkpoint), "--data", str(tiny_text), "-o", str(tmp_path / "out"), *options]) == 0
+    assert (
+        main(
+            [
+                "eval",
+                str(tiny_checkpoint),
+                "--data",
+                str(tiny_text),
+                "-o",
+                str(tmp_path / "out"),
+                *options,
+            ]
+        )
+        == 0
+    )
     windows = load_windows(open_tokenizer(tiny_checkpoint), str(tiny_text), 32, 128).ids
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = model(input_ids=windows, labels=windows).loss.exp().item()
-    assert json.loads((tmp_path / "out" / "text.json").read_text())["perplexity"] == pytest.approx(expected, rel=1e-4)
+    assert json.loads((tmp_path / "out" / "text.json").read_text())["perplexity"] == pytest.approx(
+        expected, rel=1e-4
+    )

@@ -111,7 +111,9 @@ def test_a_truncation_is_that_of_the_paper(size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", ["few tokens", "features that move together", "a dead feature", "no input at all"])
+@pytest.mark.parametrize(
+    "kind", ["few tokens", "features that move together", "a dead feature", "no input at all"]
+)
 def test_inputs_that_do_not_reach_everything(size: tuple[int, int], kind: str) -> None:
     matrix, samples = draw(*size), inputs(50, size[1])
     reached = size[1] - 1
@@ -126,7 +128,9 @@ def test_inputs_that_do_not_reach_everything(size: tuple[int, int], kind: str) -
     whitening = whitening_of(samples)
     assert (whitening.how, whitening.rank) == ("eigenvalues", reached)
     moment = (samples.T @ samples).numpy()
-    np.testing.assert_allclose((whitening.factor @ whitening.factor.T).numpy(), moment, atol=1e-10 * moment.max())
+    np.testing.assert_allclose(
+        (whitening.factor @ whitening.factor.T).numpy(), moment, atol=1e-10 * moment.max()
+    )
     found = decompose(matrix, whitening.factor)
     full_rank = min(size)
     assert found.values.shape == (full_rank,)
@@ -136,7 +140,9 @@ def test_inputs_that_do_not_reach_everything(size: tuple[int, int], kind: str) -
         truncated = truncate(matrix, found.left, rank)
         assert np.linalg.matrix_rank(truncated.numpy()) == rank
         dropped = np.sqrt((found.values[rank:] ** 2).sum())
-        assert output_error(samples, matrix, truncated) == pytest.approx(dropped, rel=1e-6, abs=1e-7 * scale)
+        assert output_error(samples, matrix, truncated) == pytest.approx(
+            dropped, rel=1e-6, abs=1e-7 * scale
+        )
     torch.testing.assert_close(truncated, matrix, rtol=1e-10, atol=1e-10)
 
 
@@ -173,7 +179,9 @@ def test_matrices_of_low_rank_and_of_zeros() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_large_matrices_have_the_same_directions(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_matrices_have_the_same_directions(
+    size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     matrix, factor = draw(*size), whitening_of(inputs(50, size[1])).factor
     low = draw(size[0], 3) @ draw(3, size[1], seed=5)
     whole = [decompose(matrix), decompose(matrix.float()), decompose(matrix, factor), decompose(low)]
@@ -183,7 +191,9 @@ def test_large_matrices_have_the_same_directions(size: tuple[int, int], monkeypa
     for own, other, of in zip(large, whole, [matrix, matrix.float(), matrix, low], strict=True):
         np.testing.assert_allclose(own.values, other.values, rtol=1e-6, atol=1e-7 * other.values[0])
         assert own.reached == other.reached
-        torch.testing.assert_close(own.left.T @ own.left, torch.eye(own.left.shape[1], dtype=torch.float64))
+        torch.testing.assert_close(
+            own.left.T @ own.left, torch.eye(own.left.shape[1], dtype=torch.float64)
+        )
         for rank in (1, 3, min(size)):
             torch.testing.assert_close(
                 truncate(of, own.left, rank), truncate(of, other.left, rank), rtol=1e-6, atol=1e-6
@@ -200,7 +210,9 @@ def published(method: Method, matrix: Tensor, samples: Tensor, rank: int) -> NDA
         "whitened": np.linalg.cholesky(samples.numpy().T @ samples.numpy()),
     }
     left, values, right = np.linalg.svd(matrix.numpy() @ weighing[method], full_matrices=False)
-    truncated: NDArray[np.float64] = left[:, :rank] * values[:rank] @ right[:rank] @ np.linalg.inv(weighing[method])
+    truncated: NDArray[np.float64] = (
+        left[:, :rank] * values[:rank] @ right[:rank] @ np.linalg.inv(weighing[method])
+    )
     return truncated
 
 
@@ -215,7 +227,10 @@ def test_every_method_is_the_published_one(method: Method, size: tuple[int, int]
     torch.testing.assert_close(highest.second @ highest.first, matrix)
     for rank in (1, 4, 11):
         factors = factorise(matrix, rank, method, statistics)
-        assert (tuple(factors.first.shape), tuple(factors.second.shape)) == ((rank, size[1]), (size[0], rank))
+        assert (tuple(factors.first.shape), tuple(factors.second.shape)) == (
+            (rank, size[1]),
+            (size[0], rank),
+        )
         product = factors.second @ factors.first
         written_out = published(method, matrix, samples, rank)
         np.testing.assert_allclose(product.numpy(), written_out, rtol=1e-6, atol=1e-7)
@@ -232,14 +247,21 @@ def test_plain_factors_split_singular_values_as_roots(size: tuple[int, int]) -> 
     matrix, rank = draw(*size), 5
     left, values, right = np.linalg.svd(matrix.numpy(), full_matrices=False)
     factors = factorise(matrix, rank)
-    second, first = left[:, :rank] * np.sqrt(values[:rank]), np.sqrt(values[:rank])[:, None] * right[:rank]
+    second, first = (
+        left[:, :rank] * np.sqrt(values[:rank]),
+        np.sqrt(values[:rank])[:, None] * right[:rank],
+    )
     signs = np.sign((factors.second.numpy() * second).sum(0))
     np.testing.assert_allclose(factors.second.numpy(), second * signs, atol=1e-12)
     np.testing.assert_allclose(factors.first.numpy(), first * signs[:, None], atol=1e-12)
 
 
 def test_directions_that_are_remembered_serve_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    matrices = {(layer, role): Given(draw(9, 7, seed=layer + len(role))) for layer in (0, 1) for role in ("q", "k")}
+    matrices = {
+        (layer, role): Given(draw(9, 7, seed=layer + len(role)))
+        for layer in (0, 1)
+        for role in ("q", "k")
+    }
     asked = [(0, "q", 5), (0, "k", 2), (0, "q", 2), (0, "k", 7), (1, "q", 3), (1, "q", 1), (0, "q", 4)]
     made: list[Tensor] = []
 
@@ -248,23 +270,32 @@ def test_directions_that_are_remembered_serve_every_rank(monkeypatch: pytest.Mon
         return decompose(matrix)
 
     expected = [
-        TruncatedSVD().factors(Sublayer("A", (layer,), None, ((role, rank),)), role, matrices[layer, role])
+        TruncatedSVD().factors(
+            Sublayer("A", (layer,), None, ((role, rank),)), role, matrices[layer, role]
+        )
         for layer, role, rank in asked
     ]
     monkeypatch.setattr("surgeon.models.weights.decompose.decompose", counted)
     source = TruncatedSVD(remembers=True)
     for (layer, role, rank), wanted in zip(asked, expected, strict=True):
-        found = source.factors(Sublayer("A", (layer,), None, ((role, rank),)), role, matrices[layer, role])
+        found = source.factors(
+            Sublayer("A", (layer,), None, ((role, rank),)), role, matrices[layer, role]
+        )
         torch.testing.assert_close(found, wanted)
-    assert len(made) == 4  # q and k of layer 0, q of layer 1, which takes their place, and q of layer 0 again
+    # Q and k of layer 0, q of layer 1, which takes their place, and q of layer 0 again.
+    assert len(made) == 4
     assert set(source.kept) == {((0,), "q")}
     made.clear()
     one = source.kept[(0,), "q"].nbytes
     for room, decomposed in ((one, 4), (8 * one, 3)):
         made.clear()
         source = TruncatedSVD(remembers=True, room=room)
-        for (layer, role, rank), wanted in zip([*asked, *asked[:1]], [*expected, *expected[:1]], strict=True):
-            found = source.factors(Sublayer("A", (layer,), None, ((role, rank),)), role, matrices[layer, role])
+        for (layer, role, rank), wanted in zip(
+            [*asked, *asked[:1]], [*expected, *expected[:1]], strict=True
+        ):
+            found = source.factors(
+                Sublayer("A", (layer,), None, ((role, rank),)), role, matrices[layer, role]
+            )
             torch.testing.assert_close(found, wanted)
         assert len(made) == decomposed
 
@@ -282,7 +313,10 @@ def test_nothing_of_the_same_rank_loses_less_than_whitened_factors(size: tuple[i
     for seed in range(20):
         noise = draw(rank, size[1], seed=seed)
         for first in (noise, best.first + 0.01 * noise):
-            assert truncation_loss(matrix, fitted(matrix, Factors(first, best.second), moment), moment) > loss
+            assert (
+                truncation_loss(matrix, fitted(matrix, Factors(first, best.second), moment), moment)
+                > loss
+            )
     second = draw(size[0], rank, seed=3)
     for _ in range(300):
         first = torch.linalg.lstsq(second, matrix).solution
@@ -308,7 +342,9 @@ def test_the_second_factor_is_fitted_by_least_squares(size: tuple[int, int], tok
         torch.testing.assert_close(found.first, factors.first, rtol=0, atol=0)
         outputs = seen @ factors.first.T
         scale = float((samples @ matrix.T).abs().max())
-        torch.testing.assert_close(outputs @ found.second.T, outputs @ best.T, rtol=1e-6, atol=1e-6 * scale)
+        torch.testing.assert_close(
+            outputs @ found.second.T, outputs @ best.T, rtol=1e-6, atol=1e-6 * scale
+        )
         if tokens > 5:
             torch.testing.assert_close(found.second, best, rtol=1e-5, atol=1e-7)
         else:  # as far as inputs reach, and not beyond
@@ -328,7 +364,8 @@ def deficient(draws: st.DrawFn) -> dict[str, Any]:
         "rank": draws(st.integers(1, min(features, outputs))),
         "span": draws(st.integers(1, features)),
         "tokens": draws(st.sampled_from([1, 2, 5, 20, 100])),
-        "decades": draws(st.tuples(st.sampled_from([0, 2, 4]), st.sampled_from([0, 3]))),  # of directions, of features
+        # Of directions, of features.
+        "decades": draws(st.tuples(st.sampled_from([0, 2, 4]), st.sampled_from([0, 3]))),
         "mean": draws(st.sampled_from([0, 30])),
         "method": draws(st.sampled_from(["plain", "activation", "whitened"])),
         "drift": draws(
@@ -342,12 +379,15 @@ def deficient(draws: st.DrawFn) -> dict[str, Any]:
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 @settings(max_examples=40, deadline=None)
 @given(deficient())
-def test_an_update_is_never_worse_than_none(dtype: torch.dtype, kept: torch.dtype, case: dict[str, Any]) -> None:
+def test_an_update_is_never_worse_than_none(
+    dtype: torch.dtype, kept: torch.dtype, case: dict[str, Any]
+) -> None:
     """On its own text, with inputs rounded anew, as on another machine, and factors rounded to what keeps them."""
     outputs, features = case["size"]
     tokens, span, seed = case["tokens"], case["span"], case["seed"]
     directions, sizes = (
-        torch.logspace(0, -of, n).double() for of, n in zip(case["decades"], (span, features), strict=True)
+        torch.logspace(0, -of, n).double()
+        for of, n in zip(case["decades"], (span, features), strict=True)
     )
     spread = draw(tokens, span, seed=seed) * directions @ draw(span, features, seed=seed + 1)
     exact = (spread + case["mean"] * draw(features, seed=seed + 2)) * sizes
@@ -402,7 +442,9 @@ def test_calibration_on_few_tokens_leaves_the_full_rank_exact(method: Method) ->
     torch.testing.assert_close(full.second @ full.first, matrix)
     if method != "activation":
         reached = factorise(matrix, 5, method, statistics)
-        assert output_error(samples, matrix, reached.second @ reached.first) < 1e-6 * float((samples @ matrix.T).norm())
+        assert output_error(samples, matrix, reached.second @ reached.first) < 1e-6 * float(
+            (samples @ matrix.T).norm()
+        )
 
 
 def test_factors_of_a_matrix_of_low_rank_end_with_zeros() -> None:
@@ -418,7 +460,9 @@ def test_factors_of_a_matrix_of_low_rank_end_with_zeros() -> None:
 
 def test_what_cannot_be_factorised_is_refused() -> None:
     for rank in (0, 5):
-        with pytest.raises(ValueError, match=f"a matrix of 4 x 7 must be from 1 to the lesser of these, not {rank}"):
+        with pytest.raises(
+            ValueError, match=f"a matrix of 4 x 7 must be from 1 to the lesser of these, not {rank}"
+        ):
             factorise(torch.ones(4, 7), rank)
     wrong: Any = "whitend"
     with pytest.raises(ValueError, match="there is no method 'whitend'; did you mean 'whitened'?"):

@@ -75,7 +75,9 @@ def test_each_expert_has_two_factors_of_its_own(family: str) -> None:
     with torch.no_grad():
         found = edit(model, text)(IDS).logits
     torch.testing.assert_close(found, plain.logits(x), rtol=2e-5, atol=2e-5)
-    factors = weights_of(restore(model)).sublayer(Sublayer("F", (1,), experts=(0, 2), ranks=(("gate", 3),)))
+    factors = weights_of(restore(model)).sublayer(
+        Sublayer("F", (1,), experts=(0, 2), ranks=(("gate", 3),))
+    )
     width = factors["up.weight"].shape[1]
     assert factors["gate.first.weight"].shape == (2, 3, 32)
     assert factors["gate.second.weight"].shape == (2, width, 3)
@@ -83,7 +85,9 @@ def test_each_expert_has_two_factors_of_its_own(family: str) -> None:
 
 def test_one_matrix_is_asked_for_by_its_expert() -> None:
     weights = weights_of(tiny_model("mixtral", 1))
-    with pytest.raises(ValueError, match=r"F0 has one up for each of its experts; name one of them \(F4!e0\)"):
+    with pytest.raises(
+        ValueError, match=r"F0 has one up for each of its experts; name one of them \(F4!e0\)"
+    ):
         weights.matrix(Sublayer("F", (0,)), "up")
     one = weights.matrix(Sublayer("F", (0,), experts=(2,)), "up")
     assert one.shape == (48, 32)

@@ -24,7 +24,9 @@ SOME = [case(scheme, default=scheme in ("gptq", "nf4")) for scheme in SCHEMES]
 @pytest.fixture
 def matrix(scheme: str, tmp_path: Path) -> Quantised:
     save_source(tmp_path / "model", num_layers=1)
-    return Checkpoint(quantise_folder(tmp_path / "model", scheme)).quantised["model.layers.0.mlp.up_proj.weight"]
+    return Checkpoint(quantise_folder(tmp_path / "model", scheme)).quantised[
+        "model.layers.0.mlp.up_proj.weight"
+    ]
 
 
 def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
@@ -43,7 +45,10 @@ def run(linear: nn.Linear, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):  # type: ignore[func-returns-value]
         output = linear(x)
     (output * torch.arange(output.shape[-1], dtype=x.dtype)).sum().backward()
-    return [output, *(one.grad for one in (x, linear.bias) if one is not None and one.grad is not None)], kept
+    return [
+        output,
+        *(one.grad for one in (x, linear.bias) if one is not None and one.grad is not None),
+    ], kept
 
 
 @pytest.mark.parametrize("scheme", SOME)
@@ -74,7 +79,10 @@ def test_numbers_are_made_where_the_codes_lie(matrix: Quantised) -> None:
 
 @pytest.mark.parametrize("scheme", ["awq"])
 def test_products_in_fewer_bits_keep_no_numbers_either(matrix: Quantised) -> None:
-    x, layers = torch.randn(4, matrix.shape[1]), (linear_of(matrix.whole()), linear_of(PackedTensor.of(matrix)))
+    x, layers = (
+        torch.randn(4, matrix.shape[1]),
+        (linear_of(matrix.whole()), linear_of(PackedTensor.of(matrix))),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         (expected, _), (found, kept) = (run(layer, x) for layer in layers)
     assert found[0].dtype == torch.bfloat16

@@ -32,8 +32,13 @@ def test_blocks_that_are_cut_off() -> None:
 
 
 def test_one_scale() -> None:
-    stored = {".weight": torch.randn(4, 6).to(torch.float8_e4m3fn), ".weight_scale_inv": torch.tensor(0.25)}
-    (found,) = quantised_matrices(named(stored), {"quant_method": "fp8", "weight_block_size": None}).values()
+    stored = {
+        ".weight": torch.randn(4, 6).to(torch.float8_e4m3fn),
+        ".weight_scale_inv": torch.tensor(0.25),
+    }
+    (found,) = quantised_matrices(
+        named(stored), {"quant_method": "fp8", "weight_block_size": None}
+    ).values()
     assert torch.equal(found.part(0, 1, 3), stored[".weight"].float()[1:3] * 0.25)
 
 
@@ -59,7 +64,10 @@ def test_modules_by_their_groups() -> None:
     tensors = named(four, "a.up_proj").tensors | named(eight, "a.down_proj").tensors
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     found = quantised_matrices(NamedTensors(tensors), config)
-    assert {name: one.scheme.bits for name, one in found.items()} == {"a.up_proj.weight": 4, "a.down_proj.weight": 8}  # type: ignore[attr-defined]
+    assert {name: one.scheme.bits for name, one in found.items()} == {
+        "a.up_proj.weight": 4,
+        "a.down_proj.weight": 8,
+    }  # type: ignore[attr-defined]
     bytes_ = eight[".weight_packed"].view(torch.uint8).float() - 128
     expected = bytes_ * eight[".weight_scale"].float().repeat_interleave(16, 1)
     assert torch.equal(found["a.down_proj.weight"].whole(), expected)
@@ -75,7 +83,9 @@ def test_a_module_of_no_group_is_refused() -> None:
     stored, _ = SCHEMES["int8 rows"][0](torch.randn(16, 32))
     tensors = named(stored, "a.up_proj").tensors | named(stored, "a.gate_proj").tensors
     config = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
-    with pytest.raises(ValueError, match=r"tensor a.gate_proj.weight holds int8, .* none that quantization_config"):
+    with pytest.raises(
+        ValueError, match=r"tensor a.gate_proj.weight holds int8, .* none that quantization_config"
+    ):
         quantised_matrices(NamedTensors(tensors), config)
 
 

@@ -52,7 +52,9 @@ def damaged(ending: str, tensor: Tensor) -> dict[str, dict[str, Tensor]]:
     found: dict[str, dict[str, Tensor]] = {
         "dropped": {},
         "of another type": {ending: tensor.float() if not tensor.is_floating_point() else tensor.int()},
-        "of another width": {ending: tensor.long() if tensor.dtype == torch.int32 else tensor.to(torch.complex64)},
+        "of another width": {
+            ending: tensor.long() if tensor.dtype == torch.int32 else tensor.to(torch.complex64)
+        },
         "one dimension more": {ending: torch.stack([tensor, tensor])},
         "renamed": {f"{ending}_old": tensor},
         "empty": {ending: tensor.new_empty((0, *tensor.shape[1:]))},
@@ -84,7 +86,11 @@ def test_damage_is_refused(scheme: str) -> None:
                 tried += 1
                 continue
             same = found.shape == numbers.shape and torch.allclose(found, numbers)
-            assert same or (found.shape != numbers.shape and how.startswith("dimension")), (scheme, ending, how)
+            assert same or (found.shape != numbers.shape and how.startswith("dimension")), (
+                scheme,
+                ending,
+                how,
+            )
     assert tried >= 6 * len(whole)
 
 
@@ -97,8 +103,12 @@ def test_tensors_that_nobody_knows_are_refused(scheme: str) -> None:
         with pytest.raises(ValueError, match=f"tensor m{re.escape(beside)} .* and belongs to none that"):
             read(stored | {beside: tensor}, config)
     ending = next(end for end in stored if end != ".weight")
-    matrices = quantised_matrices(NamedTensors(named(stored).tensors | {f"n{ending}": stored[ending]}), config)
-    with pytest.raises(ValueError, match=f"has no tensor n.*, which .* needs beside n{re.escape(ending)}"):
+    matrices = quantised_matrices(
+        NamedTensors(named(stored).tensors | {f"n{ending}": stored[ending]}), config
+    )
+    with pytest.raises(
+        ValueError, match=f"has no tensor n.*, which .* needs beside n{re.escape(ending)}"
+    ):
         matrices["n" if scheme == "mxfp4" else "n.weight"].whole()
 
 
@@ -108,12 +118,19 @@ def test_tensors_that_nobody_knows_are_refused(scheme: str) -> None:
         ("gptq act order", ".g_idx", -1, "holds -1, and should hold the group of each input, 0 to 1"),
         ("gptq act order", ".g_idx", 2, "holds 2, and should hold the group of each input, 0 to 1"),
         ("gptq", ".g_idx", 1, "should hold inputs in order, as desc_act is false"),
-        ("packed by index", ".weight_g_idx", -1, "holds -1, and should hold the group of each column, 0 to 1"),
+        (
+            "packed by index",
+            ".weight_g_idx",
+            -1,
+            "holds -1, and should hold the group of each column, 0 to 1",
+        ),
         ("packed", ".weight_shape", -48, "holds .*, and should hold the numbers of rows and columns"),
         ("int8", ".weight_format", 2, "holds 2, and should hold 0 for a layout in rows"),
     ],
 )
-def test_values_that_stand_for_nothing_are_refused(scheme: str, ending: str, value: int, said: str) -> None:
+def test_values_that_stand_for_nothing_are_refused(
+    scheme: str, ending: str, value: int, said: str
+) -> None:
     stored, _, config = made(scheme)
     stored[ending] = stored[ending].clone()
     stored[ending].view(-1)[0] = value
@@ -147,11 +164,15 @@ def test_zero_points_of_a_symmetric_matrix_are_zero() -> None:
     stored[".weight_zero_point"] = torch.zeros(48, 1, dtype=torch.int8)
     torch.testing.assert_close(read(stored, config), numbers)
     stored[".weight_zero_point"][3] = 1
-    with pytest.raises(ValueError, match="m.weight_zero_point holds 1, and should hold zeros, as symmetric is true"):
+    with pytest.raises(
+        ValueError, match="m.weight_zero_point holds 1, and should hold zeros, as symmetric is true"
+    ):
         read(stored, config)
 
 
 def test_one_scale_that_are_two_is_refused() -> None:
     stored = {".weight": torch.randn(4, 6).to(torch.float8_e4m3fn), ".weight_scale_inv": torch.ones(2)}
-    with pytest.raises(ValueError, match=r"tensor m.weight_scale_inv has the shape \(2,\), and FP8 .* needs \(\) for"):
+    with pytest.raises(
+        ValueError, match=r"tensor m.weight_scale_inv has the shape \(2,\), and FP8 .* needs \(\) for"
+    ):
         read(stored, {"quant_method": "fp8", "weight_block_size": None})

@@ -16,29 +16,59 @@ GROUPED = {"quant_method": "compressed-tensors", "format": "int-quantized"}
 
 
 def grouped(**weights: Any) -> dict[str, Any]:
-    return {**GROUPED, "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, **weights}}}}
+    return {
+        **GROUPED,
+        "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, **weights}}},
+    }
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"quant_method": "quip"}, "quantised by 'quip' are not supported .known: fp8, compressed-tensors, gptq"),
+        (
+            {"quant_method": "quip"},
+            "quantised by 'quip' are not supported .known: fp8, compressed-tensors, gptq",
+        ),
         ("fp8", "must be an object"),
         ({"quant_method": "gptq"}, "has bits None, and it has to be a whole number above 0"),
         ({"quant_method": "gptq", "bits": 3}, r"gptq with bits 3 is not supported .known: 2, 4, 8"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size 0, .* above 0, or -1 for all in one"),
-        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "gptq with format 'marlin' is not supported"),
-        ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"}, "pack_dtype 'int64' is not supported"),
-        ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, "has rotation 'hadamard', which is not known"),
-        ({"quant_method": "gptq", "format": "gptq", "checkpoint_format": "gptq_v2"}, "both formats of GPTQ"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 0},
+            "group_size 0, .* above 0, or -1 for all in one",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "format": "marlin"},
+            "gptq with format 'marlin' is not supported",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"},
+            "pack_dtype 'int64' is not supported",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "rotation": "hadamard"},
+            "has rotation 'hadamard', which is not known",
+        ),
+        (
+            {"quant_method": "gptq", "format": "gptq", "checkpoint_format": "gptq_v2"},
+            "both formats of GPTQ",
+        ),
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 8, "dynamic": {"+:.*up": {"bits": 8}}},
             r"in some modules .dynamic '\+:.\*up'",
         ),
         ({"quant_method": "awq", "version": "gemv"}, "awq with version 'gemv' is not supported"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 8, "backend": "llm-awq"}, "as llm-awq packs it"),
-        ({"quant_method": "fp8", "weight_block_size": [0, 16]}, r"weight_block_size \[0, 16\], and blocks have at"),
-        ({"quant_method": "fp8", "weight_block_size": [16]}, r"weight_block_size \[16\], and it has to be two whole"),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 8, "backend": "llm-awq"},
+            "as llm-awq packs it",
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [0, 16]},
+            r"weight_block_size \[0, 16\], and blocks have at",
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [16]},
+            r"weight_block_size \[16\], and it has to be two whole",
+        ),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 with fmt 'e5m2' is not supported"),
         ({"quant_method": "bitsandbytes"}, "should have either load_in_4bit or load_in_8bit true"),
         (
@@ -49,13 +79,28 @@ def grouped(**weights: Any) -> dict[str, Any]:
             {**GROUPED, "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}},
             "with transform_config {'con",
         ),
-        ({**GROUPED, "format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized' is not supported .known: float-quant"),
-        (grouped(strategy="group", group_size=0), "group_size 0, and it has to be a whole number above 0"),
-        (grouped(strategy="tensor_group", group_size=16), "strategy 'tensor_group' is not supported .known: tensor"),
-        (grouped(strategy="channel", scale_bits=8), "has scale_bits 8, which is not known for int-quantized"),
+        (
+            {**GROUPED, "format": "nvfp4-pack-quantized"},
+            "'nvfp4-pack-quantized' is not supported .known: float-quant",
+        ),
+        (
+            grouped(strategy="group", group_size=0),
+            "group_size 0, and it has to be a whole number above 0",
+        ),
+        (
+            grouped(strategy="tensor_group", group_size=16),
+            "strategy 'tensor_group' is not supported .known: tensor",
+        ),
+        (
+            grouped(strategy="channel", scale_bits=8),
+            "has scale_bits 8, which is not known for int-quantized",
+        ),
         (grouped(strategy="channel", actorder="group"), "actorder 'group', which is of groups"),
         (grouped(strategy="channel", dynamic=True), "with dynamic True is not supported"),
-        ({**GROUPED, "config_groups": {"W8A8": ["Linear"]}}, "W8A8 of config_groups of .* must be an object"),
+        (
+            {**GROUPED, "config_groups": {"W8A8": ["Linear"]}},
+            "W8A8 of config_groups of .* must be an object",
+        ),
     ],
 )
 def test_what_is_not_known_is_named(config: Any, said: str) -> None:
@@ -68,7 +113,9 @@ def test_what_is_not_known_is_named(config: Any, said: str) -> None:
 def test_an_entry_that_is_not_known_is_named(scheme: str, value: Any) -> None:
     stored, _ = SCHEMES[scheme][0](torch.randn(48, 32))
     config = SCHEMES[scheme][1]
-    with pytest.raises(ValueError, match="has turned_by .*, which is not known for .* remove it, else use the model"):
+    with pytest.raises(
+        ValueError, match="has turned_by .*, which is not known for .* remove it, else use the model"
+    ):
         quantised_matrices(named(stored), config | {"turned_by": value})
     assert rules_of(config | {"turned_by": None}) == rules_of(config)  # says nothing
 
@@ -84,18 +131,35 @@ def compressed(form: str, said: str) -> dict[str, Any]:
     """As llm-compressor writes it."""
     inputs = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token", "symmetric": True}
     weights = json.loads(ARGUMENTS) | json.loads(f"{{{said}}}")
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    return json.loads(LLM_COMPRESSOR) | {"format": form, "config_groups": {"group_0": group | {"format": form}}}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+    }
+    return json.loads(LLM_COMPRESSOR) | {
+        "format": form,
+        "config_groups": {"group_0": group | {"format": form}},
+    }
 
 
 @pytest.mark.parametrize(
     ("form", "said"),
     [
         ("float-quantized", '"num_bits": 8, "type": "float", "strategy": "channel"'),
-        ("float-quantized", '"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]'),
+        (
+            "float-quantized",
+            '"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]',
+        ),
         ("int-quantized", '"num_bits": 8, "type": "int", "strategy": "channel", "observer": "mse"'),
-        ("pack-quantized", '"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8, "actorder": "weight"'),
-        ("pack-quantized", '"num_bits": 4, "strategy": "group", "group_size": 32, "zp_dtype": "torch.int8"'),
+        (
+            "pack-quantized",
+            '"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8, "actorder": "weight"',
+        ),
+        (
+            "pack-quantized",
+            '"num_bits": 4, "strategy": "group", "group_size": 32, "zp_dtype": "torch.int8"',
+        ),
         ("naive-quantized", '"num_bits": 8, "type": "int", "strategy": null, "group_size": -1'),
     ],
 )

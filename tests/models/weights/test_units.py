@@ -45,7 +45,9 @@ def sublayer(text: str) -> Sublayer:
 
 @pytest.fixture
 def llama(tiny_model: Callable[..., Any]) -> Any:
-    return tiny_model("llama", 2, attention_bias=True, mlp_bias=True, num_attention_heads=8, num_key_value_heads=4)
+    return tiny_model(
+        "llama", 2, attention_bias=True, mlp_bias=True, num_attention_heads=8, num_key_value_heads=4
+    )
 
 
 def test_the_largest_are_kept_as_they_stand(llama: Any) -> None:
@@ -54,7 +56,8 @@ def test_the_largest_are_kept_as_they_stand(llama: Any) -> None:
     mlp.down_proj.weight.data[:, 30] *= 80
     mlp.gate_proj.weight.data[3] *= 60
     assert weights.kept_units(sublayer("F1#3")).tolist() == [7, 30, 40]
-    assert weights.kept_units(sublayer("F1#4")).tolist() == [3, 7, 30, 40]  # narrower choices lie within wider ones
+    # Narrower choices lie within wider ones.
+    assert weights.kept_units(sublayer("F1#4")).tolist() == [3, 7, 30, 40]
     tensors = weights.sublayer(sublayer("F1#3"))
     assert torch.equal(tensors["gate.weight"], mlp.gate_proj.weight[[7, 30, 40]])
     assert torch.equal(tensors["up.bias"], mlp.up_proj.bias[[7, 30, 40]])
@@ -64,12 +67,16 @@ def test_the_largest_are_kept_as_they_stand(llama: Any) -> None:
 
 def test_any_neurons_are_kept_where_nothing_says_which(llama: Any) -> None:
     """The same ones every time, others in each layer; narrower choices lie within wider ones."""
-    kept = {text: set(seen(llama).kept_units(sublayer(text)).tolist()) for text in ("F0#9", "F1#9", "F1#20")}
+    kept = {
+        text: set(seen(llama).kept_units(sublayer(text)).tolist()) for text in ("F0#9", "F1#9", "F1#20")
+    }
     assert kept["F1#9"] < kept["F1#20"]
     assert kept["F0#9"] != kept["F1#9"]
     for layer in llama.model.layers:
         layer.mlp.up_proj.weight.data[::2] *= 100
-    assert all(set(seen(llama).kept_units(sublayer(text)).tolist()) == found for text, found in kept.items())
+    assert all(
+        set(seen(llama).kept_units(sublayer(text)).tolist()) == found for text, found in kept.items()
+    )
 
 
 def test_heads_are_kept_by_their_kv_group(llama: Any) -> None:
@@ -101,14 +108,20 @@ def test_scores_say_which_are_kept(llama: Any) -> None:
     """Of equal ones those that stand first; layers without scores go by their weights."""
     source = UnitsByLayer({("A", 0): ScoredUnits(torch.tensor([1.0, 3, 2, 3]), "taste")}, TruncatedSVD())
     weights = seen(llama, source)
-    assert [weights.kept_units(sublayer(f"A0#{count}")).tolist() for count in (1, 2, 3)] == [[1], [1, 3], [1, 2, 3]]
+    assert [weights.kept_units(sublayer(f"A0#{count}")).tolist() for count in (1, 2, 3)] == [
+        [1],
+        [1, 3],
+        [1, 2, 3],
+    ]
     by_weights = seen(llama).kept_units(sublayer("A1#2"))
     assert weights.kept_units(sublayer("A1#2")).tolist() == by_weights.tolist()
     found = weights.sublayer(sublayer("A0#2@q16"))
     whole = weights.sublayer(sublayer("A0#2"))["q.weight"]
     torch.testing.assert_close(found["q.second.weight"] @ found["q.first.weight"], whole)
     with pytest.raises(ValueError, match="scores of 3 units of F1, which has 48"):
-        seen(llama, UnitsByLayer({("F", 1): ScoredUnits(torch.ones(3), "taste")})).kept_units(sublayer("F1#2"))
+        seen(llama, UnitsByLayer({("F", 1): ScoredUnits(torch.ones(3), "taste")})).kept_units(
+            sublayer("F1#2")
+        )
 
 
 def test_factors_are_of_what_is_left(llama: Any) -> None:
@@ -123,7 +136,9 @@ def test_factors_are_of_what_is_left(llama: Any) -> None:
 def test_a_layer_that_is_stored_so_is_used_as_it_is(llama: Any) -> None:
     narrow = {
         f"model.layers.0.{path}": parameter.detach()
-        for path, parameter in edit(llama, "A0#2 F0#5").model.layers.get_submodule("A0#2").named_parameters()
+        for path, parameter in edit(llama, "A0#2 F0#5")
+        .model.layers.get_submodule("A0#2")
+        .named_parameters()
     }
     stored = ModelWeights(NamedTensors(narrow), family_of(llama.config), 4)
     assert stored.stored_width("A", 0) == 2
@@ -131,7 +146,9 @@ def test_a_layer_that_is_stored_so_is_used_as_it_is(llama: Any) -> None:
         assert torch.equal(
             stored.sublayer(sublayer(text))["k.weight"], narrow["model.layers.0.self_attn.k_proj.weight"]
         )
-    with pytest.raises(ValueError, match="A0#3 has more KV groups than the 2 of its layer; use at most 2"):
+    with pytest.raises(
+        ValueError, match="A0#3 has more KV groups than the 2 of its layer; use at most 2"
+    ):
         stored.sublayer(sublayer("A0#3"))
 
 

@@ -13,7 +13,14 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import FAMILIES, family_of
-from surgeon.models.weights import ModelWeights, ModuleStore, NamedTensors, indivisible, stored_tensors, unit_bounds
+from surgeon.models.weights import (
+    ModelWeights,
+    ModuleStore,
+    NamedTensors,
+    indivisible,
+    stored_tensors,
+    unit_bounds,
+)
 
 
 @pytest.fixture
@@ -68,7 +75,9 @@ def test_units_come_from_the_shapes(llama: tuple[Any, ModelWeights]) -> None:
     assert source.units(sublayer("F1")) == {"neurons": 48}
 
 
-def test_only_the_slice_is_read(llama: tuple[Any, ModelWeights], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_slice_is_read(
+    llama: tuple[Any, ModelWeights], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, source = llama
     whole: list[str] = []
     parts: list[tuple[str, int, int, int]] = []
@@ -100,7 +109,10 @@ def test_only_the_slice_is_read(llama: tuple[Any, ModelWeights], monkeypatch: py
         # 4 heads and 2 KV heads: rows of q, of k, of v.
         (
             "phi3",
-            [("self_attn.qkv_proj.weight", 0, first, end) for first, end in [(16, 32), (40, 48), (56, 64)]]
+            [
+                ("self_attn.qkv_proj.weight", 0, first, end)
+                for first, end in [(16, 32), (40, 48), (56, 64)]
+            ]
             + [("self_attn.o_proj.weight", 1, 16, 32)],
             {"q": range(16, 32), "k": range(40, 48), "v": range(56, 64)},
         ),
@@ -129,7 +141,9 @@ def test_packed_projections(
     monkeypatch.setattr(source.store, "part", lambda *what: parts.append(what) or read_part(*what))
     tensors = source.sublayer(sublayer("A1/2:1"), torch.float32)
     prefix = f"{FAMILIES[family].layers}.1."
-    assert [part for part in parts if part[0].endswith("weight")] == [(prefix + name, *where) for name, *where in reads]
+    assert [part for part in parts if part[0].endswith("weight")] == [
+        (prefix + name, *where) for name, *where in reads
+    ]
     packed = model.get_parameter(prefix + reads[0][0])
     packed = packed.T if family == "gpt2" else packed
     for role, rows in roles.items():
@@ -166,11 +180,16 @@ def test_matrices_are_seen_alike_in_modules_and_folders(
 
 def test_what_is_not_there_is_named(llama: tuple[Any, ModelWeights]) -> None:
     model, _ = llama
-    for store, said in ((ModuleStore(model), "the model has no parameter 'x.y'"), (NamedTensors({}), "has no 'x.y'")):
+    for store, said in (
+        (ModuleStore(model), "the model has no parameter 'x.y'"),
+        (NamedTensors({}), "has no 'x.y'"),
+    ):
         assert "x.y" not in store
         with pytest.raises(ValueError, match=said):
             store.tensor("x.y")
-    with pytest.raises(ValueError, match=r"the state dict has no tensors named model.layers.\*, as Llama has"):
+    with pytest.raises(
+        ValueError, match=r"the state dict has no tensors named model.layers.\*, as Llama has"
+    ):
         ModelWeights(NamedTensors({}), FAMILIES["llama"], 8).count_layers()
 
 

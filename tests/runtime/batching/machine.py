@@ -33,7 +33,9 @@ def continued(request: Request) -> list[int]:
     return tokens[len(request.prompt) :]
 
 
-def ask(number: int, prompt: list[int], new: int, ignore_end: bool = True, scored: bool = False) -> Request:
+def ask(
+    number: int, prompt: list[int], new: int, ignore_end: bool = True, scored: bool = False
+) -> Request:
     sampling = Sampling(max_new_tokens=new, ignore_end=ignore_end, prompt_logprobs=0 if scored else None)
     return Request(number, tuple(prompt), sampling)
 
@@ -74,7 +76,9 @@ class Machine:
         """Of a sequence's tokens in the cache; None where they are gone."""
         size, found = self.block_tokens, list[int | None]()
         for first, length in runs:
-            found += [None] * length * size if first == GONE else range(first * size, (first + length) * size)
+            found += (
+                [None] * length * size if first == GONE else range(first * size, (first + length) * size)
+            )
         return found
 
     def write(self, row: Row, tokens: list[int], written: set[int]) -> None:
@@ -114,7 +118,10 @@ class Machine:
                 assert [self.drafts_own[at or 0] for at in places[:end]] == tokens[:end]
             if number < chunk.drafts:
                 assert end == first + number
-                assert [row.wanted for row in rows] == [*[Wanted.NOTHING] * (len(rows) - 1), chunk.wanted]
+                assert [row.wanted for row in rows] == [
+                    *[Wanted.NOTHING] * (len(rows) - 1),
+                    chunk.wanted,
+                ]
                 tokens.append(next_token(tokens) if len(tokens) % 5 else 1)
         return tokens[first:]
 
@@ -127,7 +134,9 @@ class Machine:
         self.passes.append(chunks)
         written: set[int] = set()
         chosen, scores = [], []
-        assert [chunk.drafts for chunk in chunks] == sorted((chunk.drafts for chunk in chunks), reverse=True)
+        assert [chunk.drafts for chunk in chunks] == sorted(
+            (chunk.drafts for chunk in chunks), reverse=True
+        )
         for chunk in chunks:
             drafts = self.drafted(chunk)
             rows = chunk.rows(drafts)
@@ -139,7 +148,9 @@ class Machine:
                 assert end == len(chunk.sequence.tokens) + len(drafts)
                 chosen.append([(token, None) for token in verified(chunk.sequence.tokens, drafts)])
             if row.targets is not None:
-                predicted_by = [row.start + row.targets.first + number for number in range(len(row.targets.tokens))]
+                predicted_by = [
+                    row.start + row.targets.first + number for number in range(len(row.targets.tokens))
+                ]
                 assert row.start <= predicted_by[0] <= predicted_by[-1] < end
                 assert row.targets.tokens == [chunk.sequence.tokens[place + 1] for place in predicted_by]
                 scores.append(
@@ -171,7 +182,8 @@ class Machine:
     def check(self, chunks: list[ScheduledChunk]) -> None:
         assert chunks
         held = [sequence.blocks for sequence in self.scheduler.running]
-        for sequence in self.scheduler.running:  # what was for drafts only is given back, and what windows have left
+        # What was for drafts only is given back, and what windows have left.
+        for sequence in self.scheduler.running:
             length, size, computed = len(sequence.tokens), self.block_tokens, sequence.computed
             for table, window in zip(sequence.blocks.tables, self.windows, strict=True):
                 assert table.length <= self.pool.blocks_for(length)
@@ -191,7 +203,11 @@ class Machine:
         raise AssertionError(f"not done after {most} passes")
 
     def passes_of(self, number: int) -> list[int]:
-        return [at for at, chunks in enumerate(self.passes) if any(s.sequence.request.id == number for s in chunks)]
+        return [
+            at
+            for at, chunks in enumerate(self.passes)
+            if any(s.sequence.request.id == number for s in chunks)
+        ]
 
     def tokens(self, number: int) -> list[int]:
         return [output.token for output in self.outputs[number] if output.token is not None]
@@ -202,4 +218,8 @@ class Machine:
 
 def scores(prompt: list[int]) -> list[TokenLogprob]:
     """What must come out for a prompt, computed alone."""
-    return [TokenLogprob(token, pretended(list(prompt[:place]))) for place, token in enumerate(prompt) if place]
+    return [
+        TokenLogprob(token, pretended(list(prompt[:place])))
+        for place, token in enumerate(prompt)
+        if place
+    ]

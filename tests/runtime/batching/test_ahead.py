@@ -82,7 +82,9 @@ def test_one_text_is_drafted_for_as_the_equation_says(draft: float, chance: floa
     text = Hits(1e6, chance * 1e6)
 
     def rate(ahead: int) -> float:
-        return sum(chance**place for place in range(ahead + 1)) / (ahead * draft + 1 + 0.05 * (ahead + 1))
+        return sum(chance**place for place in range(ahead + 1)) / (
+            ahead * draft + 1 + 0.05 * (ahead + 1)
+        )
 
     best = max(range(9), key=rate)
     assert ahead.choose([text], [8]) == [best if rate(best) > LEAST_GAIN * rate(0) else 0]
@@ -95,7 +97,9 @@ def test_several_texts_are_drafted_for_nearly_as_is_best_of_all_numbers() -> Non
     texts = [Hits(1e6, chance * 1e6) for chance in chances]
 
     def rate(counts: tuple[int, ...]) -> float:
-        tokens = sum(sum(a**place for place in range(k + 1)) for a, k in zip(chances, counts, strict=True))
+        tokens = sum(
+            sum(a**place for place in range(k + 1)) for a, k in zip(chances, counts, strict=True)
+        )
         passes = [sum(k > place for k in counts) for place in range(max(counts))]
         return tokens / (sum(0.2 + 0.02 * size for size in passes) + 1 + 0.1 * (3 + sum(counts)))
 
@@ -133,7 +137,9 @@ def speedup(
     if prompts is not None:
         ahead.prompts.note(length, 2 * prompts(length))
     for round_ in range(rounds):
-        drafts = ahead.choose(texts, [8] * count, () if prompts is None else missed, [rounds - round_] * count)
+        drafts = ahead.choose(
+            texts, [8] * count, () if prompts is None else missed, [rounds - round_] * count
+        )
         made_up = sum(compress(missed, drafts))
         if prompts is not None and made_up > FEW_MISSED:
             ahead.note_missed(made_up, prompts(made_up))
@@ -151,10 +157,17 @@ def speedup(
         missed = [0 if number else one + 1 for one, number in zip(missed, drafts, strict=True)]
         for text, chance, number in zip(texts, chances, drafts, strict=True):
             wrong = round_ < wrong_until
-            right = next((place for place in range(number) if wrong or random.random() >= chance), number)
+            right = next(
+                (place for place in range(number) if wrong or random.random() >= chance), number
+            )
             ahead.verified(text, number, right)
             tokens += right + 1
-    return tokens / seconds / (count / verify(count)) * (extra / passes + recording / verify(count) / tokens * count)
+    return (
+        tokens
+        / seconds
+        / (count / verify(count))
+        * (extra / passes + recording / verify(count) / tokens * count)
+    )
 
 
 def doubled(random: Random) -> float:
@@ -169,7 +182,9 @@ def interrupted(random: Random) -> float:
 
 def recorded(random: Random) -> float:
     """As passes on two ranks with two cores, beside ten other programs, were recorded: in units of their median."""
-    return random.choice((*(0.1,) * 8, 0.3, 0.3, 0.5, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.5, 1.7, 1.8, 2.0, 2.7, 4.2))
+    return random.choice(
+        (*(0.1,) * 8, 0.3, 0.3, 0.5, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.5, 1.7, 1.8, 2.0, 2.7, 4.2)
+    )
 
 
 def steady(_: Random) -> float:
@@ -196,20 +211,35 @@ def test_what_it_loses_is_bounded_in_the_long_run(noise: Callable[[Random], floa
     assert speedup(lambda _: 1.0, lambda _: 1.0, [0.8], 2000, noise) > 0.97
     assert speedup(lambda _: 0.5, float, [0.8], 2000, noise) > 0.97
     assert speedup(lambda _: 0.3, lambda _: 1.0, [0.0], 2000, noise) > 0.97
-    assert speedup(lambda _: 0.5, lambda size: 1 + 0.1 * size, [0.6], 2000, noise) > 0.97  # where they come out even
+    # Where they come out even.
+    assert speedup(lambda _: 0.5, lambda size: 1 + 0.1 * size, [0.6], 2000, noise) > 0.97
 
 
 def test_what_it_loses_beside_many_programs_is_bounded_on_average() -> None:
     """Single runs differ by more, where a pass takes a tenth of the usual or four times as long."""
-    for draft, verify, chance in ((1.0, lambda _: 1.0, 0.8), (0.5, float, 0.8), (0.3, lambda _: 1.0, 0.0)):
-        found = [speedup(lambda _, own=draft: own, verify, [chance], 1000, recorded, seed=seed) for seed in range(8)]
+    for draft, verify, chance in (
+        (1.0, lambda _: 1.0, 0.8),
+        (0.5, float, 0.8),
+        (0.3, lambda _: 1.0, 0.0),
+    ):
+        found = [
+            speedup(lambda _, own=draft: own, verify, [chance], 1000, recorded, seed=seed)
+            for seed in range(8)
+        ]
         assert fmean(found) > 0.95
         assert min(found) > 0.8
-    assert fmean(speedup(lambda _: 0.35, lambda _: 1.0, [0.9], 1000, recorded, seed=seed) for seed in range(8)) > 1.3
+    assert (
+        fmean(
+            speedup(lambda _: 0.35, lambda _: 1.0, [0.9], 1000, recorded, seed=seed) for seed in range(8)
+        )
+        > 1.3
+    )
 
 
 @pytest.mark.parametrize("recording", [5.0, 20.0])
-def test_first_passes_that_take_long_are_risked_when_there_was_time_to_lose_them(recording: float) -> None:
+def test_first_passes_that_take_long_are_risked_when_there_was_time_to_lose_them(
+    recording: float,
+) -> None:
     """And only few sizes of passes are tried, where many texts with many drafts could have any."""
     for draft, chance, texts in ((1.0, 0.8, 1), (0.3, 0.0, 1), (0.01, 0.9, 1), (0.01, 0.9, 8)):
         for rounds in (192, 1500):
@@ -225,7 +255,9 @@ def test_first_passes_that_take_long_are_risked_when_there_was_time_to_lose_them
     )
 
 
-def test_whether_drafts_pay_is_not_asked_with_each_pass_where_they_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_drafts_pay_is_not_asked_with_each_pass_where_they_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Which takes as long as a tenth of a pass of a small model."""
     asked = []
 
@@ -248,7 +280,9 @@ def test_a_short_text_loses_a_few_passes(rounds: int) -> None:
     for own, chance in ((1.0, 0.8), (0.5, 0.5), (0.3, 0.0)):
         draft = {1: own}.__getitem__
         for seed in range(5):
-            assert speedup(draft, lambda _: 1.0, [chance], rounds, seed=seed) > rounds / (1.015 * rounds + 2)
+            assert speedup(draft, lambda _: 1.0, [chance], rounds, seed=seed) > rounds / (
+                1.015 * rounds + 2
+            )
             assert speedup(draft, float, [chance], rounds, seed=seed) > rounds / (1.015 * rounds + 3)
 
 
@@ -304,7 +338,9 @@ def test_a_text_is_drafted_for_if_what_was_missed_of_it_pays() -> None:
         if known:
             ahead.note_missed(100, 0.1)
         count = len(missed)
-        return [each > 0 for each in ahead.choose([Hits(1e6, 0.9e6)] * count, [8] * count, missed, further)]
+        return [
+            each > 0 for each in ahead.choose([Hits(1e6, 0.9e6)] * count, [8] * count, missed, further)
+        ]
 
     assert chosen([FEW_MISSED], [1], won=0) == [True]
     saved = 1 - 1 / best_ahead([0.9], [8], lambda _: 0.2, lambda _: 1.0)[1]
@@ -326,4 +362,6 @@ def test_what_keys_of_its_own_lose_is_bounded_too(length: int, noise: Callable[[
     assert speedup(lambda _: 0.5, float, [0.8], 2000, **own) > 0.97
     assert speedup(lambda _: 0.3, lambda size: 1 + 0.05 * size, [0.1] * 4, 2000, **own) > 0.97
     best = max(sum(0.9**place for place in range(k + 1)) / (k * 0.35 + 1) for k in range(9))
-    assert speedup(lambda _: 0.35, lambda _: 1.0, [0.9], 2000, **own) > (0.9 * best if length < 400 else 0.97)
+    assert speedup(lambda _: 0.35, lambda _: 1.0, [0.9], 2000, **own) > (
+        0.9 * best if length < 400 else 0.97
+    )

@@ -17,7 +17,10 @@ def text(prompt: int, limit: int, added: int = 0) -> Sequence:
     return sequence
 
 
-@given(st.floats(0, 1), st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40), st.floats(0, 1)), max_size=30))
+@given(
+    st.floats(0, 1),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40), st.floats(0, 1)), max_size=30),
+)
 def test_the_newest_text_counts_an_eighth(share: float, texts: list[tuple[int, int, float]]) -> None:
     expected = Expectation(share)
     weighted = share * (7 / 8) ** len(texts)
@@ -53,6 +56,10 @@ def test_the_last_token_of_a_text_is_never_in_the_cache(share: float, limit: int
 
 
 @given(st.floats(0, 1), st.integers(1, 9), st.integers(0, 40), st.integers(0, 40))
-def test_what_a_text_has_added_changes_nothing(share: float, prompt: int, limit: int, added: int) -> None:
+def test_what_a_text_has_added_changes_nothing(
+    share: float, prompt: int, limit: int, added: int
+) -> None:
     expected = Expectation(share)
-    assert expected.length(text(prompt, limit, min(added, limit))) == expected.length(text(prompt, limit))
+    assert expected.length(text(prompt, limit, min(added, limit))) == expected.length(
+        text(prompt, limit)
+    )

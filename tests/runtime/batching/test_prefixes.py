@@ -38,7 +38,11 @@ class Twin:
         self.prefixes.let_go(self.numbers[path])
         self.holds[path] -= 1
         held = [one for one, count in self.holds.items() if count]
-        self.numbers = {one: n for one, n in self.numbers.items() if not one or any(h[: len(one)] == one for h in held)}
+        self.numbers = {
+            one: n
+            for one, n in self.numbers.items()
+            if not one or any(h[: len(one)] == one for h in held)
+        }
 
     def check(self) -> None:
         assert len(self.prefixes._keys) == len(self.numbers) - 1
@@ -49,7 +53,11 @@ class Twin:
             assert list(self.prefixes.path(number)) == shorter
 
 
-@given(st.lists(st.tuples(st.sampled_from(("add", "add", "hold", "let go")), st.integers(0), st.integers(0, 2))))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(("add", "add", "hold", "let go")), st.integers(0), st.integers(0, 2))
+    )
+)
 def test_what_is_held_is_known_and_nothing_else(steps: list[tuple[str, int, int]]) -> None:
     twin = Twin()
     for what, which, block in steps:

@@ -21,7 +21,9 @@ def test_prompts_in_chunks_beside_continuations() -> None:
     machine.scheduler.submit(ask(0, [1, 2, 3], 6))
     machine.scheduler.submit(ask(1, list(range(20)), 2))
     machine.run()
-    sizes = [[(chunk.sequence.request.id, chunk.tokens) for chunk in chunks] for chunks in machine.passes]
+    sizes = [
+        [(chunk.sequence.request.id, chunk.tokens) for chunk in chunks] for chunks in machine.passes
+    ]
     assert sizes[:4] == [[(0, 3), (1, 5)], [(0, 1), (1, 8)], [(0, 1), (1, 7)], [(0, 1), (1, 1)]]
     assert machine.tokens(0) == continued(ask(0, [1, 2, 3], 6))
     assert machine.tokens(1) == continued(ask(1, list(range(20)), 2))
@@ -81,7 +83,9 @@ def test_prefixes_are_shared_between_requests() -> None:
     assert machine.scheduler.tally.cached_tokens == 24
     assert len({block for chunk in chunks for block in chunk.sequence.blocks.tables[0].blocks}) == 3 + 2
     machine.run()
-    assert all(machine.tokens(number) == continued(ask(number, [*prompt, number], 3)) for number in (1, 2))
+    assert all(
+        machine.tokens(number) == continued(ask(number, [*prompt, number], 3)) for number in (1, 2)
+    )
     assert machine.outputs[1][-1].cached == 12
     assert machine.pool.free == 32
 
@@ -121,7 +125,10 @@ def test_ends() -> None:
 def test_refusals() -> None:
     for request, message in [
         (ask(0, [], 1), "the prompt is empty"),
-        (ask(0, [1] * 10, 7), "10 tokens of the prompt and 7 new ones are more than the 16 that fit; .* at most 6 new"),
+        (
+            ask(0, [1] * 10, 7),
+            "10 tokens of the prompt and 7 new ones are more than the 16 that fit; .* at most 6 new",
+        ),
         (ask(0, [1] * 16, 1), "more than the 16 that fit; shorten the prompt"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -130,7 +137,8 @@ def test_refusals() -> None:
 
 
 jobs = st.tuples(
-    st.lists(st.integers(0, 2), min_size=1, max_size=14),  # few different tokens, so that prefixes are often shared
+    # Few different tokens, so that prefixes are often shared.
+    st.lists(st.integers(0, 2), min_size=1, max_size=14),
     st.integers(0, 12),
     st.booleans(),  # whether it is to be scored
     st.integers(0, 6),  # passes until the next one comes
@@ -163,7 +171,10 @@ def test_whatever_comes_everything_ends_right(
     own = {"windows": windows, "share": share, "catches_up": catches_up and windows == (None,)}
     machine = Machine(blocks, 4, max_batch, pass_tokens, draft_tokens=draft_tokens, **own)
     scheduler = machine.scheduler
-    requests = [ask(number, prompt, new, scored=scored) for number, (prompt, new, scored, _, _) in enumerate(found)]
+    requests = [
+        ask(number, prompt, new, scored=scored)
+        for number, (prompt, new, scored, _, _) in enumerate(found)
+    ]
     actions: list[tuple[int, Callable[[], object]]] = []
     now = 0
     for request, (*_, pause, patience) in zip(requests, found, strict=True):
@@ -195,7 +206,9 @@ def test_whatever_comes_everything_ends_right(
 
 def test_a_text_that_grows_beyond_a_length_is_computed_anew() -> None:
     """All its tokens as a prompt, once; what is drafted before stays within the length."""
-    limits = Limits(1, 100, pass_tokens=16, draft_tokens=4, long_texts=LongTexts(10, by_length=False, anew=True))
+    limits = Limits(
+        1, 100, pass_tokens=16, draft_tokens=4, long_texts=LongTexts(10, by_length=False, anew=True)
+    )
     scheduler, seen = Scheduler(BlockPool(16, 4), limits), []
     scheduler.submit(ask(0, [1] * 6, 12))
     while not scheduler.idle:
@@ -213,5 +226,7 @@ def test_texts_share_what_keys_are_the_same_of() -> None:
         for number, length in enumerate((9, 12, 13, 12, 10)):
             scheduler.submit(ask(number, list(range(length)), 1))
             while not scheduler.idle:
-                cached += [output.cached for output in scheduler.advance(scheduler.plan(), [[(5, None)]])]
+                cached += [
+                    output.cached for output in scheduler.advance(scheduler.plan(), [[(5, None)]])
+                ]
         assert cached == [0, 0, shared, 8, 8]

@@ -72,7 +72,8 @@ def test_what_a_preempted_one_gave_back_it_shares_when_it_returns() -> None:
 def test_texts_that_together_fit_exactly_run_together() -> None:
     """No block is held back for a text that has all it will ever need."""
     machine = Machine(blocks=12, max_batch=4, pass_tokens=64)
-    requests = [ask(number, [number + 1] * 5, 8) for number in range(4)]  # 12 tokens in the cache, 3 blocks each
+    # 12 tokens in the cache, 3 blocks each.
+    requests = [ask(number, [number + 1] * 5, 8) for number in range(4)]
     for request in requests:
         machine.scheduler.submit(request)
     machine.step()
@@ -129,7 +130,11 @@ def test_texts_that_would_not_fit_together_wait_and_none_gives_way() -> None:
 
 def test_more_texts_run_where_they_end_early() -> None:
     machine = Machine(blocks=30, max_batch=8, pass_tokens=64)
-    early = [number for number in range(400) if len(continued(ask(number, [number], 100, ignore_end=False))) < 9][:40]
+    early = [
+        number
+        for number in range(400)
+        if len(continued(ask(number, [number], 100, ignore_end=False))) < 9
+    ][:40]
     for number in early:
         machine.scheduler.submit(ask(number, [number], 100, ignore_end=False))
     machine.run()

@@ -24,7 +24,10 @@ def test_a_prompt_is_scored_anew_though_its_blocks_are_known() -> None:
     for number, scored in enumerate([False, True, False]):
         machine.scheduler.submit(ask(number, prompt, 1, scored=scored))
         machine.run()
-    computed = [sum(chunk.tokens for chunks in machine.passes[at : at + 1] for chunk in chunks) for at in range(3)]
+    computed = [
+        sum(chunk.tokens for chunks in machine.passes[at : at + 1] for chunk in chunks)
+        for at in range(3)
+    ]
     assert computed == [13, 13, 1]
     assert machine.prompt_logprobs(1) == scores(prompt)
     assert machine.prompt_logprobs(2) == []

@@ -44,7 +44,9 @@ def test_blocks_of_a_text(tokens: int, blocks: int) -> None:
 
 
 @given(tokens_of_a_text, window_sizes, block_sizes)
-def test_the_first_block_that_the_next_token_looks_at(computed: int, window: int | None, size: int) -> None:
+def test_the_first_block_that_the_next_token_looks_at(
+    computed: int, window: int | None, size: int
+) -> None:
     assert first_block(computed, window, size) == min(blocks_of(looked_at(computed, window), size))
 
 
@@ -55,11 +57,15 @@ def test_the_most_that_a_growing_text_holds(tokens: int, window: int | None, siz
 
 @given(tokens_of_a_text, windows_of_groups, block_sizes)
 def test_groups_hold_blocks_of_their_own(tokens: int, windows: Windows, size: int) -> None:
-    assert text_blocks(tokens, windows, size) == sum(most_at_once(tokens, window, size) for window in windows)
+    assert text_blocks(tokens, windows, size) == sum(
+        most_at_once(tokens, window, size) for window in windows
+    )
 
 
 @given(st.integers(0, 100), st.integers(1, 50), windows_of_groups, block_sizes)
-def test_a_chunk_of_a_prompt_fits_beside_it(computed: int, chunk: int, windows: Windows, size: int) -> None:
+def test_a_chunk_of_a_prompt_fits_beside_it(
+    computed: int, chunk: int, windows: Windows, size: int
+) -> None:
     """Until a pass has ended nothing that its first token looks at is given back."""
     end = computed + chunk
     held = sum(len(blocks_of(range(looked_at(computed, window)[0], end), size)) for window in windows)
@@ -72,6 +78,11 @@ def test_a_pass_needs_room_in_groups_with_a_window_only() -> None:
 
 
 @given(st.integers(0, 40), windows_of_groups, st.integers(0, 120), block_sizes)
-def test_the_longest_text_that_has_all_blocks_for_itself(blocks: int, windows: Windows, limit: int, size: int) -> None:
-    fits = [sum(most_at_once(tokens, one, size) for one in windows) <= blocks for tokens in range(limit + 1)]
-    assert longest_text(blocks, windows, limit, size) == sum(fits) - 1  # a text without tokens fits always
+def test_the_longest_text_that_has_all_blocks_for_itself(
+    blocks: int, windows: Windows, limit: int, size: int
+) -> None:
+    fits = [
+        sum(most_at_once(tokens, one, size) for one in windows) <= blocks for tokens in range(limit + 1)
+    ]
+    # A text without tokens fits always.
+    assert longest_text(blocks, windows, limit, size) == sum(fits) - 1

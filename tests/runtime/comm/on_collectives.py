@@ -80,7 +80,9 @@ def waited_for_at_once(rank: Rank, plans: list[Plan]) -> list[tuple[int, int]]:
     for plan in plans:
         engine, kinds = RankEngine(plan, rank.collectives, rank.device), list[bool]()
 
-        def counted(*arguments: Any, async_op: bool = False, kinds: list[bool] = kinds, **options: Any) -> Any:
+        def counted(
+            *arguments: Any, async_op: bool = False, kinds: list[bool] = kinds, **options: Any
+        ) -> Any:
             kinds.append(async_op)
             return whole(*arguments, async_op=async_op, **options)
 

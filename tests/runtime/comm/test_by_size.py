@@ -33,7 +33,9 @@ def test_sums_are_the_same_whichever_way_they_go(ranks: Ranks, dtype: torch.dtyp
     sizes = [1, 16, 17, 64, 65, 300]
     for sums, (small, middle), asked in ranks.call(on_collectives.sums_by_size, sizes, dtype):
         for size, found in zip(2 * sizes, sums, strict=True):
-            expected = torch.stack([on_ranks.part(rank, size, torch.float64) for rank in range(2)]).sum(0)
+            expected = torch.stack([on_ranks.part(rank, size, torch.float64) for rank in range(2)]).sum(
+                0
+            )
             assert torch.equal(found, expected.to(dtype))
         if dtype == torch.int64:  # which neither way takes
             assert (small, middle) == ([], [])
@@ -59,16 +61,27 @@ def test_what_the_operations_on_symmetric_memory_take() -> None:
     assert not way.fits(torch.zeros(MOST_BYTES // 4 + 8))
 
 
-@pytest.mark.parametrize("name", ["one_shot_all_reduce_out", "two_shot_all_reduce_out", "multimem_all_reduce_"])
+@pytest.mark.parametrize(
+    "name", ["one_shot_all_reduce_out", "two_shot_all_reduce_out", "multimem_all_reduce_"]
+)
 def test_pytorch_has_the_operations_as_they_are_called(name: str) -> None:
     names = [each.name for each in getattr(torch.ops.symm_mem, name).default._schema.arguments]
     assert names[:3] == ["input", "reduce_op", "group_name"]
-    assert names[3:] == {"one_shot_all_reduce_out": ["out"], "two_shot_all_reduce_out": ["output"]}.get(name, [])
+    assert names[3:] == {"one_shot_all_reduce_out": ["out"], "two_shot_all_reduce_out": ["output"]}.get(
+        name, []
+    )
 
 
 @pytest.mark.parametrize(
     ("fails", "asked"),
-    [("empty 1", 1), ("empty 2", 2), ("rendezvous 1", 3), ("rendezvous 2", 4), ("multicast", 4), ("", 4)],
+    [
+        ("empty 1", 1),
+        ("empty 2", 2),
+        ("rendezvous 1", 3),
+        ("rendezvous 2", 4),
+        ("multicast", 4),
+        ("", 4),
+    ],
 )
 def test_ranks_agree_before_they_wait_for_each_other(ranks: Ranks, fails: str, asked: int) -> None:
     """What fails on one of two has failed on both: they ask for the same, and neither is left in a rendezvous."""

@@ -25,7 +25,9 @@ from tests.runtime import on_ranks
 from tests.runtime.comm import on_collectives
 
 
-@pytest.fixture(scope="module", params=[("gloo", 2), ("shm", 2), ("shm", 5)], ids=lambda pair: f"{pair[0]}{pair[1]}")
+@pytest.fixture(
+    scope="module", params=[("gloo", 2), ("shm", 2), ("shm", 5)], ids=lambda pair: f"{pair[0]}{pair[1]}"
+)
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     kind, number = request.param
     with Ranks(RankOptions(number, collectives=kind)) as started:
@@ -33,7 +35,11 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def expected_sum(number: int, size: int, dtype: torch.dtype) -> Tensor:
-    return torch.stack([on_ranks.part(rank, size, torch.float64) for rank in range(number)]).sum(0).to(dtype)
+    return (
+        torch.stack([on_ranks.part(rank, size, torch.float64) for rank in range(number)])
+        .sum(0)
+        .to(dtype)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
@@ -58,7 +64,9 @@ def test_many_in_flight(ranks: Ranks, depth: int) -> None:
 def test_gathered_in_the_order_of_ranks(ranks: Ranks, size: int) -> None:
     number = len(ranks.pids)
     expected = torch.stack([on_ranks.part(rank, size, torch.float32) for rank in range(number)])
-    assert all(torch.equal(found, expected) for found in ranks.call(on_ranks.gathered, size, torch.float32))
+    assert all(
+        torch.equal(found, expected) for found in ranks.call(on_ranks.gathered, size, torch.float32)
+    )
 
 
 def test_ranks_that_come_late(ranks: Ranks) -> None:
@@ -100,11 +108,15 @@ def test_only_what_is_to_be_overlapped_is_asynchronous(
         assert found == list(expected.values())
 
 
-def test_nccl_connects_at_once_and_by_streams_of_high_priority(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nccl_connects_at_once_and_by_streams_of_high_priority(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[dict[str, Any]] = []
     nccl = SimpleNamespace(Options=lambda **options: options)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", nccl, raising=False)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **options: asked.append(options))
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *_, **options: asked.append(options)
+    )
     monkeypatch.setattr(torch.distributed, "new_group", lambda _, **options: asked.append(options))
     device = torch.device("cuda", 1)
     TorchCollectives.connect("nccl", 1, 3, tmp_path / "meeting", device).subgroup((0, 1))
@@ -117,7 +129,9 @@ def test_nccl_connects_at_once_and_by_streams_of_high_priority(monkeypatch: pyte
     assert not any("device_id" in options for options in asked)
 
 
-def test_ranks_that_are_not_connected_add_nothing_up(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+def test_ranks_that_are_not_connected_add_nothing_up(
+    tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     plan = make_plan(tmp_path, 2, 8)
     with Ranks(RankOptions(2, collectives="none")) as unconnected:
@@ -151,7 +165,9 @@ def test_choosing_collectives_and_devices() -> None:
         choose_device("gpu", 1)
 
 
-@pytest.mark.parametrize(("kind", "gpus", "number"), [("gloo", 1, 0), ("gloo", 2, 1), ("gloo", 4, 3), ("nccl", 4, 3)])
+@pytest.mark.parametrize(
+    ("kind", "gpus", "number"), [("gloo", 1, 0), ("gloo", 2, 1), ("gloo", 4, 3), ("nccl", 4, 3)]
+)
 def test_the_gpu_of_a_rank(kind: str, gpus: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     settings = RankSettings(3, RankLocation(3, 4), RankOptions(4, "cuda", kind), Path("unused"))
@@ -160,7 +176,9 @@ def test_the_gpu_of_a_rank(kind: str, gpus: int, number: int, monkeypatch: pytes
 
 def test_processes_that_see_one_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """As batch systems start them; where one GPU is all there is, nothing says that it is one process's own."""
-    variables = TorchrunEnvironment(3, 4, 1, 2, "10.0.0.1", 4000).variables() | {"CUDA_VISIBLE_DEVICES": "5"}
+    variables = TorchrunEnvironment(3, 4, 1, 2, "10.0.0.1", 4000).variables() | {
+        "CUDA_VISIBLE_DEVICES": "5"
+    }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -186,7 +204,11 @@ def test_a_rank_without_a_gpu(kind: str, gpus: int, monkeypatch: pytest.MonkeyPa
 def test_what_a_cuda_graph_can_hold() -> None:
     nccl = TorchCollectives(0, (0, 1), device=torch.device("cuda", 0))
     timed = TimedCollectives(nccl, PassRecorder(Figures()))
-    assert all(one.capturable for one in (Alone(), Unconnected(0, (0, 1)), nccl, Compressed(nccl, "int8"), timed))
-    assert not EmulatedLink(nccl, Link(0.001)).capturable  # the process waits, where the device would go on
+    assert all(
+        one.capturable
+        for one in (Alone(), Unconnected(0, (0, 1)), nccl, Compressed(nccl, "int8"), timed)
+    )
+    # The process waits, where the device would go on.
+    assert not EmulatedLink(nccl, Link(0.001)).capturable
     gloo = TorchCollectives(0, (0, 1))
     assert not any(one.capturable for one in (gloo, Compressed(gloo, "int8")))

@@ -13,7 +13,14 @@ from torch import Tensor
 from surgeon.language.execute import Machine, Partial, Pending, run
 from surgeon.language.program import Fork, Program, Step
 from surgeon.runtime.comm.collectives import Collectives, Counts
-from surgeon.runtime.comm.link import SPIN_SECONDS, EmulatedLink, Link, SystemClock, parse_link, parse_seconds
+from surgeon.runtime.comm.link import (
+    SPIN_SECONDS,
+    EmulatedLink,
+    Link,
+    SystemClock,
+    parse_link,
+    parse_seconds,
+)
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.worker.options import RankOptions, check_sending
 from surgeon.runtime.worker.ranks import Ranks
@@ -114,7 +121,9 @@ def test_ladders_hide_what_dense_programs_wait_for(compute: float, delay: float)
         return (clock.seconds - 100) / steps
 
     dense = Program.dense(steps // 2)
-    ladder = Program(tuple(Step(step.sublayers, late=True) for step in dense.nodes if isinstance(step, Step)))
+    ladder = Program(
+        tuple(Step(step.sublayers, late=True) for step in dense.nodes if isinstance(step, Step))
+    )
     assert seconds_per_step(dense) == pytest.approx(compute + delay)
     assert seconds_per_step(ladder) == pytest.approx(max(compute, (compute + delay) / 2), rel=0.03)
 
@@ -167,7 +176,12 @@ def test_links_that_cannot_be() -> None:
 
 
 def test_links_as_users_write_them() -> None:
-    assert [parse_seconds(text) for text in ("1ms", "200us", "0.5s", " 2 ms ")] == [0.001, 0.0002, 0.5, 0.002]
+    assert [parse_seconds(text) for text in ("1ms", "200us", "0.5s", " 2 ms ")] == [
+        0.001,
+        0.0002,
+        0.5,
+        0.002,
+    ]
     assert parse_link(None, None) is None
     assert parse_link("1ms", None) == Link(0.001)
     assert parse_link(None, "2KB/s") == Link(bandwidth=2048)

@@ -35,14 +35,21 @@ def members() -> Iterator[list[SharedMemoryCollectives]]:
     os.close(descriptor)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64]
+)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 4), (2, 3, 7)])
 def test_any_dtype_and_shape(
     members: list[SharedMemoryCollectives], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    parts = [torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(3)]
+    parts = [
+        torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        for rank in range(3)
+    ]
     sums = [member.all_reduce(part, Counts()) for member, part in zip(members, parts, strict=True)]
-    gathered = [member.start_all_gather(part, Counts()) for member, part in zip(members, parts, strict=True)]
+    gathered = [
+        member.start_all_gather(part, Counts()) for member, part in zip(members, parts, strict=True)
+    ]
     for total, together in zip(sums, gathered, strict=True):
         assert torch.equal(total(), parts[0] + parts[1] + parts[2])
         assert torch.equal(together(), torch.stack(parts))
@@ -74,7 +81,9 @@ def test_more_ranks_than_cores() -> None:
         sizes = [1, 4096, SLOT_BYTES // 4 + 1]
         for sums in ranks.call(on_ranks.sums_in_flight, sizes, torch.float32, 2):
             for size, found in zip(sizes, sums, strict=True):
-                assert torch.equal(found, sum(on_ranks.part(rank, size, torch.float32) for rank in range(number)))
+                assert torch.equal(
+                    found, sum(on_ranks.part(rank, size, torch.float32) for rank in range(number))
+                )
         for rank, found in enumerate(ranks.call(on_ranks.group_sums, groups, 20)):
             own = float(sum(next(group for group in groups if rank in group)))
             assert [float(value) for value in found] == [own, float(number)] * 20

@@ -44,7 +44,9 @@ def scales(tensor: Tensor, kind: str) -> np.ndarray:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(1, 1, 128), (2, 3, 97), (5, 64), (7, 1), (3, 2), (1, 700)])
-def test_values_are_off_by_half_a_step_at_most(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_values_are_off_by_half_a_step_at_most(
+    kind: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     found = there_and_back(tensor, kind)
     error = (found.double() - tensor.double()).abs().view(-1, shape[-1]).numpy()
@@ -61,9 +63,12 @@ def test_values_are_off_by_half_a_step_at_most(kind: str, dtype: torch.dtype, sh
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_integers_can_say_is_exact(kind: str) -> None:
     top = LARGEST[kind]
-    tensor = torch.randint(-top, top + 1, (4, 3, 130), generator=torch.Generator().manual_seed(2)).float()
+    tensor = torch.randint(
+        -top, top + 1, (4, 3, 130), generator=torch.Generator().manual_seed(2)
+    ).float()
     tensor[..., 5], tensor[..., 6] = top, -top  # a scale of 1 in every row
-    tensor[..., [0, 77, 129]] = torch.tensor([1e4 + 0.123, -3e5 + 0.7, 9.9e3])  # 3 of 130 features are kept
+    # 3 of 130 features are kept.
+    tensor[..., [0, 77, 129]] = torch.tensor([1e4 + 0.123, -3e5 + 0.7, 9.9e3])
     assert torch.equal(there_and_back(tensor, kind), tensor)
     assert torch.equal(there_and_back(tensor * 0.25, kind), tensor * 0.25)
     assert torch.equal(there_and_back(torch.zeros(2, 9), kind), torch.zeros(2, 9))
@@ -143,7 +148,8 @@ def test_sums_over_ranks(kind: str, ranks: Ranks) -> None:
     for sums, counts in answers:
         assert torch.equal(sums[0], expected)
         assert torch.equal(sums[0], answers[0][0][0])  # the same bits on every rank
-        assert torch.equal(sums[1], torch.full((3,), number * (number - 1) // 2))  # whole numbers are not touched
+        # Whole numbers are not touched.
+        assert torch.equal(sums[1], torch.full((3,), number * (number - 1) // 2))
         assert torch.equal(sums[2], expected)
         # 3 exact values with their places, a scale, and the integers, for each of 10 rows; 24 bytes of whole numbers.
         row = 3 * 6 + 4 + (130 if kind == "int8" else 65)
@@ -184,7 +190,9 @@ def test_ranks_started_with_a_compression(wide: Path) -> None:
     options: list[str | None] = [None, "int8", "int4"]
     for compression in options:
         with Ranks(RankOptions(2, collectives="shm", compression=compression)) as ranks:
-            (logits[compression], (counts,), vocabulary), other = ranks.call(on_ranks.logits_in_chunks, plan, [IDS])
+            (logits[compression], (counts,), vocabulary), other = ranks.call(
+                on_ranks.logits_in_chunks, plan, [IDS]
+            )
         assert torch.equal(logits[compression], other[0])
         assert counts.all_reduces + counts.all_gathers == Program.parse(PROGRAM).sync_points(2)
         assert (counts.all_gathers == 0) == (compression is None)
@@ -196,7 +204,9 @@ def test_ranks_started_with_a_compression(wide: Path) -> None:
     assert divergence(logits[None], logits["int8"]) < divergence(logits[None], logits["int4"]) / 10
 
 
-@pytest.mark.parametrize("ranks", [case(("gloo", 2), default=True), case(("shm", 4), default=False)], indirect=True)
+@pytest.mark.parametrize(
+    "ranks", [case(("gloo", 2), default=True), case(("shm", 4), default=False)], indirect=True
+)
 def test_the_cost_for_a_model(ranks: Ranks, wide: Path) -> None:
     """Against logits of ranks that were started with the compression, compared by hand."""
     number = len(ranks.pids)
@@ -207,7 +217,9 @@ def test_the_cost_for_a_model(ranks: Ranks, wide: Path) -> None:
     with Ranks(RankOptions(number, collectives="shm", compression="int4")) as started:
         for index, window in enumerate(windows):
             chunk = torch.tensor([window])
-            exact, changed = (r.call(on_ranks.logits_in_chunks, plan, [chunk])[0][0][0] for r in (ranks, started))
+            exact, changed = (
+                r.call(on_ranks.logits_in_chunks, plan, [chunk])[0][0][0] for r in (ranks, started)
+            )
             assert found[index] == pytest.approx(divergence(exact[:-1], changed[:-1]), rel=1e-3)
 
 

@@ -110,7 +110,9 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build_again() == (None, "there is no C++ compiler (no-such-compiler)")
     monkeypatch.setattr(library, "built", build_again)
-    with pytest.warns(UserWarning, match=r"more than twice as long: there is no C\+\+ compiler \(no-such-compiler\)"):
+    with pytest.warns(
+        UserWarning, match=r"more than twice as long: there is no C\+\+ compiler \(no-such-compiler\)"
+    ):
         warn_without_kernels("cpu", "float32")
     assert kernels_used("cpu", "float32") == "none (there is no C++ compiler (no-such-compiler))"
     assert kernels_used("cpu", "bfloat16") == "none (those for CPUs compute in float32, not in bfloat16)"
@@ -118,7 +120,9 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "find_spec", lambda _: None)
-    with pytest.warns(UserWarning, match="copy the keys and values of all texts.*: triton is not installed; SURGEON_"):
+    with pytest.warns(
+        UserWarning, match="copy the keys and values of all texts.*: triton is not installed; SURGEON_"
+    ):
         warn_without_kernels("cuda", "bfloat16")
     assert kernels_used("cuda", "bfloat16") == "none (triton is not installed)"
     monkeypatch.setattr(triton, "find_spec", lambda _: object())
@@ -150,7 +154,9 @@ def test_it_brings_no_openmp() -> None:
     """The threads are its own: PyTorch's would wait for each other."""
     library = build.built().library
     assert library is not None
-    listed = subprocess.run(["nm", "-D", library._name], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["nm", "-D", library._name], capture_output=True, text=True, check=True
+    ).stdout
     assert "GOMP" not in listed
     assert " T product" in listed
 

@@ -20,7 +20,18 @@ from surgeon.runtime.model.linear import Panels, Transposed
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.threads import torch_threads
 
-FAMILIES = ("llama", "qwen3", "gemma2", "opt", "gpt_neox", "phi3", "gpt_neo", "smollm3", "granite", "mistral")
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "gemma2",
+    "opt",
+    "gpt_neox",
+    "phi3",
+    "gpt_neo",
+    "smollm3",
+    "granite",
+    "mistral",
+)
 FAMILIES += ("gemma3_text", "olmo3")
 LENGTHS = (3, 21, 40)  # of the prompts: fewer and more tokens than windows and blocks have
 
@@ -28,7 +39,11 @@ LENGTHS = (3, 21, 40)  # of the prompts: fewer and more tokens than windows and 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_logits(
-    family: str, dtype: str, tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    dtype: str,
+    tiny_model: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of texts of several lengths, computed together, whose blocks lie scattered; the caches hold the same, too."""
     model = tiny_model(family)
@@ -37,7 +52,9 @@ def test_the_same_logits(
     found = logits_of(RankEngine(plan, Alone(), torch.device("cpu")))
     monkeypatch.setattr(functions, "kernels", lambda: None)
     without = RankEngine(plan, Alone(), torch.device("cpu"))
-    assert all(getattr(made.norm, "kernels", None) is None for made in without.model.program.sublayers.values())
+    assert all(
+        getattr(made.norm, "kernels", None) is None for made in without.model.program.sublayers.values()
+    )
     expected = logits_of(without)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
@@ -47,7 +64,9 @@ def test_a_head_that_is_tied_to_the_embedding(
     family: str, tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is packed, and there is no other copy of the embedding: rows of it are read where it is packed."""
-    tiny_model(family, vocab_size=128, hidden_size=64, tie_word_embeddings=True).save_pretrained(tmp_path)
+    tiny_model(family, vocab_size=128, hidden_size=64, tie_word_embeddings=True).save_pretrained(
+        tmp_path
+    )
     plan = make_plan(tmp_path, 1, 64)
     engine = RankEngine(plan, Alone(), torch.device("cpu"))
     if kernels() is not None and platform.machine() in ("x86_64", "AMD64"):
@@ -113,5 +132,8 @@ def logits_of(engine: RankEngine) -> torch.Tensor:
         results = engine.step(rows, cache)
         assert results.logits is not None
         found.append(results.logits)
-        rows = [Row(row.start + len(row.tokens), [number + at], row.runs, row.wanted) for at, row in enumerate(rows)]
+        rows = [
+            Row(row.start + len(row.tokens), [number + at], row.runs, row.wanted)
+            for at, row in enumerate(rows)
+        ]
     return torch.cat(found)

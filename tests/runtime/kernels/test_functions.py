@@ -12,7 +12,15 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from surgeon.models.routing import Routed, Routing, route
-from surgeon.runtime.kernels.functions import Kernels, PackedExperts, Runs, TextKeys, Weighting, kernels, kernels_for
+from surgeon.runtime.kernels.functions import (
+    Kernels,
+    PackedExperts,
+    Runs,
+    TextKeys,
+    Weighting,
+    kernels,
+    kernels_for,
+)
 from surgeon.runtime.model.rotary import rotate_
 
 DRAWS = 25
@@ -37,7 +45,9 @@ def drawn(seed: int) -> Callable[..., int]:
 def close(found: Tensor, expected: Tensor, relative: float = 1e-6) -> bool:
     """Whether numbers differ by no more than float32 sums of their size do."""
     assert found.shape == expected.shape
-    return bool((found.double() - expected.double()).norm() <= relative * expected.double().norm() + 1e-30)
+    return bool(
+        (found.double() - expected.double()).norm() <= relative * expected.double().norm() + 1e-30
+    )
 
 
 def in_panels(weight: Tensor) -> Tensor:
@@ -102,7 +112,9 @@ def test_mean_squares(own: Kernels, seed: int) -> None:
     tokens, first, second = draw(1, 20), draw(1, 90), draw(1, 90)
     x = torch.randn(tokens, first + second + draw(0, 9))
     parts = x.double().split([first, second, x.shape[1] - first - second], 1)
-    assert close(own.mean_squares(x, first, second), torch.stack([part.square().mean(1) for part in parts[:2]], 1))
+    assert close(
+        own.mean_squares(x, first, second), torch.stack([part.square().mean(1) for part in parts[:2]], 1)
+    )
 
 
 @pytest.mark.parametrize("name", ["silu", "swish", "gelu_new", "gelu_pytorch_tanh"])
@@ -120,7 +132,9 @@ def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Weights of keys, of scores (..., keys) and one more score of each row, (...), that takes its share of them."""
     if sinks is None:
         return scores.softmax(-1)
-    return torch.cat([scores, sinks.double().expand(scores.shape[:-1])[..., None]], -1).softmax(-1)[..., :-1]
+    return torch.cat([scores, sinks.double().expand(scores.shape[:-1])[..., None]], -1).softmax(-1)[
+        ..., :-1
+    ]
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))
@@ -131,14 +145,25 @@ def test_attend(own: Kernels, seed: int) -> None:
     pair, wide = torch.randn(2 * kv_heads, 400, dim), torch.randn(texts, kv_heads * group + 2, dim)
     scale, softcap = (None, 0.3)[draw(0, 1)], (None, 2.0)[draw(0, 1)]
     sinks = torch.randn(kv_heads * group) if draw(0, 2) == 0 else None
-    runs = [[(first := draw(0, 300), draw(1, 400 - first)) for _ in range(draw(1, 4))] for _ in range(texts)]
-    read = Runs(torch.tensor([run for one in runs for run in one]), torch.tensor([len(one) for one in runs]).cumsum(0))
+    runs = [
+        [(first := draw(0, 300), draw(1, 400 - first)) for _ in range(draw(1, 4))] for _ in range(texts)
+    ]
+    read = Runs(
+        torch.tensor([run for one in runs for run in one]),
+        torch.tensor([len(one) for one in runs]).cumsum(0),
+    )
     queries = wide[:, : kv_heads * group]
-    found = own.attend(queries, pair, read, Weighting(scale, None, softcap, sinks)).view(texts, kv_heads, group, dim)
+    found = own.attend(queries, pair, read, Weighting(scale, None, softcap, sinks)).view(
+        texts, kv_heads, group, dim
+    )
     for text, own_runs in enumerate(runs):
         places = torch.cat([torch.arange(first, first + count) for first, count in own_runs])
         keys, values = pair.double()[:, places].chunk(2)
-        scores = queries[text].double().view(kv_heads, group, dim) @ keys.mT * (dim**-0.5 if scale is None else scale)
+        scores = (
+            queries[text].double().view(kv_heads, group, dim)
+            @ keys.mT
+            * (dim**-0.5 if scale is None else scale)
+        )
         if softcap is not None:
             scores = softcap * (scores / softcap).tanh()
         by_key = with_sinks(scores, None if sinks is None else sinks.view(kv_heads, group))
@@ -150,7 +175,8 @@ def test_attend_text(own: Kernels, seed: int) -> None:
     """Any number of tokens behind any number of others, in any runs, with windows, scales and bounds of scores."""
     draw = drawn(seed)
     tokens, kv_heads, group = draw(1, 150), draw(1, 3), draw(1, 160 if seed < 2 else 6)
-    dim = draw(1, 150) if draw(0, 1) else 64 * draw(1, 2)  # of such, values are read where they lie side by side
+    # Of such, values are read where they lie side by side.
+    dim = draw(1, 150) if draw(0, 1) else 64 * draw(1, 2)
     start = draw(0, 200) * draw(0, 1)
     window = draw(1, 200) if draw(0, 1) else None
     first_key = 0 if window is None else max(0, start + 1 - window)
@@ -165,7 +191,9 @@ def test_attend_text(own: Kernels, seed: int) -> None:
     found = own.attend_text(queries, pair, text, Weighting(scale, None, softcap, sinks)).view(
         tokens, kv_heads, group, dim
     )
-    places = torch.cat([torch.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)])
+    places = torch.cat(
+        [torch.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+    )
     keys, values = pair.double()[:, places].chunk(2)
     by_head = queries.double().view(tokens, kv_heads, group, dim).permute(1, 2, 0, 3)
     scores = by_head @ keys[:, None].mT * (dim**-0.5 if scale is None else scale)
@@ -216,7 +244,9 @@ def test_what_is_no_number_stays_none(own: Kernels) -> None:
         queries = torch.full((1, 1, 16), wrong)
         pair, runs = torch.ones(2, 8, 16), torch.tensor([[0, 8]])
         assert not own.attend(queries, pair, Runs(runs, torch.tensor([1])), Weighting()).isfinite().any()
-        assert not own.attend_text(queries, pair, TextKeys(runs, 0, 7, None), Weighting()).isfinite().any()
+        assert (
+            not own.attend_text(queries, pair, TextKeys(runs, 0, 7, None), Weighting()).isfinite().any()
+        )
     wide = torch.ones(1, 64)
     wide[0, 3] = nan
     gate = own.gate_of("gelu_new")
@@ -295,7 +325,9 @@ def test_threads_change_no_bit(own: Kernels) -> None:
     for threads in (1, 2, 5):
         own.use_threads(threads)
         found.append((own.rms_norm(x, gain, 1e-6), own.product(x, panels, 1280, None)))
-    assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
+    assert all(
+        torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True)
+    )
 
 
 def test_several_threads_at_the_same_time(own: Kernels) -> None:
@@ -340,7 +372,9 @@ def test_route(own: Kernels, seed: int) -> None:
     logits, correction = torch.randn(tokens, experts), torch.randn(experts) if draw(0, 1) else None
     found, expected = own.route(logits, routing, correction), route(logits, routing, correction)
     nothing = torch.zeros(tokens, experts)
-    assert close(nothing.scatter(1, found.experts.long(), found.weights), nothing.scatter(1, *expected), 1e-5)
+    assert close(
+        nothing.scatter(1, found.experts.long(), found.weights), nothing.scatter(1, *expected), 1e-5
+    )
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))
@@ -354,7 +388,9 @@ def test_mixture(own: Kernels, seed: int) -> None:
     reading, writing = torch.randn(count, 2 * neurons, hidden), torch.randn(count, hidden, neurons)
     biased = draw(0, 1)
     biases = torch.randn(count, 2 * neurons), torch.randn(count, hidden)
-    routed = Routed(torch.randint(0, experts + 3, (tokens, chosen), dtype=torch.int32), torch.rand(tokens, chosen))
+    routed = Routed(
+        torch.randint(0, experts + 3, (tokens, chosen), dtype=torch.int32), torch.rand(tokens, chosen)
+    )
     kept = [(in_panels(one), in_panels(other)) for one, other in zip(reading, writing, strict=True)]
     table = torch.tensor(
         [
@@ -364,10 +400,14 @@ def test_mixture(own: Kernels, seed: int) -> None:
     )
     clamped = (1.7, 0.9) if draw(0, 2) == 0 else None
     activation = ("silu", "gelu_new")[draw(0, 1)]
-    packed = PackedExperts(first, table, tuple(one for pair in kept for one in pair), neurons, activation, clamped)
+    packed = PackedExperts(
+        first, table, tuple(one for pair in kept for one in pair), neurons, activation, clamped
+    )
     expected = torch.zeros(tokens, hidden, dtype=torch.float64)
     for token in range(tokens):
-        for expert, weight in zip(routed.experts[token].tolist(), routed.weights[token].tolist(), strict=True):
+        for expert, weight in zip(
+            routed.experts[token].tolist(), routed.weights[token].tolist(), strict=True
+        ):
             if not first <= expert < first + count:
                 continue
             at = expert - first
@@ -378,5 +418,7 @@ def test_mixture(own: Kernels, seed: int) -> None:
                 gate = gate * (1.7 * gate).sigmoid()
             else:
                 gate = ACT2FN[activation](gate)
-            expected[token] += weight * (writing[at].double() @ (gate * up) + biased * biases[1][at].double())
+            expected[token] += weight * (
+                writing[at].double() @ (gate * up) + biased * biases[1][at].double()
+            )
     assert close(own.mixture(x, routed, packed), expected, 1e-5)

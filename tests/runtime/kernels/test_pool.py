@@ -90,7 +90,9 @@ def test_a_thread_that_loses_its_core_rests(tmp_path: Path) -> None:
     source, program = tmp_path / "pool.cpp", tmp_path / "pool"
     source.write_text(PROGRAM)
     subprocess.run([COMPILER, *FLAGS, f"-I{SOURCES}", str(source), "-o", str(program)], check=True)
-    printed = subprocess.run([program], check=True, capture_output=True, text=True, timeout=PATIENCE).stdout
+    printed = subprocess.run(
+        [program], check=True, capture_output=True, text=True, timeout=PATIENCE
+    ).stdout
     assert json.loads(printed) == {
         "undisturbed": 30,
         "now and then": 20,

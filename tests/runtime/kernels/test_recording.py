@@ -177,7 +177,9 @@ print("torch._dynamo" in sys.modules)
 
 def test_no_compiler_is_imported_for_a_recording() -> None:
     """PyTorch would do so for a mode like this one, which takes half a second or more of a rank's first pass."""
-    found = subprocess.run([sys.executable, "-c", FIRST_RECORDING], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", FIRST_RECORDING], capture_output=True, text=True, check=True
+    )
     assert found.stdout == "False\n"
 
 
@@ -199,7 +201,9 @@ def test_memory_is_given_to_nobody_who_shares_it(wanted: list[tuple[int, int]]) 
             alive.append((made[count // 2 :] if number % 2 else made, number + life))
             del made
             alive = [(tensor, end) for tensor, end in alive if end >= number]
-            spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one, _ in alive if one.nbytes)
+            spans = sorted(
+                (one.data_ptr(), one.data_ptr() + one.nbytes) for one, _ in alive if one.nbytes
+            )
             assert all(before[1] <= after[0] for before, after in pairwise(spans))
     assert sum(buffer.nbytes for buffer in arena._buffers) <= 6 * 4 * (
         64 + 128 + 256

@@ -50,7 +50,11 @@ CASES = [
     ("gemma2", "attention || MLP"),
     ("gpt_neo", "ladder"),
 ]
-MIXTURES = [(family, name) for family in ("qwen3_moe", "gpt_oss", "deepseek_v3") for name in ("dense", "LP", "ladder")]
+MIXTURES = [
+    (family, name)
+    for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")
+    for name in ("dense", "LP", "ladder")
+]
 ON_ONE = [*CASES, ("deepseek_v3", "dense")]
 CHUNKED = ("llama4_text", "dense")
 ON_TWO = [("llama", "dense"), ("llama", "fork"), ("mistral", "LP"), ("gemma2", "attention || MLP")]
@@ -66,7 +70,10 @@ NEW = 14
 GENERATOR = torch.Generator().manual_seed(11)
 SHARED = torch.randint(2, VOCABULARY, (33,), generator=GENERATOR).tolist()
 PROMPTS = [
-    *(torch.randint(2, VOCABULARY, (length,), generator=GENERATOR).tolist() for length in (1, 5, 16, 41)),
+    *(
+        torch.randint(2, VOCABULARY, (length,), generator=GENERATOR).tolist()
+        for length in (1, 5, 16, 41)
+    ),
     [*SHARED, 7, 8],
     [*SHARED, 9],
     SHARED,
@@ -102,16 +109,18 @@ def expected(family: str, name: str) -> dict[int, list[int]]:
 
 
 def continued(model: Any, prompt: list[int]) -> list[int]:
-    tokens: list[int] = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)[
-        0
-    ].tolist()
+    tokens: list[int] = model.generate(
+        torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None
+    )[0].tolist()
     return tokens[len(prompt) :]
 
 
 class Runner:
     """Runs requests on ranks that have loaded a program, and collects their tokens."""
 
-    def __init__(self, ranks: Ranks, folder: Path, program: str, grouped: bool = False, **changes: Any) -> None:
+    def __init__(
+        self, ranks: Ranks, folder: Path, program: str, grouped: bool = False, **changes: Any
+    ) -> None:
         self.ranks = ranks
         self.plan = replace(make_plan(folder, len(ranks.pids), 100, program), **changes)
         self.grouped = grouped
@@ -123,7 +132,8 @@ class Runner:
         limits = Limits(max_batch, 100, pass_tokens=pass_tokens, expected_share=0)
         outputs, _ = self.ranks.call(complete, requests, blocks, limits, ENGINE, self.grouped)[0]
         return {
-            request.id: [output.token for output in outputs if output.request == request.id] for request in requests
+            request.id: [output.token for output in outputs if output.request == request.id]
+            for request in requests
         }
 
 
@@ -133,13 +143,17 @@ def greedy(numbers: list[int]) -> list[Request]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("ranks", "family", "name"), ON_RANKS, indirect=["ranks"])
-def test_greedy_tokens_in_every_company(family: str, name: str, ranks: Ranks, checkpoints: dict[str, Path]) -> None:
+def test_greedy_tokens_in_every_company(
+    family: str, name: str, ranks: Ranks, checkpoints: dict[str, Path]
+) -> None:
     run = Runner(ranks, checkpoints[family], PROGRAMS[name], grouped=True)
     wanted = expected(family, name)
     everybody = list(range(len(PROMPTS)))
-    assert run(greedy(everybody), max_batch=1) == wanted  # one after the other, with prefixes from those before
+    # One after the other, with prefixes from those before.
+    assert run(greedy(everybody), max_batch=1) == wanted
     assert run(greedy(everybody)) == wanted  # in one batch of mixed lengths
-    assert run(greedy(everybody), max_batch=3, pass_tokens=5) == wanted  # prompts in chunks beside continuations
+    # Prompts in chunks beside continuations.
+    assert run(greedy(everybody), max_batch=3, pass_tokens=5) == wanted
     assert run(greedy(everybody[::-1]), max_batch=4, pass_tokens=20) == wanted
     groups = len(cache_groups(run.plan).windows)
     assert groups == GROUPS.get(family, 1)
@@ -157,11 +171,15 @@ def test_a_long_text_in_the_blocks_that_its_windows_reach(
     family: str, blocks: int, decoding: str, ranks: Ranks, checkpoints: dict[str, Path]
 ) -> None:
     """A text of six blocks, where a window of 36 tokens reaches four, and one of 8 or 5 tokens two."""
-    prompt = torch.randint(2, VOCABULARY, (96 - NEW,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = torch.randint(
+        2, VOCABULARY, (96 - NEW,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     wanted = continued(tiny_model(family, **FAMILIES[family]), prompt)
     run = Runner(ranks, checkpoints[family], PROGRAMS["dense"], grouped=True, decoding=decoding)
     for pass_tokens in (8, 64):
-        assert run([Request(0, tuple(prompt), GREEDY)], pass_tokens=pass_tokens, blocks=blocks) == {0: wanted}
+        assert run([Request(0, tuple(prompt), GREEDY)], pass_tokens=pass_tokens, blocks=blocks) == {
+            0: wanted
+        }
     ranks.call(unload)
 
 
@@ -203,7 +221,9 @@ def test_sampled_tokens_in_every_company(ranks: Ranks, checkpoint: Path) -> None
     assert run(requests) == alone
     assert run(requests[::-1], max_batch=4, pass_tokens=7) == alone
     assert run(requests, blocks=6) == alone
-    assert run([replace(requests[0], id=9, sampling=replace(requests[0].sampling, seed=5))])[9] != alone[0]
+    assert (
+        run([replace(requests[0], id=9, sampling=replace(requests[0].sampling, seed=5))])[9] != alone[0]
+    )
     ranks.call(unload)
 
 
@@ -221,7 +241,9 @@ def test_logprobs_and_a_penalty_against_the_model(ranks: Ranks, checkpoint: Path
         assert output.logprob.token == output.token
         assert output.logprob.logprob == pytest.approx(float(wanted[output.token]), abs=1e-4)
         assert [token for token, _ in output.logprob.top] == wanted.topk(3).indices.tolist()
-        assert [value for _, value in output.logprob.top] == pytest.approx(wanted.topk(3).values.tolist(), abs=1e-4)
+        assert [value for _, value in output.logprob.top] == pytest.approx(
+            wanted.topk(3).values.tolist(), abs=1e-4
+        )
         seen = logits[tokens]
         logits[tokens] = torch.where(seen > 0, seen / 1.3, seen * 1.3)
         assert int(logits.argmax()) == output.token

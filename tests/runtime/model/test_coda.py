@@ -68,7 +68,9 @@ def run(
     **ways: bool,
 ) -> tuple[dict[int, list[int]], Tally]:
     """The tokens of requests that are worked on together, and what the scheduler has done."""
-    limits = Limits(max_batch, 100, pass_tokens=pass_tokens, draft_tokens=drafts, expected_share=0, **ways)
+    limits = Limits(
+        max_batch, 100, pass_tokens=pass_tokens, draft_tokens=drafts, expected_share=0, **ways
+    )
     leader = Leader(engine, engine.new_cache(blocks, grouped=True), blocks, limits, Sender(()))
     for request in requests:
         leader.submit(request)
@@ -83,7 +85,9 @@ def run(
 
 def continued(model: Any, prompt: list[int]) -> list[int]:
     ids = torch.tensor([prompt])
-    tokens: list[int] = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None)[0].tolist()
+    tokens: list[int] = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None)[
+        0
+    ].tolist()
     return tokens[len(prompt) :]
 
 
@@ -94,7 +98,8 @@ def test_greedy_tokens_are_those_of_the_model(family: str, tmp_path: Path) -> No
     expected = {number: continued(model, prompt) for number, prompt in enumerate(PROMPTS)}
     requests = [Request(number, tuple(prompt), GREEDY) for number, prompt in enumerate(PROMPTS)]
     assert run(engine, requests, 1, max_batch=1)[0] == expected
-    assert run(engine, requests, 4, max_batch=3, pass_tokens=9)[0] == expected  # prompts in chunks beside drafts
+    # Prompts in chunks beside drafts.
+    assert run(engine, requests, 4, max_batch=3, pass_tokens=9)[0] == expected
     found, tally = run(engine, requests, 3)
     assert found == expected
     assert 0 < tally.accepted < tally.drafted
@@ -114,7 +119,9 @@ def test_drawn_texts_are_the_same_beside_others_that_take_their_blocks(tmp_path:
     """Also the text that is preempted: a seed's text does not depend on what else is computed."""
     engine = engine_of_saved(tmp_path, depth=2, noise=0.3)
     sampling = replace(GREEDY, max_new_tokens=40, temperature=0.9, seed=3)
-    requests = [Request(text, tuple(PROMPTS[1][text:]), replace(sampling, place=(text, 0))) for text in range(3)]
+    requests = [
+        Request(text, tuple(PROMPTS[1][text:]), replace(sampling, place=(text, 0))) for text in range(3)
+    ]
     alone = {request.id: run(engine, [request], 5)[0][request.id] for request in requests}
     for blocks in (5, 7):
         together, tally = run(engine, requests, 5, blocks=blocks)
@@ -134,7 +141,9 @@ def test_a_coda_that_is_the_rest_of_the_model_is_always_right(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("program", ["A0 F0 [A1 A2] >[F1 F2] A3 F3 A4 >F4", "A0 F0 {A1 F1 | A2 F2} A3 F3 A4@o7,q9 F4"])
+@pytest.mark.parametrize(
+    "program", ["A0 F0 [A1 A2] >[F1 F2] A3 F3 A4 >F4", "A0 F0 {A1 F1 | A2 F2} A3 F3 A4@o7,q9 F4"]
+)
 def test_programs_that_are_cut(program: str, depth: int, tmp_path: Path) -> None:
     model = edit(tiny_model("llama", 5), program)
     export(model, tmp_path / "edited", form="program")
@@ -175,10 +184,14 @@ def test_a_penalty_and_logprobs_are_those_without_drafts(tmp_path: Path) -> None
     engine = engine_of_saved(tmp_path, depth=1, noise=0.3)
     for sampling in (
         Sampling(repetition_penalty=1.5, logprobs=2, max_new_tokens=NEW, ignore_end=True),
-        Sampling(suppress_tokens=(3, 4, 5), begin_suppress_tokens=(6,), max_new_tokens=NEW, ignore_end=True),
+        Sampling(
+            suppress_tokens=(3, 4, 5), begin_suppress_tokens=(6,), max_new_tokens=NEW, ignore_end=True
+        ),
         replace(GREEDY, prompt_logprobs=1),
     ):
-        outputs = [outputs_of(engine, Request(0, tuple(PROMPTS[1]), sampling), drafts) for drafts in (0, 4)]
+        outputs = [
+            outputs_of(engine, Request(0, tuple(PROMPTS[1]), sampling), drafts) for drafts in (0, 4)
+        ]
         assert [output.token for output in outputs[0]] == [output.token for output in outputs[1]]
         for one, other in zip(*outputs, strict=True):
             assert (one.logprob is None) == (other.logprob is None)
@@ -196,7 +209,9 @@ def outputs_of(engine: RankEngine, request: Request, drafts: int) -> list[Output
     return found
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, replace(GREEDY, temperature=0.0, repetition_penalty=1.0001)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, replace(GREEDY, temperature=0.0, repetition_penalty=1.0001)]
+)
 def test_drafts_that_no_number_follows_harm_nothing(sampling: Sampling, tmp_path: Path) -> None:
     """A coda whose only token is one of which the model makes no number: the text is that without drafts."""
     model = tiny_model("llama")
@@ -229,8 +244,12 @@ def test_sampled_texts_have_the_models_distribution(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     save_codas(tmp_path, model, noise=0.5)
     engine, number = engine_of(tmp_path), 600
-    sampling = Sampling(temperature=0.7, top_p=0.95, repetition_penalty=1.2, max_new_tokens=4, ignore_end=True)
-    requests = [Request(text, (2, 3), replace(sampling, seed=0, place=(text, 0))) for text in range(number)]
+    sampling = Sampling(
+        temperature=0.7, top_p=0.95, repetition_penalty=1.2, max_new_tokens=4, ignore_end=True
+    )
+    requests = [
+        Request(text, (2, 3), replace(sampling, seed=0, place=(text, 0))) for text in range(number)
+    ]
     tokens, tally = run(engine, requests, 2, blocks=number, max_batch=100, pass_tokens=400)
     assert 0.2 * tally.drafted < tally.accepted < 0.95 * tally.drafted
     found = Counter(tuple(text[:3]) for text in tokens.values())
@@ -241,7 +260,9 @@ def test_sampled_texts_have_the_models_distribution(tmp_path: Path) -> None:
     assert deviation(found, {text: hotter[text] for text in expected}) > 6
 
 
-def texts_of(model: Any, sampling: Sampling, prompt: tuple[int, ...] = (2, 3)) -> dict[tuple[int, ...], float]:
+def texts_of(
+    model: Any, sampling: Sampling, prompt: tuple[int, ...] = (2, 3)
+) -> dict[tuple[int, ...], float]:
     """The probability of every text of three tokens behind a prompt, by the definitions."""
     texts = {(): 1.0}
     for _ in range(3):

@@ -64,7 +64,8 @@ def saved(folder: Path, family: str = "llama", **config: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "family", [name if name in ("llama", "gemma2") else pytest.param(name, marks=thorough) for name in FAMILIES]
+    "family",
+    [name if name in ("llama", "gemma2") else pytest.param(name, marks=thorough) for name in FAMILIES],
 )
 def test_greedy_tokens_are_those_of_the_model(family: str, tmp_path: Path) -> None:
     model = saved(tmp_path, family, **FAMILIES[family])
@@ -73,7 +74,8 @@ def test_greedy_tokens_are_those_of_the_model(family: str, tmp_path: Path) -> No
     found, tally = run(engine, REQUESTS, 1, max_batch=1)
     assert found == expected
     assert tally.cached_tokens == 32  # of the last prompt, which is the beginning of the one before
-    assert run(engine, REQUESTS, 4, max_batch=3, pass_tokens=15)[0] == expected  # prompts in chunks beside drafts
+    # Prompts in chunks beside drafts.
+    assert run(engine, REQUESTS, 4, max_batch=3, pass_tokens=15)[0] == expected
     found, tally = run(engine, REQUESTS, 3)
     assert found == expected
     assert 0 < tally.accepted <= tally.drafted
@@ -81,7 +83,11 @@ def test_greedy_tokens_are_those_of_the_model(family: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "draft",
-    ["ladder", "left out", *(pytest.param(name, marks=thorough) for name in DRAFTS if name not in USUAL)],
+    [
+        "ladder",
+        "left out",
+        *(pytest.param(name, marks=thorough) for name in DRAFTS if name not in USUAL),
+    ],
 )
 def test_whatever_the_draft_is(draft: str, tmp_path: Path) -> None:
     model = saved(tmp_path)
@@ -108,7 +114,8 @@ def test_nothing_is_loaded_twice(tmp_path: Path) -> None:
     assert engine.drafter is not None
     assert engine.drafter.model.program.sublayers.keys() == engine.model.program.sublayers.keys()
     assert all(
-        made is engine.model.program.sublayers[key] for key, made in engine.drafter.model.program.sublayers.items()
+        made is engine.model.program.sublayers[key]
+        for key, made in engine.drafter.model.program.sublayers.items()
     )
     assert engine.drafter.model.ends is engine.model.ends
     cache = engine.new_cache(2)
@@ -122,7 +129,12 @@ def test_an_edited_program_verifies(tmp_path: Path) -> None:
     program = "A1 F1 A0 F0 A2~A3 F2~F3 [A4 A5] [F4 F5]"
     engine = engine_of(tmp_path, "A1 F1 A2~A3 F2~F3 A5 F5", program)
     found, tally = run(engine, REQUESTS, 3)
-    assert found == run(RankEngine(make_plan(tmp_path, 1, 100, program), Alone(), torch.device("cpu")), REQUESTS, 0)[0]
+    assert (
+        found
+        == run(
+            RankEngine(make_plan(tmp_path, 1, 100, program), Alone(), torch.device("cpu")), REQUESTS, 0
+        )[0]
+    )
     assert 0 < tally.accepted < tally.drafted
 
 
@@ -151,12 +163,16 @@ def test_what_a_seed_draws_is_that_without_drafts(tmp_path: Path) -> None:
     saved(tmp_path)
     engine = engine_of(tmp_path, DRAFTS["pairs"])
     sampling = replace(GREEDY, max_new_tokens=40, temperature=0.9, seed=3)
-    requests = [Request(text, tuple(PROMPTS[1][text:]), replace(sampling, place=(text, 0))) for text in range(3)]
+    requests = [
+        Request(text, tuple(PROMPTS[1][text:]), replace(sampling, place=(text, 0))) for text in range(3)
+    ]
     together, tally = run(engine, requests, 5, blocks=5)
     assert tally.preempted > 0
     assert tally.accepted > 0
     for drafts in (0, 2):
-        assert together == {request.id: run(engine, [request], drafts)[0][request.id] for request in requests}
+        assert together == {
+            request.id: run(engine, [request], drafts)[0][request.id] for request in requests
+        }
 
 
 def test_what_is_reported_of_tokens_is_the_models(tmp_path: Path) -> None:
@@ -167,7 +183,9 @@ def test_what_is_reported_of_tokens_is_the_models(tmp_path: Path) -> None:
         Sampling(repetition_penalty=1.5, logprobs=2, max_new_tokens=14, ignore_end=True),
         replace(GREEDY, prompt_logprobs=1),
     ):
-        plain, drafted = (outputs_of(engine, Request(0, tuple(PROMPTS[1]), sampling), drafts) for drafts in (0, 4))
+        plain, drafted = (
+            outputs_of(engine, Request(0, tuple(PROMPTS[1]), sampling), drafts) for drafts in (0, 4)
+        )
         assert [output.token for output in plain] == [output.token for output in drafted]
         for one, other in zip(plain, drafted, strict=True):
             assert len(one.prompt_logprobs) == len(other.prompt_logprobs)
@@ -181,15 +199,25 @@ def test_drawn_texts_have_the_models_distribution(looked_up: bool, tmp_path: Pat
     """How often each text of three tokens comes, of which the last two are drafted, by a chi-square test."""
     model = saved(tmp_path, vocab_size=WORDS, tie_word_embeddings=False)
     engine, number = engine_of(tmp_path, DRAFTS["left out"]), 600
-    sampling = Sampling(temperature=0.7, top_p=0.95, repetition_penalty=1.2, max_new_tokens=4, ignore_end=True)
+    sampling = Sampling(
+        temperature=0.7, top_p=0.95, repetition_penalty=1.2, max_new_tokens=4, ignore_end=True
+    )
     prompt = (3, 0, 1, 3, 1, 4, 3, 2, 5, 3, 4, 0, 3, 5, 2, 3) if looked_up else (2, 3)
-    requests = [Request(text, prompt, replace(sampling, seed=0, place=(text, 0))) for text in range(number)]
-    tokens, tally = run(engine, requests, 2, blocks=number, max_batch=100, pass_tokens=400, looked_up=looked_up)
+    requests = [
+        Request(text, prompt, replace(sampling, seed=0, place=(text, 0))) for text in range(number)
+    ]
+    tokens, tally = run(
+        engine, requests, 2, blocks=number, max_batch=100, pass_tokens=400, looked_up=looked_up
+    )
     assert 0.05 * tally.drafted < tally.accepted < 0.95 * tally.drafted
-    found, expected = Counter(tuple(text[:3]) for text in tokens.values()), texts_of(model, sampling, prompt)
+    found, expected = (
+        Counter(tuple(text[:3]) for text in tokens.values()),
+        texts_of(model, sampling, prompt),
+    )
     assert set(found) <= set(expected)
     assert deviation(found, expected) < 3
-    hotter = texts_of(model, replace(sampling, temperature=1.0), prompt)  # which the statistic would show
+    # Which the statistic would show.
+    hotter = texts_of(model, replace(sampling, temperature=1.0), prompt)
     assert deviation(found, {text: hotter[text] for text in expected}) > 6
 
 
@@ -214,7 +242,9 @@ def test_a_texts_own_tokens_as_drafts(as_pays: bool, tmp_path: Path) -> None:
         number: continued(model, prompt) for number, prompt in enumerate(prompts)
     }
     assert 0 < tally.accepted <= tally.drafted
-    drawn = [replace(request, sampling=replace(sampling, temperature=0.3, seed=1)) for request in requests]
+    drawn = [
+        replace(request, sampling=replace(sampling, temperature=0.3, seed=1)) for request in requests
+    ]
     found, tally = run(engine, drawn, 4, looked_up=True)
     assert tally.accepted > 0
     assert found == run(engine, drawn, 0)[0]
@@ -232,7 +262,9 @@ def test_as_many_as_pay(tmp_path: Path) -> None:
     assert run(engine, drawn, 8, as_pays=True)[0] == run(engine, drawn, 0)[0]
 
 
-@pytest.mark.parametrize("draft", [DRAFTS["ladder of pairs"], TRACKS, pytest.param(DRAFTS["factors"], marks=thorough)])
+@pytest.mark.parametrize(
+    "draft", [DRAFTS["ladder of pairs"], TRACKS, pytest.param(DRAFTS["factors"], marks=thorough)]
+)
 @pytest.mark.parametrize("several", [2, pytest.param(4, marks=thorough)], indirect=True)
 def test_several_ranks(draft: str, several: Several, tmp_path: Path) -> None:
     """Also sublayers that share an input lie in slices then, as those of the program that verifies."""
@@ -241,7 +273,9 @@ def test_several_ranks(draft: str, several: Several, tmp_path: Path) -> None:
     limits = Limits(8, 100, draft_tokens=3)
     several.started.call(load, plan)
     outputs, figures = several.started.call(complete, REQUESTS, 64, limits)[0]
-    found = {number: [out.token for out in outputs if out.request == number] for number in range(len(PROMPTS))}
+    found = {
+        number: [out.token for out in outputs if out.request == number] for number in range(len(PROMPTS))
+    }
     assert found == {number: continued(model, prompt) for number, prompt in enumerate(PROMPTS)}
     last = [output for output in outputs if output.finish_reason is not None]
     assert 0 < sum(output.accepted for output in last) < sum(output.drafted for output in last)
@@ -249,18 +283,26 @@ def test_several_ranks(draft: str, several: Several, tmp_path: Path) -> None:
         assert figures.drafting.layers.all_reduces == 6 * figures.drafting.passes
 
 
-@pytest.mark.parametrize("draft", ["fork", *(pytest.param(one, marks=thorough) for one in ("averages", "four tracks"))])
+@pytest.mark.parametrize(
+    "draft", ["fork", *(pytest.param(one, marks=thorough) for one in ("averages", "four tracks"))]
+)
 @pytest.mark.parametrize("several", [2], indirect=True)
 def test_several_ranks_with_keys_of_their_own(draft: str, several: Several, tmp_path: Path) -> None:
     """Each with whole layers of a fork, slices of averages, or two of four tracks."""
     tracks = " | ".join(f"A1/4:{track} F1/4:{track}" for track in range(4))
-    middle = {"fork": "{A1 F1 | A2 F2}", "averages": "A1~A2 F1~F2", "four tracks": f"{{{tracks}}} A2 F2"}[draft]
+    middle = {
+        "fork": "{A1 F1 | A2 F2}",
+        "averages": "A1~A2 F1~F2",
+        "four tracks": f"{{{tracks}}} A2 F2",
+    }[draft]
     model = saved(tmp_path, num_key_value_heads=4)
     plan = with_draft(make_plan(tmp_path, 2, 100), tmp_path, f"A0 F0 {middle} A3 F3")
     assert plan.draft is not None
     assert plan.draft.keeps_own
     several.started.call(load, plan)
     outputs, _ = several.started.call(complete, REQUESTS, 64, Limits(8, 100, draft_tokens=3))[0]
-    found = {number: [out.token for out in outputs if out.request == number] for number in range(len(PROMPTS))}
+    found = {
+        number: [out.token for out in outputs if out.request == number] for number in range(len(PROMPTS))
+    }
     assert found == {number: continued(model, prompt) for number, prompt in enumerate(PROMPTS)}
     assert sum(output.accepted for output in outputs if output.finish_reason is not None) > 0

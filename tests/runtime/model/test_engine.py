@@ -30,7 +30,8 @@ from tests.tiny_models import damage, save_checkpoint
 
 TOLERANCE = 1e-4
 BAD = 9  # the token that a damaged model makes no number of
-FUSABLE = {"gpt_neo": {"attention_types": [[["global"], 2], [["local"], 2]]}}  # neighbours of the same kind
+# Neighbours of the same kind.
+FUSABLE = {"gpt_neo": {"attention_types": [[["global"], 2], [["local"], 2]]}}
 IDS = torch.randint(2, 97, (2, 24), generator=torch.Generator().manual_seed(5))
 ROPES = {
     "plain": {"rope_type": "default", "rope_theta": 500.0},
@@ -43,7 +44,12 @@ ROPES = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16,
     },
-    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
 }
 
@@ -97,7 +103,13 @@ def test_scaled_rotary_positions(rope: str, tiny_model: Callable[..., Any], tmp_
         ("falcon", OLD),
         ("falcon", OLD | {"num_kv_heads": None, "multi_query": False, "parallel_attn": False}),
         ("phi3", {"sliding_window": 7}),
-        ("phi3", {"sliding_window": None, "rope_parameters": ROPES["plain"] | {"partial_rotary_factor": 0.75}}),
+        (
+            "phi3",
+            {
+                "sliding_window": None,
+                "rope_parameters": ROPES["plain"] | {"partial_rotary_factor": 0.75},
+            },
+        ),
         ("gpt2", {}),
         ("gpt2", {"scale_attn_weights": False, "n_inner": None, "tie_word_embeddings": False}),
         ("gpt_neo", {"window_size": 64, "activation_function": "relu"}),
@@ -108,11 +120,20 @@ def test_scaled_rotary_positions(rope: str, tiny_model: Callable[..., Any], tmp_
         ("qwen2", {"sliding_window": 23, "max_window_layers": 1}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
         ("glm", {"tie_word_embeddings": True}),
-        ("glm4", {"attention_bias": False, "rope_parameters": ROPES["yarn"] | {"partial_rotary_factor": 0.25}}),
+        (
+            "glm4",
+            {
+                "attention_bias": False,
+                "rope_parameters": ROPES["yarn"] | {"partial_rotary_factor": 0.25},
+            },
+        ),
         ("cohere", {"rope_parameters": ROPES["linear"], "tie_word_embeddings": True}),
         ("cohere2", {"attention_bias": True, "sliding_window": 9}),
         ("gemma2", {}),
-        ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "num_key_value_heads": 4}),
+        (
+            "gemma2",
+            {"attn_logit_softcapping": None, "final_logit_softcapping": None, "num_key_value_heads": 4},
+        ),
         ("gemma2", {"sliding_window": 64, "tie_word_embeddings": False, "attention_bias": True}),
     ],
 )
@@ -132,7 +153,9 @@ def test_names_that_checkpoints_have(tiny_model: Callable[..., Any], tmp_path: P
     tensors = load_file(file)
     assert "embed_out.weight" in tensors
     assert error_of(engine_of(tmp_path / "one"), model) < TOLERANCE
-    save_file(tensors | {"lm_head.weight": tensors.pop("embed_out.weight")}, file, metadata={"format": "pt"})
+    save_file(
+        tensors | {"lm_head.weight": tensors.pop("embed_out.weight")}, file, metadata={"format": "pt"}
+    )
     assert error_of(engine_of(tmp_path / "one"), model) < TOLERANCE
     gpt2 = tiny_model("gpt2")
     gpt2.transformer.save_pretrained(tmp_path / "two")
@@ -185,7 +208,9 @@ def test_rotation_angles() -> None:
 
 @pytest.mark.parametrize("decoding", ["dynamic", "static"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_logits_that_are_not_finite_have_no_likeliest_token(decoding: Any, value: float, tmp_path: Path) -> None:
+def test_logits_that_are_not_finite_have_no_likeliest_token(
+    decoding: Any, value: float, tmp_path: Path
+) -> None:
     folder = save_checkpoint(tmp_path / "tiny")
     damage(folder, BAD, value)
     plan = replace(make_plan(folder, 1, 64), decoding=decoding)
@@ -239,7 +264,10 @@ def test_behind_the_last_attention_only_tokens_are_computed_that_something_is_as
     total = program.count("F")
     assert widths == [22] * (total - behind) + [5] * behind  # two tokens' next ones, and three targets
     widths.clear()
-    assert engine.step([row._replace(wanted=Wanted.NOTHING, targets=None) for row in rows], cache).best == []
+    assert (
+        engine.step([row._replace(wanted=Wanted.NOTHING, targets=None) for row in rows], cache).best
+        == []
+    )
     assert widths == [22] * (total - behind) + [1] * behind
 
 
@@ -258,7 +286,9 @@ def test_a_cache_is_used_again_while_it_is_large_enough_and_of_the_same_kind(tmp
     assert engine.reusable_cache(2) is not grouped
 
 
-def test_the_cache_before_is_gone_when_a_larger_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_before_is_gone_when_a_larger_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = replace(make_plan(save_checkpoint(tmp_path / "tiny"), 1, 64), decoding="static")
     engine = RankEngine(plan, Alone(), torch.device("cpu"))
     there, seen, new_cache = weakref.ref(engine.reusable_cache(4)), list[object](), engine.new_cache

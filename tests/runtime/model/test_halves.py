@@ -39,7 +39,9 @@ FAMILIES = ("gemma2", "qwen3", "mixtral", "smollm3", "gpt2", "gpt_neox", "gemma3
 CASES += [case(family, "dense", default=False) for family in FAMILIES]
 
 
-def text(start: int, count: int, blocks: list[int], wanted: Wanted = Wanted.LOGITS, top: int | None = None) -> Row:
+def text(
+    start: int, count: int, blocks: list[int], wanted: Wanted = Wanted.LOGITS, top: int | None = None
+) -> Row:
     """The next tokens of a text; with a `top` all but the last are asked how likely the ones behind them are."""
     tokens = [(7 * start + 13 * blocks[0] + 5 * at) % 120 + 2 for at in range(count)]
     targets = None if top is None else Targets(0, tokens[1:], top)
@@ -48,7 +50,8 @@ def text(start: int, count: int, blocks: list[int], wanted: Wanted = Wanted.LOGI
 
 PASSES = [
     [text(0, 9, [0, 1]), text(0, 5, [2, 3], Wanted.BEST), text(0, 1, [4, 5])],  # prompts
-    [text(9, 12, [0, 1], top=3), text(5, 1, [2, 3]), text(1, 1, [4, 5])],  # one goes on beside two new tokens
+    # One goes on beside two new tokens.
+    [text(9, 12, [0, 1], top=3), text(5, 1, [2, 3]), text(1, 1, [4, 5])],
     [text(21, 1, [0, 1]), text(6, 1, [2, 3], Wanted.BEST), text(2, 1, [4, 5])],
     [text(0, 37, [9, 6, 8])],  # a prompt alone is cut
     [text(22, 1, [0, 1]), text(37, 20, [9, 6, 8, 7], Wanted.NOTHING)],
@@ -92,7 +95,11 @@ def test_the_same_bits_by_twice_the_collectives(
                 assert one.scores == other.scores
             if one.logits is not None:
                 assert other.logits is not None
-                assert torch.equal(one.logits, other.logits) if BY_KERNELS else torch.allclose(one.logits, other.logits)
+                assert (
+                    torch.equal(one.logits, other.logits)
+                    if BY_KERNELS
+                    else torch.allclose(one.logits, other.logits)
+                )
         assert not BY_KERNELS or torch.equal(*found.cached)
         assert found.halved == [0, len(PASSES)]
         one, other = found.sent
@@ -139,7 +146,9 @@ def test_one_half_is_computed_while_the_other_is_reduced(folders: Callable[[str]
 def drawn_rows(draw: st.DrawFn) -> list[Row]:
     """Texts of any lengths, each with any number of new tokens."""
     counts = draw(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 70)), min_size=1, max_size=5))
-    return [text(start, count, list(range(7 * at, 7 * at + 7))) for at, (start, count) in enumerate(counts)]
+    return [
+        text(start, count, list(range(7 * at, 7 * at + 7))) for at, (start, count) in enumerate(counts)
+    ]
 
 
 @given(rows=drawn_rows())
@@ -169,7 +178,9 @@ def test_halves_are_the_rows_in_two(rows: list[Row]) -> None:
         assert second[0] == rows[len(first) - 1]._replace(tokens=second[0].tokens, start=second[0].start)
 
 
-@pytest.mark.skipif(not BY_KERNELS, reason="products of PyTorch may round otherwise for other numbers of tokens")
+@pytest.mark.skipif(
+    not BY_KERNELS, reason="products of PyTorch may round otherwise for other numbers of tokens"
+)
 @settings(max_examples=12)
 @given(rows=drawn_rows())
 def test_whatever_rows_a_pass_has(rows: list[Row], folders: Callable[[str], Path]) -> None:
@@ -191,7 +202,9 @@ def test_whatever_rows_a_pass_has(rows: list[Row], folders: Callable[[str], Path
 @pytest.mark.thorough
 def test_over_gloo_the_same_as_its_halves_one_after_the_other(folders: Callable[[str], Path]) -> None:
     plan = make_plan(folders("llama"), 4, 64, PROGRAMS["ladder"])
-    halves = [[row._replace(targets=None) for row in half] for rows in PASSES for half in halves_of(rows) or ()]
+    halves = [
+        [row._replace(targets=None) for row in half] for rows in PASSES for half in halves_of(rows) or ()
+    ]
     with Ranks(RankOptions(4, "cpu", "gloo")) as ranks:
         for together, apart in zip(
             ranks.call(in_halves, plan, PASSES, 12), ranks.call(in_halves, plan, halves, 12), strict=True
@@ -200,7 +213,9 @@ def test_over_gloo_the_same_as_its_halves_one_after_the_other(folders: Callable[
 
 
 def test_one_rank_has_nothing_to_hide(folders: Callable[[str], Path]) -> None:
-    with pytest.raises(ValueError, match="one rank has nothing to reduce; use more ranks, or halves off"):
+    with pytest.raises(
+        ValueError, match="one rank has nothing to reduce; use more ranks, or halves off"
+    ):
         make_plan(folders("llama"), 1, 64, halves="on")
     with pytest.raises(ValueError, match="there is no mode 'yes' of computing passes in halves"):
         make_plan(folders("llama"), 2, 64, halves="yes")

@@ -10,8 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DeepseekV2Config, DeepseekV3Config
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention, DeepseekV2RotaryEmbedding
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import (
+    DeepseekV2Attention,
+    DeepseekV2RotaryEmbedding,
+)
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3Attention,
+    DeepseekV3RotaryEmbedding,
+)
 
 from surgeon.models.families import FAMILIES
 from surgeon.models.families.specs import Latent
@@ -38,7 +44,13 @@ SIZES: dict[str, Any] = {
     "attn_implementation": "eager",
 }
 CASES = {
-    "v2": (DeepseekV2Config, DeepseekV2Attention, DeepseekV2RotaryEmbedding, {"q_lora_rank": None}, True),
+    "v2": (
+        DeepseekV2Config,
+        DeepseekV2Attention,
+        DeepseekV2RotaryEmbedding,
+        {"q_lora_rank": None},
+        True,
+    ),
     "v2, queries of a latent": (
         *(DeepseekV2Config, DeepseekV2Attention, DeepseekV2RotaryEmbedding),
         *({"q_lora_rank": 12, "attention_bias": True}, True),
@@ -105,6 +117,8 @@ def test_scores_of_longer_texts(model_type: str) -> None:
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7}
     rope |= {"original_max_position_embeddings": 64}
     config = config_class(**SIZES | {"rope_parameters": rope, "q_lora_rank": None})
-    assert FAMILIES[model_type].scales.attention(config) == pytest.approx(attention_class(config, 0).scaling)
+    assert FAMILIES[model_type].scales.attention(config) == pytest.approx(
+        attention_class(config, 0).scaling
+    )
     plain = config_class(**SIZES | {"q_lora_rank": None})
     assert FAMILIES[model_type].scales.attention(plain) is None

@@ -18,7 +18,9 @@ from surgeon.runtime.plan.checks import make_plan
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gains_stored_without_their_one(dtype: torch.dtype, tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+def test_gains_stored_without_their_one(
+    dtype: torch.dtype, tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
     """In 16 bits too, where 1 + gain would lose the gain's digits."""
     model = tiny_model("gemma2").to(dtype)
     model.save_pretrained(tmp_path)
@@ -51,7 +53,11 @@ def test_softcap() -> None:
 def test_attention_of_grouped_heads(group: int, cap: float | None, sunk: bool, looks: str) -> None:
     """Of a part of a prompt behind a mask, and of a whole one; a mask and `enable_gqa` never come together."""
     tokens, keys = (3, 7) if looks == "behind a mask" else (5, 5)
-    queries, *given = torch.randn(1, 2 * group, tokens, 4), torch.randn(1, 2, keys, 4), torch.randn(1, 2, keys, 4)
+    queries, *given = (
+        torch.randn(1, 2 * group, tokens, 4),
+        torch.randn(1, 2, keys, 4),
+        torch.randn(1, 2, keys, 4),
+    )
     mask = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)
     scores = 0.3 * queries @ given[0].repeat_interleave(group, 1).mT
     scores = scores if cap is None else cap * (scores / cap).tanh()
@@ -62,7 +68,9 @@ def test_attention_of_grouped_heads(group: int, cap: float | None, sunk: bool, l
     expected = scores.softmax(-1)[..., :keys] @ given[1].repeat_interleave(group, 1)
     causal = looks == "causally"
     with NoMaskBesideGroups():
-        found = attention(queries, *given, Weighting(0.3, None, cap, sinks), None if causal else mask, causal)
+        found = attention(
+            queries, *given, Weighting(0.3, None, cap, sinks), None if causal else mask, causal
+        )
     torch.testing.assert_close(found, expected)
 
 

@@ -30,7 +30,11 @@ from tests.tiny_models import VOCABULARY, tiny_model
 BORDER = 40
 NEW = 12
 ROPE = {"rope_theta": 100.0, "original_max_position_embeddings": BORDER}
-LONGROPE = ROPE | {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.4, 1.6], "long_factor": [1.5, 3.0, 6.0, 9.0]}
+LONGROPE = ROPE | {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.2, 1.4, 1.6],
+    "long_factor": [1.5, 3.0, 6.0, 9.0],
+}
 LONGROPE |= {"factor": 8.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,9 +42,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": BORDER}),
     "computed anew": (
         "phi3",
-        {"rope_parameters": LONGROPE, "original_max_position_embeddings": BORDER, "sliding_window": None},
+        {
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": BORDER,
+            "sliding_window": None,
+        },
     ),
-    "computed anew in windows": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": BORDER}),
+    "computed anew in windows": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": BORDER},
+    ),
 }
 GENERATOR = torch.Generator().manual_seed(3)
 SHARED = torch.randint(2, VOCABULARY, (80,), generator=GENERATOR).tolist()
@@ -52,7 +63,12 @@ PROMPTS = [SHARED[:length] for length in (9, 33, 39, 40, 41, 60)] + [[*SHARED[:4
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
-MINISTRAL3 = YARN | {"factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0}
+MINISTRAL3 = YARN | {
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 MINISTRAL3 |= {"beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.1}
 PHI4 = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 PHI4 |= {"short_factor": [1.0] * 48, "long_factor": [1 + k**2 / 50 for k in range(48)]}
@@ -65,10 +81,34 @@ PUBLISHED: dict[str, tuple[str, int, dict[str, Any], int, int]] = {
     "Mistral Nemo": ("mistral", 128, {"rope_type": "default", "rope_theta": 1e6}, 8192, 131072),
     "Ministral 3": ("ministral3", 128, MINISTRAL3, 16384, 262144),
     "Phi-4-mini": ("phi3", 128, PHI4 | {"original_max_position_embeddings": 4096}, 4096, 131072),
-    "Phi-4": ("phi3", 128, {"rope_type": "default", "rope_theta": 250000.0, "partial_rotary_factor": 1.0}, 4096, 16384),
-    "GLM-4": ("glm4", 128, {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, 8192, 32768),
-    "DeepSeek Coder": ("llama", 128, {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0}, 4096, 16384),
-    "InternLM2": ("llama", 128, {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}, 32768, 65536),
+    "Phi-4": (
+        "phi3",
+        128,
+        {"rope_type": "default", "rope_theta": 250000.0, "partial_rotary_factor": 1.0},
+        4096,
+        16384,
+    ),
+    "GLM-4": (
+        "glm4",
+        128,
+        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        8192,
+        32768,
+    ),
+    "DeepSeek Coder": (
+        "llama",
+        128,
+        {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
+        4096,
+        16384,
+    ),
+    "InternLM2": (
+        "llama",
+        128,
+        {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0},
+        32768,
+        65536,
+    ),
 }
 
 
@@ -78,15 +118,24 @@ def test_angles_up_to_the_full_length(name: str, tmp_path: Path) -> None:
     family, head_dim, rope, first, longest = PUBLISHED[name]
     own = {"original_max_position_embeddings": first} if family == "phi3" else {}
     positions = first if rope["rope_type"] == "dynamic" else longest
-    sizes = {"num_attention_heads": 1, "num_key_value_heads": 1, "hidden_size": head_dim, "head_dim": head_dim}
-    model = tiny_model(family, 1, max_position_embeddings=positions, rope_parameters=dict(rope), **sizes | own)
+    sizes = {
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "hidden_size": head_dim,
+        "head_dim": head_dim,
+    }
+    model = tiny_model(
+        family, 1, max_position_embeddings=positions, rope_parameters=dict(rope), **sizes | own
+    )
     model.save_pretrained(tmp_path)
     plan = make_plan(tmp_path, 1, None)
     assert plan.max_tokens == longest
     for length in (first // 2, first, first + 1, longest):
         places = torch.tensor([0, 1, first // 3, length // 2, length - 1])
         cosine, sine = model.model.rotary_emb(torch.ones(1), position_ids=places[None])
-        found = turned(plan.arithmetic.rotaries[0], places, torch.full_like(places, length), torch.ones(1))
+        found = turned(
+            plan.arithmetic.rotaries[0], places, torch.full_like(places, length), torch.ones(1)
+        )
         # transformers computes dynamic frequencies in another order, and a turn is many thousand positions.
         tolerance = 0.02 if plan.long_texts is not None and plan.long_texts.by_length else 1e-6
         half = cosine.shape[-1] // 2
@@ -108,8 +157,15 @@ class Text(NamedTuple):
 
 def continued(model: Any, prompt: list[int]) -> Text:
     """By `transformers`."""
-    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    found = model.generate(torch.tensor([prompt]), return_dict_in_generate=True, output_logits=True, **options)
+    options: dict[str, Any] = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    found = model.generate(
+        torch.tensor([prompt]), return_dict_in_generate=True, output_logits=True, **options
+    )
     tokens = found.sequences[0, len(prompt) :]
     chosen = torch.cat(found.logits).log_softmax(-1).gather(1, tokens[:, None])
     return Text(tokens.tolist(), chosen[:, 0].tolist())
@@ -121,12 +177,22 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield started
 
 
-DEFAULT = [(1, "longrope", "auto"), (1, "dynamic", "static"), (1, "computed anew", "auto"), (2, "dynamic", "auto")]
-CASES = [case(*each, default=each in DEFAULT) for each in product((1, 2), MODELS, ("auto", "dynamic", "static"))]
+DEFAULT = [
+    (1, "longrope", "auto"),
+    (1, "dynamic", "static"),
+    (1, "computed anew", "auto"),
+    (2, "dynamic", "auto"),
+]
+CASES = [
+    case(*each, default=each in DEFAULT)
+    for each in product((1, 2), MODELS, ("auto", "dynamic", "static"))
+]
 
 
 @pytest.mark.parametrize(("ranks", "name", "decoding"), CASES, indirect=["ranks"])
-def test_texts_of_all_lengths_in_every_company(name: str, decoding: Any, ranks: Ranks, tmp_path: Path) -> None:
+def test_texts_of_all_lengths_in_every_company(
+    name: str, decoding: Any, ranks: Ranks, tmp_path: Path
+) -> None:
     family, overrides = MODELS[name]
     tiny_model(family, **overrides).save_pretrained(tmp_path)
     # Each by a model of its own: transformers' dynamic frequencies remember longer texts.
@@ -136,9 +202,15 @@ def test_texts_of_all_lengths_in_every_company(name: str, decoding: Any, ranks: 
     blocks, everybody = 7 * -(-80 // BLOCK_TOKENS), list(range(len(PROMPTS)))
 
     def check(
-        order: list[int], sampling: Sampling, max_batch: int = 8, pass_tokens: int = 512, room: int = blocks
+        order: list[int],
+        sampling: Sampling,
+        max_batch: int = 8,
+        pass_tokens: int = 512,
+        room: int = blocks,
     ) -> None:
-        limits = Limits(max_batch, 80, pass_tokens=pass_tokens, expected_share=0, long_texts=plan.long_texts)
+        limits = Limits(
+            max_batch, 80, pass_tokens=pass_tokens, expected_share=0, long_texts=plan.long_texts
+        )
         requests = [Request(number, tuple(PROMPTS[number]), sampling) for number in order]
         outputs, _ = ranks.call(complete, requests, room, limits, ENGINE)[0]
         for number in order:
@@ -148,12 +220,15 @@ def test_texts_of_all_lengths_in_every_company(name: str, decoding: Any, ranks: 
                 found = [output.logprob.logprob for output in own if output.logprob is not None]
                 assert found == pytest.approx(wanted[number].logprobs, abs=1e-4)
 
-    greedy, told = (Sampling(max_new_tokens=NEW, ignore_end=True, logprobs=logprobs) for logprobs in (None, 0))
+    greedy, told = (
+        Sampling(max_new_tokens=NEW, ignore_end=True, logprobs=logprobs) for logprobs in (None, 0)
+    )
     check(everybody, told, max_batch=1)  # one after the other, with prefixes from those before
     check(everybody[::-1], greedy)  # in one batch
     check(everybody, told, max_batch=3, pass_tokens=7)  # prompts in chunks beside continuations
     check(everybody, greedy, room=9)  # with preemption
-    check(everybody[-2:], greedy, max_batch=1, pass_tokens=1)  # each token of a prompt like one that continues a text
+    # Each token of a prompt like one that continues a text.
+    check(everybody[-2:], greedy, max_batch=1, pass_tokens=1)
     scored = Request(0, tuple(PROMPTS[5]), Sampling(max_new_tokens=0, prompt_logprobs=0))
     limits = Limits(1, 80, pass_tokens=7, long_texts=plan.long_texts)
     outputs, _ = ranks.call(complete, [scored], blocks, limits, ENGINE)[0]
@@ -180,4 +255,7 @@ def test_the_fused_form_computes_texts_anew_too(tmp_path: Path) -> None:
     for prompt in PROMPTS[1:4]:
         wanted = continued(edit(tiny_model(family, **overrides), program), prompt)
         assert continued(written, prompt).tokens == wanted.tokens
-    assert make_plan(tmp_path / "fused", 1, 80).long_texts == make_plan(tmp_path / "source", 1, 80).long_texts
+    assert (
+        make_plan(tmp_path / "fused", 1, 80).long_texts
+        == make_plan(tmp_path / "source", 1, 80).long_texts
+    )

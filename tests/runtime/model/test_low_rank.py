@@ -28,7 +28,9 @@ def factored(family: str, layer: int, ranks: str) -> str:
     """Both sublayers of a layer with every matrix of it factorised."""
     roles = {kind: [one.role for one in FAMILIES[family].spec(kind).projections] for kind in "AF"}
     numbers = iter(ranks.split(","))
-    texts = [f"{kind}{layer}@" + ",".join(f"{role}{next(numbers)}" for role in roles[kind]) for kind in "AF"]
+    texts = [
+        f"{kind}{layer}@" + ",".join(f"{role}{next(numbers)}" for role in roles[kind]) for kind in "AF"
+    ]
     return " ".join(texts)
 
 
@@ -94,7 +96,10 @@ def test_what_is_sent(several: Several, tmp_path: Path) -> None:
     assert sent("replicate") == Counts(2, 0, summed)
     assert sent("base") == Counts(7, 0, 4 * tokens * (4 * HIDDEN + 2 * 48 + HIDDEN))
     either = [[0, of_attention], [0, of_mlp]]  # what is measured decides, for each kind by itself
-    ways = [Counts(2, sum(map(bool, gathered)), summed + 4 * tokens * sum(gathered)) for gathered in product(*either)]
+    ways = [
+        Counts(2, sum(map(bool, gathered)), summed + 4 * tokens * sum(gathered))
+        for gathered in product(*either)
+    ]
     assert sent("auto") in ways
 
 
@@ -108,7 +113,8 @@ def test_auto_takes_the_way_that_is_faster_over_all_ranks(
     n, tokens = several.count, IDS.numel()
     plan = make_plan(tmp_path, n, IDS.shape[1], SENDING)
     faster = [attention, mlp]
-    first = [time for gathers in faster for time in ((1.0, 2.0) if gathers else (2.0, 1.0))]  # by itself, together
+    # By itself, together.
+    first = [time for gathers in faster for time in ((1.0, 2.0) if gathers else (2.0, 1.0))]
     others = [time for gathers in faster for time in ((9.0, 1.0) if gathers else (1.0, 9.0))]
     found = several.started.call(logits_as_timed, plan, [IDS], [first] + [others] * (n - 1))
     gathered = [-(-(9 + 3 + 5) // n) * attention, -(-(11 + 13) // n) * mlp]
@@ -125,7 +131,8 @@ def test_where_sums_are_taken() -> None:
     assert summed("A0@o31") == {0}
     assert summed("A0@o32") == summed("A0@q4") == set()
     assert summed("[A0@o15 A1@o16]") == {0, 1}
-    assert summed("[A0@o16 A1@o16]") == summed("[A0@o4 A1]") == set()  # one sum of the stream's width is as little
+    # One sum of the stream's width is as little.
+    assert summed("[A0@o16 A1@o16]") == summed("[A0@o4 A1]") == set()
     assert summed("[A0@o16 F1@down16]", normed=True) == {0, 1}
     assert summed("[A0@o4 A1]", normed=True) == {0}
 

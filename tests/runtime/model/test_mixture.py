@@ -101,7 +101,9 @@ def expected(tensors: Tensors, stream: Tensor, plan: Plan, experts: range = rang
             made = made + w["down.bias"][expert] if "down.bias" in w else made
             found[token] += scores[expert] / total * routing.scale * made
         if "shared_gate.weight" in w:
-            beside = w["shared_down.weight"] @ (F.silu(w["shared_gate.weight"] @ one) * (w["shared_up.weight"] @ one))
+            beside = w["shared_down.weight"] @ (
+                F.silu(w["shared_gate.weight"] @ one) * (w["shared_up.weight"] @ one)
+            )
             weight = (w["shared_router.weight"] @ one).sigmoid() if "shared_router.weight" in w else 1.0
             found[token] += weight * beside
     return found
@@ -128,13 +130,19 @@ KINDS = ["plain", "clamped", "shared", "shared and weighed", "two factors", "two
 
 @pytest.mark.parametrize("tokens", [1, 12])
 @pytest.mark.parametrize(
-    ("kind", "routing"), [(kind, "normalised") for kind in KINDS] + [("biased", "softmax"), ("biased", "groups")]
+    ("kind", "routing"),
+    [(kind, "normalised") for kind in KINDS] + [("biased", "softmax"), ("biased", "groups")],
 )
 @torch.inference_mode()
 def test_every_way(kind: str, routing: str, tokens: int, by_kernels: bool, plan: Plan) -> None:
     """With and without waiting, of all experts and of some."""
-    own = with_arithmetic(plan, routing=ROUTINGS[routing], clamped_gate=(1.7, 0.4) if kind == "clamped" else None)
-    biased, shared = kind in ("biased", "clamped") or kind.endswith("biases"), 12 * kind.startswith("shared")
+    own = with_arithmetic(
+        plan, routing=ROUTINGS[routing], clamped_gate=(1.7, 0.4) if kind == "clamped" else None
+    )
+    biased, shared = (
+        kind in ("biased", "clamped") or kind.endswith("biases"),
+        12 * kind.startswith("shared"),
+    )
     tensors = drawn(biased, shared, kind.endswith("weighed"), 5 * kind.startswith("two"))
     stream = torch.randn(tokens, HIDDEN)
     made = MixtureOfExperts(tensors, MIXTURE, own)
@@ -145,7 +153,8 @@ def test_every_way(kind: str, routing: str, tokens: int, by_kernels: bool, plan:
     if shared:
         return
     some = {
-        name: tensor[2:5] if name.startswith(("gate", "up", "down")) else tensor for name, tensor in tensors.items()
+        name: tensor[2:5] if name.startswith(("gate", "up", "down")) else tensor
+        for name, tensor in tensors.items()
     }
     right = expected(tensors, stream, own, range(2, 5))
     for waits in (True, False):

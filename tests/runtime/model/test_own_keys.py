@@ -41,7 +41,8 @@ CASES = [
     pytest.param("gpt2", "tracks", {}, marks=thorough),
     pytest.param("mixtral", "twice", {}, marks=thorough),
 ]
-IN_TURNS = [3, 3, 0, 0, 0, 0, 0, 2, 4, *[0] * (FEW_MISSED + 2), 3, 1, 1, 3]  # tokens drafted in each pass
+# Tokens drafted in each pass.
+IN_TURNS = [3, 3, 0, 0, 0, 0, 0, 2, 4, *[0] * (FEW_MISSED + 2), 3, 1, 1, 3]
 
 
 AT_ONCE = 11  # tokens that a draft makes up for at most, in a pass
@@ -61,7 +62,9 @@ class InTurns(Ahead):
 
 
 @pytest.mark.parametrize(("family", "draft", "config"), CASES)
-def test_greedy_tokens_are_those_of_the_model(family: str, draft: str, config: dict[str, Any], tmp_path: Path) -> None:
+def test_greedy_tokens_are_those_of_the_model(
+    family: str, draft: str, config: dict[str, Any], tmp_path: Path
+) -> None:
     """Alone, beside others, and in chunks of prompts and of what drafts have missed."""
     model = saved(tmp_path, family, **config)
     expected = {number: continued(model, prompt) for number, prompt in enumerate(PROMPTS)}
@@ -94,7 +97,9 @@ class Beside:
 
 
 @torch.no_grad()
-def accepted_by_hand(model: Any, edited: Any, own: frozenset[Sublayer], text: list[int], first: int) -> list[int]:
+def accepted_by_hand(
+    model: Any, edited: Any, own: frozenset[Sublayer], text: list[int], first: int
+) -> list[int]:
     """How many drafted tokens are right each time, by passes over a whole text that know which were in flight.
 
     Args:
@@ -111,7 +116,9 @@ def accepted_by_hand(model: Any, edited: Any, own: frozenset[Sublayer], text: li
         for place in range(newest, newest + most):
             begin = begins[:newest] + [newest] * (place + 1 - newest)
             layers.verified = Beside(model, torch.tensor([tokens]), begin, own)
-            tokens.append(int(edited(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+            tokens.append(
+                int(edited(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax())
+            )
         accepted = sum(takewhile(bool, map(eq, tokens[length:], text[length:])))
         if most:
             reached = newest + min(most, accepted + 1)
@@ -125,10 +132,14 @@ def accepted_by_hand(model: Any, edited: Any, own: frozenset[Sublayer], text: li
     ("draft", "own"),
     [
         ("A1 F1 A0 F0 A2~A3 F2~F3", "A2~A3"),
-        pytest.param("A2 F2 {A1/2:0 F1/2:0 | A1/2:1 F1/2:1} A0 F0 A3 F3", "A1/2:0 A1/2:1", marks=thorough),
+        pytest.param(
+            "A2 F2 {A1/2:0 F1/2:0 | A1/2:1 F1/2:1} A0 F0 A3 F3", "A1/2:0 A1/2:1", marks=thorough
+        ),
     ],
 )
-@pytest.mark.parametrize("decoding", ["auto", *(pytest.param(way, marks=thorough) for way in ("dynamic", "static"))])
+@pytest.mark.parametrize(
+    "decoding", ["auto", *(pytest.param(way, marks=thorough) for way in ("dynamic", "static"))]
+)
 def test_acceptance_is_that_of_plain_passes(draft: str, own: str, decoding: str, tmp_path: Path) -> None:
     """With a draft whose own keys depend on those it shares, and that is off and on, for some tokens and for many."""
     model = saved(tmp_path)
@@ -145,14 +156,18 @@ def test_acceptance_is_that_of_plain_passes(draft: str, own: str, decoding: str,
             drafted, before = tally.drafted, tally.accepted
             tokens += [output.token for output in leader.step()]
             accepted += [tally.accepted - before] if tally.drafted > drafted else []
-        text = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None)[0].tolist()
+        text = model.generate(
+            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None
+        )[0].tolist()
         assert tokens == text[len(prompt) :]
         assert accepted == accepted_by_hand(model, edited, sublayers, text, len(prompt))
         assert sum(accepted) > 0
 
 
 @pytest.mark.usefixtures("trials")
-@pytest.mark.parametrize("ways", [pytest.param({"as_pays": True}, marks=thorough), {"blocks": 5, "pass_tokens": 40}])
+@pytest.mark.parametrize(
+    "ways", [pytest.param({"as_pays": True}, marks=thorough), {"blocks": 5, "pass_tokens": 40}]
+)
 def test_texts_are_those_without_drafts(ways: dict[str, Any], tmp_path: Path) -> None:
     """Greedy and drawn with seeds, where blocks are few, and as many drafts as pay."""
     saved(tmp_path)

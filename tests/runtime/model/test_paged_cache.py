@@ -41,7 +41,9 @@ def plain_attention(queries: Tensor, keys: Tensor, values: Tensor, rule: Weighti
 
 
 def places_of(blocks: list[int], tokens: int) -> list[int]:
-    return [blocks[token // BLOCK_TOKENS] * BLOCK_TOKENS + token % BLOCK_TOKENS for token in range(tokens)]
+    return [
+        blocks[token // BLOCK_TOKENS] * BLOCK_TOKENS + token % BLOCK_TOKENS for token in range(tokens)
+    ]
 
 
 def row_of(before: int, new: int, blocks: list[int]) -> Row:
@@ -59,7 +61,9 @@ def check(
     """Attend one pass of rows (tokens before, new tokens) with these blocks; heads, KV heads and rule by slot."""
     cache = PagedCache([kv_heads for _, kv_heads in heads], BLOCKS, HEAD_DIM, torch.empty(0))
     layout = PagedLayout([row_of(*row, own) for row, own in zip(rows, blocks, strict=True)], cache)
-    for slot, ((number, kv_heads), rule) in enumerate(zip(heads, rules or [PLAIN] * len(heads), strict=True)):
+    for slot, ((number, kv_heads), rule) in enumerate(
+        zip(heads, rules or [PLAIN] * len(heads), strict=True)
+    ):
         texts = [torch.randn(2, before + new, kv_heads, HEAD_DIM) for before, new in rows]
         for (before, _), own, text in zip(rows, blocks, texts, strict=True):
             for kept, given_ in zip(cache.slots[slot], text, strict=True):
@@ -76,11 +80,15 @@ def check(
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 20])), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 20])), min_size=1, max_size=5
+    ),
     st.permutations(range(BLOCKS)),
     st.booleans(),
 )
-def test_any_pass_over_any_blocks(rows: list[tuple[int, int]], order: list[int], scattered: bool) -> None:
+def test_any_pass_over_any_blocks(
+    rows: list[tuple[int, int]], order: list[int], scattered: bool
+) -> None:
     free = iter(order if scattered else range(BLOCKS))
     blocks = [[next(free) for _ in range(-(-(before + new) // BLOCK_TOKENS))] for before, new in rows]
     check(rows, blocks, [(4, 2), (2, 2), (3, 1)])
@@ -88,7 +96,9 @@ def test_any_pass_over_any_blocks(rows: list[tuple[int, int]], order: list[int],
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 20])), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 20])), min_size=1, max_size=5
+    ),
     st.permutations(range(BLOCKS)),
     st.booleans(),
     st.tuples(*[st.builds(Weighting, st.none(), SEEN, st.sampled_from([None, 2.0]))] * 3),

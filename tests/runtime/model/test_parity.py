@@ -112,11 +112,41 @@ PROGRAMS = {
 GROUPED = ("llama", "qwen3", "gemma2")
 # Families that compute what another one does, or that differ from one in how weights are stored only.
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "qwen2_moe", "glm4_moe")
-KEPT = ("olmoe", "minimax_m2", "deepseek_v2", "deepseek_v3")  # whose attentions have no slices in programs
+# Whose attentions have no slices in programs.
+KEPT = ("olmoe", "minimax_m2", "deepseek_v2", "deepseek_v3")
 ALIKE = ("qwen2_moe", "glm4_moe", "minimax_m2")  # whose mechanisms others have, too
-MIXED = ("dense", "LP", "ladder over LP", "PAR", "tracks that meet twice", "some experts", "factors of experts")
-SHORT = ("mistral", "qwen2", "phi3", "gpt2", "gpt_neo", "smollm3", "granite", "glm", "glm4", "gemma3_text")
-SHORT += ("cohere", "cohere2", "ministral", "ministral3", "olmo2", "olmo3", "exaone4", "seed_oss", "starcoder2")
+MIXED = (
+    "dense",
+    "LP",
+    "ladder over LP",
+    "PAR",
+    "tracks that meet twice",
+    "some experts",
+    "factors of experts",
+)
+SHORT = (
+    "mistral",
+    "qwen2",
+    "phi3",
+    "gpt2",
+    "gpt_neo",
+    "smollm3",
+    "granite",
+    "glm",
+    "glm4",
+    "gemma3_text",
+)
+SHORT += (
+    "cohere",
+    "cohere2",
+    "ministral",
+    "ministral3",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+    "seed_oss",
+    "starcoder2",
+)
 SHORT += ("gemma", "phi", "stablelm", "gptj", "falcon", "olmo")
 SHORT_LIST = ("dense", "merge", "LP", "attention || MLP", "ladder", "tracks that meet twice", "desync")
 
@@ -157,11 +187,19 @@ def is_default(way: tuple[int, str], family: str, name: str, at: int) -> bool:
 
 
 ON_WAYS = [
-    case(way, family, name, default=is_default(way, family, name, at), id=f"{way[1]}{way[0]}-{family}-{name}")
+    case(
+        way,
+        family,
+        name,
+        default=is_default(way, family, name, at),
+        id=f"{way[1]}{way[0]}-{family}-{name}",
+    )
     for way in WAYS
     for at, (family, name) in enumerate(CASES)
-    if way[0] < 4 or family not in SHORT or name in ("dense", "merge", "LP")  # their weights, cut in four
-    if way[1] != "gloo" or family not in SHORT + KEPT or name == "dense"  # how ranks are connected is the same for all
+    # Their weights, cut in four.
+    if way[0] < 4 or family not in SHORT or name in ("dense", "merge", "LP")
+    # How ranks are connected is the same for all.
+    if way[1] != "gloo" or family not in SHORT + KEPT or name == "dense"
 ]
 IDS = torch.randint(2, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(3))
 CHUNKS = [IDS[:, :6], IDS[:, 6:10], IDS[:, 10:]]  # prefill, several tokens after others, decode
@@ -208,7 +246,8 @@ def expected() -> Expected:
 
 
 def test_every_supported_family_is_compared() -> None:
-    assert set(OVERRIDES) == {*RANKED, "qwen3_next"}  # whose MLPs are those of the others that ranks have a part of
+    # Whose MLPs are those of the others that ranks have a part of.
+    assert set(OVERRIDES) == {*RANKED, "qwen3_next"}
 
 
 def outputs_reduced(nodes: tuple[Node, ...], ranks: int, norms_behind: bool) -> int:
@@ -221,7 +260,10 @@ def outputs_reduced(nodes: tuple[Node, ...], ranks: int, norms_behind: bool) -> 
     count = 0
     for node in nodes:
         if isinstance(node, Step):
-            whole = len({sublayer.kind for sublayer in node.sublayers}) == 1 and len(node.sublayers) % ranks == 0
+            whole = (
+                len({sublayer.kind for sublayer in node.sublayers}) == 1
+                and len(node.sublayers) % ranks == 0
+            )
             count += len(node.sublayers) if norms_behind and not whole else 1
         else:
             each = max(1, ranks // len(node.branches))
@@ -248,7 +290,9 @@ def squares_exchanged(nodes: tuple[Node, ...], ranks: int) -> int:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("ranks", "family", "name"), ON_WAYS, indirect=["ranks"])
-def test_logits_and_counts(family: str, name: str, ranks: Ranks, checkpoints: Checkpoints, expected: Expected) -> None:
+def test_logits_and_counts(
+    family: str, name: str, ranks: Ranks, checkpoints: Checkpoints, expected: Expected
+) -> None:
     number, program = len(ranks.pids), Program.parse(PROGRAMS[name])
     plan = make_plan(checkpoints(family), number, IDS.shape[1], str(program))
     answers = ranks.call(logits_in_chunks, plan, CHUNKS)
@@ -259,10 +303,15 @@ def test_logits_and_counts(family: str, name: str, ranks: Ranks, checkpoints: Ch
         assert vocabulary.all_reduces == vocabulary.all_gathers == (len(CHUNKS) if number > 1 else 0)
     # The rank whose branches have the most steps is the one that the others wait for.
     squares = squares_exchanged(program.nodes, number) if FAMILIES[family].attention.joins_heads else 0
-    for chunk, counts in zip(CHUNKS, zip(*(counts for _, counts, _ in answers), strict=True), strict=True):
+    for chunk, counts in zip(
+        CHUNKS, zip(*(counts for _, counts, _ in answers), strict=True), strict=True
+    ):
         assert max(count.all_reduces for count in counts) == program.sync_points(number) + squares
         outputs = outputs_reduced(program.nodes, number, norms_behind=family in NORMED_BEHIND)
-        assert max(count.bytes for count in counts) == (outputs * plan.hidden + 2 * squares) * chunk.numel() * 4
+        assert (
+            max(count.bytes for count in counts)
+            == (outputs * plan.hidden + 2 * squares) * chunk.numel() * 4
+        )
         assert all(count.all_gathers == 0 for count in counts)
 
 
@@ -272,10 +321,15 @@ SLICED = [(way, family, name) for way in WAYS[1:3] for family in MIXTURES for na
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("ranks", "family", "name"),
-    [case(*one, default=at % 7 == 0, id=f"{one[0][1]}{one[0][0]}-{one[1]}-{one[2]}") for at, one in enumerate(SLICED)],
+    [
+        case(*one, default=at % 7 == 0, id=f"{one[0][1]}{one[0][0]}-{one[1]}-{one[2]}")
+        for at, one in enumerate(SLICED)
+    ],
     indirect=["ranks"],
 )
-def test_experts_are_sliced(family: str, name: str, ranks: Ranks, checkpoints: Checkpoints, expected: Expected) -> None:
+def test_experts_are_sliced(
+    family: str, name: str, ranks: Ranks, checkpoints: Checkpoints, expected: Expected
+) -> None:
     """Every rank some neurons of each, where above ranks divide the experts, which have few neurons here."""
     number, reference = len(ranks.pids), expected(family, name)
     plan = make_plan(checkpoints(family), number, IDS.shape[1], PROGRAMS[name])
@@ -294,11 +348,15 @@ def test_greedy_tokens(vocabulary: int, ranks: Ranks, tmp_path: Path) -> None:
     model = tiny_model("llama", vocab_size=vocabulary)
     model.save_pretrained(tmp_path)
     prompts = IDS % vocabulary
-    wanted = model.generate(prompts, max_new_tokens=16, do_sample=False, eos_token_id=None)[:, prompts.shape[1] :]
+    wanted = model.generate(prompts, max_new_tokens=16, do_sample=False, eos_token_id=None)[
+        :, prompts.shape[1] :
+    ]
     plan = make_plan(tmp_path, len(ranks.pids), prompts.shape[1] + 16)
     ranks.call(load, plan)
     sampling = Sampling(max_new_tokens=16, ignore_end=True)
-    requests = [Request(number, tuple(prompt), sampling) for number, prompt in enumerate(prompts.tolist())]
+    requests = [
+        Request(number, tuple(prompt), sampling) for number, prompt in enumerate(prompts.tolist())
+    ]
     limits, blocks = Limits(len(prompts), plan.max_tokens), len(prompts) * blocks_for(plan.max_tokens)
     heard: list[Progress] = []
     answers = ranks.call(complete, requests, blocks, limits, notify=heard.append)

@@ -48,7 +48,16 @@ def test_product(
 
 def test_which_weights_are_packed() -> None:
     """Of any shape for the kernels, in float32, and not where the product has to go to a given place."""
-    for shape in [(1000, 500), (70, 33), (344, 128), (20, 1024), (520, 2048), (1, 5000), (0, 16), (16, 0)]:
+    for shape in [
+        (1000, 500),
+        (70, 33),
+        (344, 128),
+        (20, 1024),
+        (520, 2048),
+        (1, 5000),
+        (0, 16),
+        (16, 0),
+    ]:
         assert packed(torch.zeros(shape)) == ON_X86, shape
     assert not packed(torch.zeros(64, 16, dtype=torch.bfloat16))
     assert not packed(torch.zeros(64, 16), packs=False)
@@ -72,7 +81,12 @@ def test_a_row_of_a_wider_tensor() -> None:
 
 def test_several_projections_as_one_product() -> None:
     """To a given place too; a bias that only one of them has is nothing for the others; the scale comes last."""
-    first, second, bias, x = torch.randn(64, 32), torch.randn(128, 32), torch.randn(128), torch.randn(3, 32)
+    first, second, bias, x = (
+        torch.randn(64, 32),
+        torch.randn(128, 32),
+        torch.randn(128),
+        torch.randn(3, 32),
+    )
     expected = 0.5 * torch.cat([x @ first.t(), x @ second.t() + bias], 1)
     assert torch.allclose(Linear([first, second], [None, bias], 0.5)(x), expected, atol=1e-5)
     out = torch.empty(3, 192)
@@ -82,7 +96,12 @@ def test_several_projections_as_one_product() -> None:
 
 def test_a_model_of_packed_weights(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     """Its logits and greedy tokens are those of `transformers`, and it takes the memory of its weights."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128, "tie_word_embeddings": False}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": 128,
+        "tie_word_embeddings": False,
+    }
     model = tiny_model("llama", **sizes, attention_bias=True)
     model.save_pretrained(tmp_path)
     plan = make_plan(tmp_path, 1, 32)
@@ -94,10 +113,14 @@ def test_a_model_of_packed_weights(tiny_model: Callable[..., Any], tmp_path: Pat
         if isinstance(part, Linear)
     ]
     assert len(weights) == 4 * 4
-    assert all(isinstance(weight, Transposed) != ON_X86 for weight in [*weights, engine.model.vocabulary.head])
+    assert all(
+        isinstance(weight, Transposed) != ON_X86 for weight in [*weights, engine.model.vocabulary.head]
+    )
     prompt = [3, 14, 15, 92, 65]
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0]
     assert (engine.text_logits(prompt) - expected).norm() < 1e-5 * expected.norm()
-    continued = model.generate(torch.tensor([prompt]), max_new_tokens=9, min_new_tokens=9, do_sample=False)
+    continued = model.generate(
+        torch.tensor([prompt]), max_new_tokens=9, min_new_tokens=9, do_sample=False
+    )
     assert greedy(engine, prompt, 9) == continued[0, len(prompt) :].tolist()

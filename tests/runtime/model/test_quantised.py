@@ -45,5 +45,7 @@ def test_parity(ranks: Ranks, scheme: str, tmp_path: Path) -> None:
 
 def test_it_is_said(tmp_path: Path) -> None:
     save_source(tmp_path / "quantised", num_layers=2)
-    with pytest.warns(UserWarning, match="stored as GPTQ of 4 bits in groups of 16 are dequantised .* in float32"):
+    with pytest.warns(
+        UserWarning, match="stored as GPTQ of 4 bits in groups of 16 are dequantised .* in float32"
+    ):
         make_plan(quantise_folder(tmp_path / "quantised", "gptq"), 2, 20)

@@ -27,7 +27,9 @@ NEW = 4  # across the end of a block of 16
 # With factors of k and v, of k alone, and of all matrices; ranks that no number of ranks divides.
 PROGRAM = "A0@k3,v5 F0 A1@k7 F1 A2@q9,k5,v3,o11 F2"
 # In an LP step, a late one, a fork, of averages and slices.
-COMBINED = "[A0@k3,v5,o7 A1@q9,k2,v3,o5] [F0 F1] >A2@k3,v2 {A0/2:0@k3,v1 F2 | A0/2:1@k2,v5,q3} A1~A2@k5,v5"
+COMBINED = (
+    "[A0@k3,v5,o7 A1@q9,k2,v3,o5] [F0 F1] >A2@k3,v2 {A0/2:0@k3,v1 F2 | A0/2:1@k2,v5,q3} A1~A2@k5,v5"
+)
 WAYS = {"gather": "static", "replicate": "dynamic", "base": "static"}
 
 
@@ -60,7 +62,11 @@ def test_the_same_texts(family: str, tmp_path: Path) -> None:
     for engine in (dynamic, static):
         found = continued(engine, PROMPTS, NEW)
         assert_same(found, expected)
-        assert found.numbers == 3 + 5 + 2 * engine.model.kv_heads()[1] * plan.head_dim + 5 + 3 < expected.numbers
+        assert (
+            found.numbers
+            == 3 + 5 + 2 * engine.model.kv_heads()[1] * plan.head_dim + 5 + 3
+            < expected.numbers
+        )
     logits = torch.cat(list(chunked_logits(dynamic, list(PROMPTS.split([11, 17, 1], 1)))), 1)
     assert relative_error(logits, plain_logits(model, PROGRAM, PROMPTS)) < TOLERANCE
 
@@ -68,18 +74,28 @@ def test_the_same_texts(family: str, tmp_path: Path) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "program"),
-    [("qwen2", PROGRAM), ("qwen3", PROGRAM), ("gemma2", PROGRAM), ("gpt2", PROGRAM), ("llama", COMBINED)],
+    [
+        ("qwen2", PROGRAM),
+        ("qwen3", PROGRAM),
+        ("gemma2", PROGRAM),
+        ("gpt2", PROGRAM),
+        ("llama", COMBINED),
+    ],
 )
 def test_on_ranks(family: str, program: str, several: Several, tmp_path: Path) -> None:
     saved(tmp_path, family)
     expected = continued(alone(make_plan(tmp_path, 1, 64, program, kv="full")), PROMPTS, NEW)
     for way, decoding in WAYS.items():
-        plan = make_plan(tmp_path, several.count, 64, program, decoding=decoding, low_rank=way, kv="lowrank")
+        plan = make_plan(
+            tmp_path, several.count, 64, program, decoding=decoding, low_rank=way, kv="lowrank"
+        )
         for found in several.started.call(continue_texts, plan, PROMPTS, NEW):
             assert_same(found, expected)
 
 
-def test_every_rank_that_shares_a_sublayer_keeps_the_same_numbers(several: Several, tmp_path: Path) -> None:
+def test_every_rank_that_shares_a_sublayer_keeps_the_same_numbers(
+    several: Several, tmp_path: Path
+) -> None:
     """And sends what it sends without; Base gathers what it keeps in place of two sums."""
     saved(tmp_path, "llama")
     program, texts, n = "A0@q9,k3,v5,o7", len(PROMPTS), several.count
@@ -94,7 +110,11 @@ def test_every_rank_that_shares_a_sublayer_keeps_the_same_numbers(several: Sever
         assert cost(way, "lowrank")[0] == [3 + 5] * n
         assert cost(way, "full")[0] == [2 * kv_width if way == "base" else 2 * kv_width / min(n, 2)] * n
     gathered = -(-(9 + 3 + 5) // n)
-    assert cost("gather", "lowrank")[1] == cost("gather", "full")[1] == Counts(1, 1, 4 * texts * (gathered + 7))
+    assert (
+        cost("gather", "lowrank")[1]
+        == cost("gather", "full")[1]
+        == Counts(1, 1, 4 * texts * (gathered + 7))
+    )
     assert cost("base", "full")[1] == Counts(4, 0, 4 * texts * (2 * hidden + 2 * kv_width))
     kept = -(-3 // n) + -(-5 // n)
     assert cost("base", "lowrank")[1] == Counts(2, 2, 4 * texts * (2 * hidden + kept))
@@ -121,14 +141,20 @@ def test_buffers_are_there_before_they_are_needed(tmp_path: Path) -> None:
         engine = alone(make_plan(tmp_path, 1, 48, PROGRAM, decoding=decoding, kv="lowrank"))
         cache = engine.new_cache(9, 3)
         tokens = 4 * 4 * 16 if decoding == "static" else 48  # powers of two of texts and of blocks
-        assert cache.buffers.kept.nbytes + cache.buffers.rebuilt.nbytes == 4 * tokens * (3 + 5 + 2 * 2 * 8)
+        assert cache.buffers.kept.nbytes + cache.buffers.rebuilt.nbytes == 4 * tokens * (
+            3 + 5 + 2 * 2 * 8
+        )
         before = cache.buffers.kept.data_ptr()
         rows = [Row(0, [text] * 40, ([(3 * text, 3)],), Wanted.BEST) for text in range(3)]
         best = engine.step(rows, cache).best
-        engine.step([Row(40, [one], row.runs, Wanted.BEST) for one, row in zip(best, rows, strict=True)], cache)
+        engine.step(
+            [Row(40, [one], row.runs, Wanted.BEST) for one, row in zip(best, rows, strict=True)], cache
+        )
         assert cache.buffers.kept.data_ptr() == before
         cache.buffers.reserve(tokens + 1)
-        assert cache.buffers.kept.nbytes + cache.buffers.rebuilt.nbytes == 4 * (tokens + 1) * (3 + 5 + 2 * 2 * 8)
+        assert cache.buffers.kept.nbytes + cache.buffers.rebuilt.nbytes == 4 * (tokens + 1) * (
+            3 + 5 + 2 * 2 * 8
+        )
 
 
 def test_where_there_is_nothing_to_keep_in_rank_space(tmp_path: Path) -> None:

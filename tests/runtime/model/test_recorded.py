@@ -54,11 +54,14 @@ PROGRAMS = WHOLE | {
 }
 FAMILIES = ("llama", "qwen3", "gemma2", "granite", "smollm3", "mistral", "ministral3", "glm4")
 FAMILIES += ("gemma3_text", "olmo3", "mixtral", "qwen3_moe")
-CASES = [("llama", name) for name in PROGRAMS] + [(family, "dense") for family in FAMILIES if family != "llama"]
+CASES = [("llama", name) for name in PROGRAMS] + [
+    (family, "dense") for family in FAMILIES if family != "llama"
+]
 CASES += [("gemma2", "LP"), ("gemma2", "factors of pairs"), ("granite", "factors")]
 
 pytestmark = pytest.mark.skipif(
-    not laid_out(torch.ones(64, 64)).by_kernels, reason="no kernels multiply: no C++ compiler, or another processor"
+    not laid_out(torch.ones(64, 64)).by_kernels,
+    reason="no kernels multiply: no C++ compiler, or another processor",
 )
 
 
@@ -81,7 +84,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def engines(plan: Plan) -> tuple[RankEngine, RankEngine]:
     """One that records, and one that does not."""
-    made = [RankEngine(replace(plan, decoding=way), Alone(), torch.device("cpu")) for way in ("auto", "dynamic")]
+    made = [
+        RankEngine(replace(plan, decoding=way), Alone(), torch.device("cpu"))
+        for way in ("auto", "dynamic")
+    ]
     assert [len(one.ways) for one in made] == [2, 1]
     return made[0], made[1]
 
@@ -121,14 +127,18 @@ def drawn_texts(draw: st.DrawFn) -> list[Texts]:
 @pytest.mark.parametrize(("family", "program"), CASES)
 @settings(max_examples=8)  # the first saves a model
 @given(passes=drawn_texts())
-def test_the_same_bits(family: str, program: str, passes: list[Texts], folders: Callable[[str], Path]) -> None:
+def test_the_same_bits(
+    family: str, program: str, passes: list[Texts], folders: Callable[[str], Path]
+) -> None:
     """Whatever texts a pass continues, wherever they lie; the caches hold the same afterwards."""
     plan = replace(make_plan(folders(family), 1, 100), program=PROGRAMS[program])
     logits, caches = [], []
     for engine in engines(plan):
         cache = engine.new_cache(BLOCKS)
         cache.stored.copy_(torch.randn(cache.stored.shape, generator=torch.Generator().manual_seed(1)))
-        found = [engine.step(one_more(texts, number), cache).logits for number, texts in enumerate(passes)]
+        found = [
+            engine.step(one_more(texts, number), cache).logits for number, texts in enumerate(passes)
+        ]
         logits.append(found)
         caches.append(cache.stored)
         if len(engine.ways) > 1:
@@ -164,7 +174,9 @@ def test_one_recording_for_each_number_of_texts(
     made, (engine, _) = recordings(monkeypatch), pair
     cache = engine.reusable_cache(BLOCKS)
     for number in range(12):
-        engine.step(one_more([(5 + number, [0, 1]), (9 + number, [2, 3])][: 1 + number % 2], number), cache)
+        engine.step(
+            one_more([(5 + number, [0, 1]), (9 + number, [2, 3])][: 1 + number % 2], number), cache
+        )
     assert len(made) == 2
     assert engine.reusable_cache(BLOCKS) is cache
     engine.step(one_more([(5, [0, 1])], 3), cache)
@@ -181,7 +193,10 @@ def test_a_text_in_more_runs_than_there_was_room_for(
         cache = engine.new_cache(BLOCKS)
         cache.stored.fill_(0.5)
         apart = list(range(0, BLOCKS, 2))
-        found = [engine.step(one_more([(length, apart[:6])], 1), cache).logits for length in (3, 20, 40, 70, 90, 5)]
+        found = [
+            engine.step(one_more([(length, apart[:6])], 1), cache).logits
+            for length in (3, 20, 40, 70, 90, 5)
+        ]
         logits.append(found)
     assert all(torch.equal(*each) for each in zip(*logits, strict=True))  # type: ignore[arg-type]
     assert len(made) == 2  # with room for 2 runs and for 8
@@ -210,7 +225,9 @@ def test_what_cannot_be_recorded_is_tried_once(
     for one in (engine, dynamic):
         cache = one.new_cache(BLOCKS)
         cache.stored.fill_(0.5)
-        found.append([one.step(one_more([(5 + number, [0, 1])], number), cache).logits for number in range(3)])
+        found.append(
+            [one.step(one_more([(5 + number, [0, 1])], number), cache).logits for number in range(3)]
+        )
     assert all(torch.equal(*each) for each in zip(*found, strict=True))  # type: ignore[arg-type]
     assert len(made) == 1
     assert recorded_by(engine).problems == {1: "aten.exp.default"}
@@ -223,7 +240,9 @@ def test_one_size_that_cannot_be_recorded_leaves_the_others(
     made, (engine, _) = recordings(monkeypatch), pair
     for sublayer in engine.model.program.sublayers.values():
         if isinstance(sublayer, FeedForward):
-            monkeypatch.setattr(sublayer, "down", lambda x, own=sublayer.down: own(x) if len(x) < 2 else own(x).exp())
+            monkeypatch.setattr(
+                sublayer, "down", lambda x, own=sublayer.down: own(x) if len(x) < 2 else own(x).exp()
+            )
     cache = engine.new_cache(BLOCKS)
     for texts in (1, 2, 1, 2, 1):
         engine.step(one_more([(5, [0, 1]), (9, [2, 3])][:texts], 1), cache)
@@ -283,15 +302,23 @@ def several(request: pytest.FixtureRequest) -> Iterator[tuple[int, Ranks]]:
 
 ON_RANKS = [("wide llama", name, "auto") for name in ("dense", "ladder over LP", "fork", "tracks")]
 ON_RANKS += [("wide llama", "factors", way) for way in ("gather", "replicate")]
-ON_RANKS += [("wide qwen2", "factors of many columns", "base"), ("wide gemma2", "factors of pairs", "gather")]
-ON_RANKS += [("wide mixtral", "LP", "auto"), ("wide qwen3_moe", "ladder over LP", "auto")]  # sliced, and divided
+ON_RANKS += [
+    ("wide qwen2", "factors of many columns", "base"),
+    ("wide gemma2", "factors of pairs", "gather"),
+]
+# Sliced, and divided.
+ON_RANKS += [("wide mixtral", "LP", "auto"), ("wide qwen3_moe", "ladder over LP", "auto")]
 ON_RANKS += [("wide olmo3", "LP", "auto"), ("wide olmo2", "factors of pairs", "gather")]
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("several", "family", "name", "way"),
-    [case(count, *each, default=(at + count // 2) % 2 == 1) for count in (2, 4) for at, each in enumerate(ON_RANKS)],
+    [
+        case(count, *each, default=(at + count // 2) % 2 == 1)
+        for count in (2, 4)
+        for at, each in enumerate(ON_RANKS)
+    ],
     indirect=["several"],
 )
 def test_the_same_bits_on_ranks(
@@ -323,7 +350,9 @@ def test_sums_in_flight_while_passes_are_recorded_and_replayed() -> None:
         for recording, own_waits in zip(made, waits, strict=True):
             with recording.during():
                 totals.append([wait() for wait in reversed(own_waits)])
-    assert all(torch.equal(total, torch.arange(5.0) * 6) for own_totals in totals for total in own_totals)
+    assert all(
+        torch.equal(total, torch.arange(5.0) * 6) for own_totals in totals for total in own_totals
+    )
     starts = [[name for name, _ in recording.calls] for recording in made]
     assert starts == [["start_exchange"] * 3 + ["finish_sum"] * 3] * 3
     assert [arguments[1] for _, arguments in made[0].calls[3:]] == [1, 2, 3]

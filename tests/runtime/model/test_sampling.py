@@ -73,7 +73,11 @@ def kept_by_lists(scores: list[float], sampling: Sampling) -> dict[int, float]:
                 needed.append(token)
             before += chances[token]
         chances = {token: chances[token] for token in needed}
-    chances = {token: chance for token, chance in chances.items() if chance >= sampling.min_p * max(chances.values())}
+    chances = {
+        token: chance
+        for token, chance in chances.items()
+        if chance >= sampling.min_p * max(chances.values())
+    }
     return {token: chance / sum(chances.values()) for token, chance in chances.items()}
 
 
@@ -110,13 +114,18 @@ def exponential(key: int, token: int) -> float:
 def key_of(sampling: Sampling, place: int) -> int:
     """The random number of a place of a text."""
     seed, (prompt, answer) = sampling.seed, sampling.place
-    return int.from_bytes(blake2b(f"{seed} {prompt} {answer} {place}".encode(), digest_size=8).digest()) // 2
+    return (
+        int.from_bytes(blake2b(f"{seed} {prompt} {answer} {place}".encode(), digest_size=8).digest())
+        // 2
+    )
 
 
 def plain_token(logits: list[float], seen: set[int], sampling: Sampling, first: bool, key: int) -> int:
     """The next token, from the definitions of the filters."""
     penalty = sampling.repetition_penalty
-    scores = [x if at not in seen else x / penalty if x > 0 else x * penalty for at, x in enumerate(logits)]
+    scores = [
+        x if at not in seen else x / penalty if x > 0 else x * penalty for at, x in enumerate(logits)
+    ]
     for token in (*sampling.suppress_tokens, *(sampling.begin_suppress_tokens if first else ())):
         scores[token] = -math.inf
     if not sampling.draws:
@@ -140,11 +149,19 @@ SAMPLINGS = st.builds(
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 10**6), st.lists(SAMPLINGS, min_size=1, max_size=7), st.sampled_from([1, 120, 1 << 17]))
-def test_texts_of_a_pass_get_what_each_gets_by_the_definitions(seed: int, texts: list[Sampling], at_once: int) -> None:
+@given(
+    st.integers(0, 10**6),
+    st.lists(SAMPLINGS, min_size=1, max_size=7),
+    st.sampled_from([1, 120, 1 << 17]),
+)
+def test_texts_of_a_pass_get_what_each_gets_by_the_definitions(
+    seed: int, texts: list[Sampling], at_once: int
+) -> None:
     """Tokens of several passes, with nuclei wider than those looked at first, and however many are taken at a time."""
     vocabulary, passes = 40, 4
-    steps = 2 * torch.randn(passes, len(texts), vocabulary, generator=torch.Generator().manual_seed(seed))
+    steps = 2 * torch.randn(
+        passes, len(texts), vocabulary, generator=torch.Generator().manual_seed(seed)
+    )
     own = Sampler(vocabulary, CPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filters, "NUCLEUS", 6)
@@ -181,7 +198,9 @@ def test_texts_that_come_and_go_have_their_own_tokens_penalised() -> None:
         seen[number] = set(prompt)
         logits = torch.randn(len(seen), vocabulary, generator=torch.Generator().manual_seed(number))
         for text, row, (token, _) in zip(seen, logits, own.choose(list(seen), logits), strict=True):
-            assert token == plain_token(row.double().tolist(), seen[text], Sampling(repetition_penalty=1.5), False, 0)
+            assert token == plain_token(
+                row.double().tolist(), seen[text], Sampling(repetition_penalty=1.5), False, 0
+            )
             seen[text].add(token)
 
 
@@ -197,7 +216,10 @@ class Launches(TorchDispatchMode):
         return False  # or PyTorch imports a compiler
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        assert func not in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+        ), func
         self.number += not func.is_view
         return func(*args, **(kwargs or {}))
 
@@ -217,7 +239,9 @@ def test_many_texts_take_as_many_launches_as_two_and_are_read_at_once(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads, tolist = [], torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor))
+    monkeypatch.setattr(
+        torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor)
+    )
     counted = []
     for number in (2, 32):
         own, reads[:] = Sampler(600, CPU), []
@@ -271,7 +295,12 @@ def test_greedy_with_a_penalty() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_suppressed_tokens_are_never_chosen(temperature: float) -> None:
     logits = torch.tensor([2.0, 9.0, 8.0, -1.0])
-    options = {"suppress_tokens": (1, 99, -1), "begin_suppress_tokens": (2,), "temperature": temperature, "top_k": 1}
+    options = {
+        "suppress_tokens": (1, 99, -1),
+        "begin_suppress_tokens": (2,),
+        "temperature": temperature,
+        "top_k": 1,
+    }
     chooser = sampler((3,), 4, **options)
     assert [chooser.choose(logits)[0] for _ in range(3)] == [0, 2, 2]
     assert logits.tolist() == [2.0, 9.0, 8.0, -1.0]
@@ -298,13 +327,18 @@ def test_texts_of_one_seed_are_independent(moved: tuple[int, int, int]) -> None:
     logits = torch.tensor(chances).log()
 
     def first(seed: int, prompt: int, answer: int) -> int:
-        return sampler(vocabulary=3, temperature=1.0, seed=seed, place=(prompt, answer)).choose(logits)[0]
+        return sampler(vocabulary=3, temperature=1.0, seed=seed, place=(prompt, answer)).choose(logits)[
+            0
+        ]
 
     origins = [(seed, prompt, 1) for seed in range(0, 100, 2) for prompt in range(1, 2 * pairs // 50, 2)]
-    found = Counter((first(*origin), first(*map(sum, zip(origin, moved, strict=True)))) for origin in origins)
+    found = Counter(
+        (first(*origin), first(*map(sum, zip(origin, moved, strict=True)))) for origin in origins
+    )
     expected = {(one, other): chances[one] * chances[other] for one in range(3) for other in range(3)}
     assert deviation(found, expected) < 3
-    assert deviation(Counter({(one, one): pairs // 3 for one in range(3)}), expected) > 100  # as it is of equal ones
+    # As it is of equal ones.
+    assert deviation(Counter({(one, one): pairs // 3 for one in range(3)}), expected) > 100
 
 
 def test_the_first_of_many_texts_is_the_only_one_of_a_seed() -> None:
@@ -332,9 +366,13 @@ def test_logprobs_are_the_models_own() -> None:
     assert reported.logprob == pytest.approx(reference[token], abs=1e-5)
     order = sorted(range(50), key=lambda other: -reference[other])
     assert [other for other, _ in reported.top] == order[:3]
-    assert [value for _, value in reported.top] == pytest.approx([reference[other] for other in order[:3]], abs=1e-5)
+    assert [value for _, value in reported.top] == pytest.approx(
+        [reference[other] for other in order[:3]], abs=1e-5
+    )
     assert [one.top for _, one in [sampler(logprobs=0).choose(logits)] if one] == [()]
-    assert [len(one.top) for _, one in [sampler(vocabulary=8, logprobs=20).choose(logits[:8])] if one] == [8]
+    assert [
+        len(one.top) for _, one in [sampler(vocabulary=8, logprobs=20).choose(logits[:8])] if one
+    ] == [8]
     assert sampler().choose(logits)[1] is None
 
 
@@ -364,7 +402,8 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
 def test_what_is_greedy() -> None:
     plain = Sampling()
     assert plain.greedy
-    assert replace(plain, top_p=0.5, top_k=3, min_p=0.1, seed=4).greedy  # nothing of this changes the likeliest
+    # Nothing of this changes the likeliest.
+    assert replace(plain, top_p=0.5, top_k=3, min_p=0.1, seed=4).greedy
     for change in ({"temperature": 0.1}, {"repetition_penalty": 1.1}, {"logprobs": 0}):
         assert not replace(plain, **change).greedy
     hot = replace(plain, temperature=9.0, top_p=0.9, top_k=2)
@@ -374,7 +413,9 @@ def test_what_is_greedy() -> None:
 
 
 @pytest.mark.parametrize("filters", [{"top_p": 0}, {"top_k": 1}], ids=str)
-def test_a_filter_that_leaves_one_token_takes_the_first_of_equal_ones_as_greedy_does(filters: dict[str, Any]) -> None:
+def test_a_filter_that_leaves_one_token_takes_the_first_of_equal_ones_as_greedy_does(
+    filters: dict[str, Any],
+) -> None:
     logits = torch.tensor([1.0, 3.0, 3.0, 3.0, 2.0])
     hot = sampler(vocabulary=5, temperature=9.0, **filters)
     assert hot.choose(logits)[0] == sampler(vocabulary=5).choose(logits)[0]
@@ -461,7 +502,9 @@ def deviation(found: Counter[int], expected: dict[int, float]) -> float:
     if not set(found) <= {token for token, chance in expected.items() if chance}:
         return math.inf
     freedom = max(1, len(expected) - 1)
-    statistic = sum((found[token] - chance * number) ** 2 / (chance * number) for token, chance in expected.items())
+    statistic = sum(
+        (found[token] - chance * number) ** 2 / (chance * number) for token, chance in expected.items()
+    )
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 

@@ -39,10 +39,14 @@ def check(found: list[TokenLogprob], logits: Tensor, targets: list[int], top: in
     expected = logits.double().log_softmax(-1)
     best = expected.topk(top)
     assert [one.token for one in found] == targets
-    assert [one.logprob for one in found] == pytest.approx(expected[range(len(targets)), targets].tolist(), abs=1e-4)
+    assert [one.logprob for one in found] == pytest.approx(
+        expected[range(len(targets)), targets].tolist(), abs=1e-4
+    )
     for place, one in enumerate(found):
         assert [token for token, _ in one.top] == best.indices[place].tolist()
-        assert [logprob for _, logprob in one.top] == pytest.approx(best.values[place].tolist(), abs=1e-4)
+        assert [logprob for _, logprob in one.top] == pytest.approx(
+            best.values[place].tolist(), abs=1e-4
+        )
 
 
 @pytest.mark.parametrize(("vocabulary", "ranks"), [(12, 1), (12, 2), (13, 4), (5, 4)])
@@ -57,7 +61,9 @@ def test_parts_of_a_vocabulary(vocabulary: int, ranks: int) -> None:
 def test_no_more_tokens_are_reported_than_there_are() -> None:
     (found,) = score_on_ranks(torch.randn(1, 5), 1, [2], 64)
     assert len(found[0].top) == 5
-    assert {len(one.top) for each in score_on_ranks(torch.randn(2, 5), 4, [2, 4], 64) for one in each} == {5}
+    assert {
+        len(one.top) for each in score_on_ranks(torch.randn(2, 5), 4, [2, 4], 64) for one in each
+    } == {5}
 
 
 def test_the_likeliest_token_has_its_own_probability_to_the_last_bit() -> None:
@@ -76,7 +82,9 @@ def test_a_service_scores_as_transformers_does(ranks: int, tmp_path: Path) -> No
         logits = model(torch.tensor([prompt])).logits[0]
     scored = Sampling(max_new_tokens=2, ignore_end=True, logprobs=TOP, prompt_logprobs=TOP)
     with Service(folder, ServiceOptions(RankOptions(ranks))) as service:
-        others = [service.submit(prompt[:50], Sampling(max_new_tokens=40, ignore_end=True)) for _ in range(2)]
+        others = [
+            service.submit(prompt[:50], Sampling(max_new_tokens=40, ignore_end=True)) for _ in range(2)
+        ]
         events = list(service.submit(prompt, scored))
         unscored = list(service.submit(prompt, Sampling(max_new_tokens=2, ignore_end=True)))
         again = list(service.submit(prompt[:40], Sampling(max_new_tokens=0, prompt_logprobs=TOP)))

@@ -81,10 +81,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {},
     "mixtral": {"num_local_experts": 12},  # more than one text goes to, fewer than eight do
 }
-CASES = [("llama", name) for name in PROGRAMS] + [(family, "dense") for family in FAMILIES if family != "llama"]
+CASES = [("llama", name) for name in PROGRAMS] + [
+    (family, "dense") for family in FAMILIES if family != "llama"
+]
 GENERATOR = torch.Generator().manual_seed(23)
 LENGTHS = (15, 3, 1, 33, 40)  # the first comes to the end of a block at once
-TEXTS = [torch.randint(2, VOCABULARY, (length + 12,), generator=GENERATOR).tolist() for length in LENGTHS]
+TEXTS = [
+    torch.randint(2, VOCABULARY, (length + 12,), generator=GENERATOR).tolist() for length in LENGTHS
+]
 # Blocks of each text: in one run, in several, and two texts that begin with the same block.
 TABLES = [[5, 6], [9], [0], [20, 3, 7], [20, 11, 12, 2]]
 TEXTS[4][:BLOCK_TOKENS] = TEXTS[3][:BLOCK_TOKENS]
@@ -100,7 +104,12 @@ TEXTS[4][:BLOCK_TOKENS] = TEXTS[3][:BLOCK_TOKENS]
     st.integers(0, 2),
 )
 def test_attention_of_any_texts(
-    starts: list[int], order: list[int], window: Window | None, cap: float | None, scale: float | None, spare: int
+    starts: list[int],
+    order: list[int],
+    window: Window | None,
+    cap: float | None,
+    scale: float | None,
+    spare: int,
 ) -> None:
     """Places that nobody has written to hold no numbers here, and nothing of them may be seen."""
     cache = PagedCache([3, 2], BLOCKS + 1, HEAD_DIM, torch.empty(0))
@@ -135,7 +144,14 @@ def row(token: int, start: int, blocks: list[int], wanted: Wanted = Wanted.LOGIT
 
 @pytest.mark.parametrize(
     ("starts", "size"),
-    [([1], (1, 1)), ([15, 3], (2, 1)), ([16, 3, 9], (4, 2)), ([47] * 5, (8, 4)), ([100], (1, 7)), ([48] * 4, (4, 4))],
+    [
+        ([1], (1, 1)),
+        ([15, 3], (2, 1)),
+        ([16, 3, 9], (4, 2)),
+        ([47] * 5, (8, 4)),
+        ([100], (1, 7)),
+        ([48] * 4, (4, 4)),
+    ],
 )
 def test_sizes_are_powers_of_two_up_to_what_there_is(starts: list[int], size: tuple[int, int]) -> None:
     assert PassSize.of([row(0, start, [0]) for start in starts], 7) == size
@@ -145,7 +161,11 @@ def test_which_passes_have_a_fixed_shape(checkpoints: dict[str, Path]) -> None:
     model = RankEngine(make_plan(checkpoints["llama"], 1, 64), Alone(), torch.device("cpu"))
     way, one = StaticDecode(model.model, None), row(3, 9, [0])
     assert way.fits([one, one._replace(wanted=Wanted.NOTHING)])
-    for other in (one._replace(start=0), one._replace(tokens=[1, 2]), one._replace(targets=Targets(0, [5], 1))):
+    for other in (
+        one._replace(start=0),
+        one._replace(tokens=[1, 2]),
+        one._replace(targets=Targets(0, [5], 1)),
+    ):
         assert not way.fits([one, other])
 
 
@@ -208,7 +228,9 @@ def test_logits_are_those_of_any_pass(family: str, program: str, checkpoints: di
 
 
 def test_sixteen_bits(checkpoints: dict[str, Path]) -> None:
-    static, dynamic = (engine_of(checkpoints["llama"], "dense", one, "bfloat16") for one in ("static", "dynamic"))
+    static, dynamic = (
+        engine_of(checkpoints["llama"], "dense", one, "bfloat16") for one in ("static", "dynamic")
+    )
     assert next(all_logits(static)).dtype == torch.bfloat16
     assert error_between(static, dynamic) < 0.03
 
@@ -217,7 +239,10 @@ def test_sixteen_bits(checkpoints: dict[str, Path]) -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_cuda_graphs(program: str, checkpoints: dict[str, Path]) -> None:
     captured = engine_of(checkpoints["llama"], program, "auto", device="cuda")
-    assert error_between(captured, engine_of(checkpoints["llama"], program, "dynamic", device="cuda")) < 1e-4
+    assert (
+        error_between(captured, engine_of(checkpoints["llama"], program, "dynamic", device="cuda"))
+        < 1e-4
+    )
 
 
 @pytest.fixture
@@ -273,7 +298,9 @@ class FakeCuda:
         return self.named("current")
 
     def named(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(name=name, wait_stream=lambda other: self.events.append((name, "waits for", other.name)))
+        return SimpleNamespace(
+            name=name, wait_stream=lambda other: self.events.append((name, "waits for", other.name))
+        )
 
     def CUDAGraph(self) -> SimpleNamespace:
         return SimpleNamespace(name="graph", replay=lambda: self.events.append("replay"))
@@ -314,9 +341,15 @@ def test_what_becomes_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("as_on_gpus")
 @pytest.mark.parametrize(
     ("family", "program"),
-    [("llama", "ladder over LP"), case("llama", "tracks", default=False), case("mixtral", "dense", default=False)],
+    [
+        ("llama", "ladder over LP"),
+        case("llama", "tracks", default=False),
+        case("mixtral", "dense", default=False),
+    ],
 )
-def test_a_recording_depends_on_its_inputs_only(family: str, program: str, checkpoints: dict[str, Path]) -> None:
+def test_a_recording_depends_on_its_inputs_only(
+    family: str, program: str, checkpoints: dict[str, Path]
+) -> None:
     recorded = engine_of(checkpoints[family], program, "static")
     trace = Trace()
     record_by(trace, recorded)
@@ -371,7 +404,8 @@ def test_replays_count_their_collectives(program: str, checkpoints: dict[str, Pa
     assert counts[0] == counts[1]
     layers, vocabulary = counts[1]
     assert layers.all_reduces == 12 * Program.parse(PROGRAMS[program]).sync_points(2)
-    assert vocabulary == Counts(12, 24, vocabulary.bytes)  # likeliest tokens, and logits because they were wanted
+    # Likeliest tokens, and logits because they were wanted.
+    assert vocabulary == Counts(12, 24, vocabulary.bytes)
 
 
 def test_timing_of_recorded_passes(checkpoints: dict[str, Path]) -> None:
@@ -392,18 +426,29 @@ def test_timing_of_recorded_passes(checkpoints: dict[str, Path]) -> None:
 
 
 def test_cpus_decode_in_passes_of_any_shape(checkpoints: dict[str, Path]) -> None:
-    assert not any(isinstance(way, StaticDecode) for way in engine_of(checkpoints["llama"], "dense", "auto").ways)
+    assert not any(
+        isinstance(way, StaticDecode) for way in engine_of(checkpoints["llama"], "dense", "auto").ways
+    )
 
 
 NEW = 14
 SHARED = torch.randint(2, VOCABULARY, (33,), generator=GENERATOR).tolist()
-PROMPTS = [*(text[:length] for text, length in zip(TEXTS, LENGTHS, strict=True)), [*SHARED, 7], [*SHARED, 9, 4], SHARED]
+PROMPTS = [
+    *(text[:length] for text, length in zip(TEXTS, LENGTHS, strict=True)),
+    [*SHARED, 7],
+    [*SHARED, 9, 4],
+    SHARED,
+]
 SAMPLED = Sampling(max_new_tokens=NEW, temperature=0.9, seed=3, ignore_end=True, logprobs=2)
 REQUESTS = [
-    Request(number, tuple(prompt), SAMPLED if number == 1 else Sampling(max_new_tokens=NEW, ignore_end=True))
+    Request(
+        number, tuple(prompt), SAMPLED if number == 1 else Sampling(max_new_tokens=NEW, ignore_end=True)
+    )
     for number, prompt in enumerate(PROMPTS)
 ]
-LONG = [Request(90 + at, tuple(PROMPTS[at]), Sampling(max_new_tokens=40, ignore_end=True)) for at in range(3)]
+LONG = [
+    Request(90 + at, tuple(PROMPTS[at]), Sampling(max_new_tokens=40, ignore_end=True)) for at in range(3)
+]
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -415,7 +460,10 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 ON_RANKS = [
     case(1, "dense", default=True),
     *(case(1, program, default=False) for program in ("ladder over LP", "fork", "tracks")),
-    *(case(2, program, default=program == "ladder over LP") for program in ("ladder over LP", "fork", "tracks")),
+    *(
+        case(2, program, default=program == "ladder over LP")
+        for program in ("ladder over LP", "fork", "tracks")
+    ),
 ]
 
 
@@ -431,7 +479,9 @@ def test_on_ranks(program: str, ranks: Ranks, checkpoints: dict[str, Path]) -> N
         for output in outputs:
             tokens[-1].setdefault(output.request, []).append(output.token)
         decode = figures.decode
-        assert decode.layers.all_reduces == decode.passes * Program.parse(PROGRAMS[program]).sync_points(plan.ranks)
+        assert decode.layers.all_reduces == decode.passes * Program.parse(PROGRAMS[program]).sync_points(
+            plan.ranks
+        )
         shared = ranks.call(complete_twice, REQUESTS[:6], REQUESTS[6:], 64, Limits(8, 100))[0]
         assert shared.tally.cached_tokens > 0
         assert shared.tokens == tokens[-1]

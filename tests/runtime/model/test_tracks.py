@@ -21,7 +21,12 @@ from tests.runtime.on_ranks import held, logits_in_chunks
 from tests.tiny_models import VOCABULARY, disturb, tiny_model
 
 LAYERS, DEPTH = 5, 2  # three blocks, the last one shorter
-SIZES = {"hidden_size": 128, "intermediate_size": 176, "num_attention_heads": 8, "num_key_value_heads": 4}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 176,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "llama": SIZES | {"attention_bias": True, "mlp_bias": True},
     "qwen2": SIZES,  # with windows in some layers
@@ -65,7 +70,9 @@ def test_logits_and_collectives(native: Native, several: Several) -> None:
     for logits, _, _ in answers:
         assert (logits - native.logits).abs().max() / native.logits.abs().max() < 1e-4
     tracks = len(native.program.nodes[0].branches)  # type: ignore[union-attr]
-    for chunk, counts in zip(CHUNKS, zip(*(counts for _, counts, _ in answers), strict=True), strict=True):
+    for chunk, counts in zip(
+        CHUNKS, zip(*(counts for _, counts, _ in answers), strict=True), strict=True
+    ):
         syncs = native.program.sync_points(several.count)
         assert {count.all_reduces for count in counts} == {syncs}
         assert all(count.all_gathers == 0 for count in counts)

@@ -52,11 +52,21 @@ PROGRAMS = {
     "fork": "A0 {A1 F1 | A2 F2} >F3",
     "low rank": "A0@q4,k4,v4,o4 F0 A1 F1",
 }
-CASES = [("llama", name) for name in PROGRAMS] + [(family, "dense") for family in FAMILIES if family != "llama"]
+CASES = [("llama", name) for name in PROGRAMS] + [
+    (family, "dense") for family in FAMILIES if family != "llama"
+]
 # What kernels compute of these they compute of others, too.
-BY_DEFAULT = [("gemma2", "dense"), ("gpt_neox", "dense"), ("olmo3", "dense"), ("gpt_oss", "dense"), ("llama", "fork")]
+BY_DEFAULT = [
+    ("gemma2", "dense"),
+    ("gpt_neox", "dense"),
+    ("olmo3", "dense"),
+    ("gpt_oss", "dense"),
+    ("llama", "fork"),
+]
 LENGTHS = (3, 17)  # the second has two blocks
-TEXTS = torch.randint(2, VOCABULARY, (len(LENGTHS), 40), generator=torch.Generator().manual_seed(5)).tolist()
+TEXTS = torch.randint(
+    2, VOCABULARY, (len(LENGTHS), 40), generator=torch.Generator().manual_seed(5)
+).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +86,9 @@ def as_on_gpus(kernels: bool = True) -> Iterator[None]:
         yield
 
 
-def engine_of(folder: Path, program: str, decoding: Decoding, dtype: str = "float32", kv: Any = "full") -> RankEngine:
+def engine_of(
+    folder: Path, program: str, decoding: Decoding, dtype: str = "float32", kv: Any = "full"
+) -> RankEngine:
     plan = replace(make_plan(folder, 1, 64, program, kv=kv), decoding=decoding, dtype=dtype)
     return RankEngine(plan, Alone(), torch.device(DEVICE if decoding == "static" else "cpu"))
 
@@ -91,14 +103,20 @@ def passes(engine: RankEngine, steps: int = 2) -> Iterator[Tensor]:
     yield mixed.cpu().clone()
     for step in range(steps):
         places = first + 1 + step, second + step
-        rows = [row(text[at], at, table) for text, at, table in zip(TEXTS, places, (TABLES[0], TABLES[3]), strict=True)]
+        rows = [
+            row(text[at], at, table)
+            for text, at, table in zip(TEXTS, places, (TABLES[0], TABLES[3]), strict=True)
+        ]
         logits = engine.step(rows, cache).logits
         assert logits is not None
         yield logits.cpu().clone()
 
 
 def error_between(found: list[Tensor], expected: list[Tensor]) -> float:
-    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, expected, strict=True))
+    return max(
+        float((one - other).abs().max() / other.abs().max())
+        for one, other in zip(found, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("family", "program"), [case(*one, default=one in BY_DEFAULT) for one in CASES])
@@ -139,12 +157,15 @@ def launches_of(folder: Path, program: str) -> Counter[str]:
         engine = engine_of(folder, program, "static")
         cache = engine.new_cache(24)
         with mode:
-            engine.step([row(3, 5, TABLES[0], Wanted.NOTHING), row(4, 9, TABLES[1], Wanted.NOTHING)], cache)
+            engine.step(
+                [row(3, 5, TABLES[0], Wanted.NOTHING), row(4, 9, TABLES[1], Wanted.NOTHING)], cache
+            )
     return mode.counted
 
 
 @pytest.mark.parametrize(
-    ("family", "launches"), [(family, MORE_LAUNCHES.get(family, 9)) for family in FAMILIES if family != "llama4_text"]
+    ("family", "launches"),
+    [(family, MORE_LAUNCHES.get(family, 9)) for family in FAMILIES if family != "llama4_text"],
 )
 def test_launches_of_a_layer(family: str, launches: int, checkpoints: dict[str, Path]) -> None:
     """Four products, two norms, placing, attention and the activation; Gemma2 has two more norms, behind sublayers.
@@ -152,10 +173,16 @@ def test_launches_of_a_layer(family: str, launches: int, checkpoints: dict[str, 
     OLMo3 has them in place of those before, so that streams are added by themselves, and squares of queries and keys.
     Ministral 3's queries have a factor: they are placed twice.
     """
-    two, three = (launches_of(checkpoints[family], program) for program in ("A0 F0 A1 F1", "A0 F0 A1 F1 A2 F2"))
+    two, three = (
+        launches_of(checkpoints[family], program) for program in ("A0 F0 A1 F1", "A0 F0 A1 F1 A2 F2")
+    )
     layer = three - two
     assert layer.total() == launches, layer
-    assert {name for name in layer if name.startswith("triton")} >= {"triton attend", "triton place", "triton norm"}
+    assert {name for name in layer if name.startswith("triton")} >= {
+        "triton attend",
+        "triton place",
+        "triton norm",
+    }
 
 
 def test_caches_in_rank_space_are_copied(checkpoints: dict[str, Path]) -> None:
@@ -192,7 +219,9 @@ def test_one_recording_for_texts_of_any_lengths(
     assert len(static._passes[cache]) == sizes
 
 
-def test_texts_beside_a_prompt_share_a_launch(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_beside_a_prompt_share_a_launch(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     counted: Counter[str] = Counter()
     monkeypatch.setattr(TritonKernels, "launch", lambda _, name, *__, **___: counted.update([name]))
     with as_on_gpus():

@@ -74,7 +74,10 @@ def weights_without_values() -> ModelWeights:
                        "mlp.down": (HIDDEN, WIDE)}.items():  # fmt: skip
         rank = 614 if size[0] == KV else 4916
         shapes |= {f"{path}_proj.first": (rank, size[1]), f"{path}_proj.second": (size[0], rank)}
-    named = {f"model.layers.0.{path}.weight": torch.empty(shape, device="meta") for path, shape in shapes.items()}
+    named = {
+        f"model.layers.0.{path}.weight": torch.empty(shape, device="meta")
+        for path, shape in shapes.items()
+    }
     return ModelWeights(NamedTensors(named), FAMILIES["llama"], 128)
 
 
@@ -98,7 +101,12 @@ def test_a_layer_of_the_full_size(way: LowRankMode, values: int) -> None:
 def test_a_sixteenth_of_it_on_ranks_that_talk(tmp_path: Path) -> None:
     """Bytes that two gloo ranks count, of a model a sixteenth as wide in every dimension."""
     heads = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 32}  # k and v are 64 wide
-    sizes = {"vocab_size": 16, "hidden_size": HIDDEN // 16, "intermediate_size": WIDE // 16, "num_hidden_layers": 1}
+    sizes = {
+        "vocab_size": 16,
+        "hidden_size": HIDDEN // 16,
+        "intermediate_size": WIDE // 16,
+        "num_hidden_layers": 1,
+    }
     LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path)
     program = "A0@q308,k38,v38,o308 F0@gate308,up308,down308"
     tokens = 4
@@ -108,5 +116,7 @@ def test_a_sixteenth_of_it_on_ranks_that_talk(tmp_path: Path) -> None:
             ("base", 0, 2 * 512 + 2 * 64 + 2 * 1792 + 512),
         ):
             plan = make_plan(tmp_path, 2, tokens, program, low_rank=way)
-            counts: Counts = ranks.call(logits_in_chunks, plan, [torch.zeros(1, tokens, dtype=torch.long)])[0][1][0]
+            counts: Counts = ranks.call(
+                logits_in_chunks, plan, [torch.zeros(1, tokens, dtype=torch.long)]
+            )[0][1][0]
             assert counts.bytes == 4 * tokens * (gathered // 2 + summed), way

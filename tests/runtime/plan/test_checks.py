@@ -64,7 +64,9 @@ def test_a_layer_that_one_rank_holds_whole_and_all_hold_slices_of(saved: Callabl
     assert make_plan(saved(), 2, 20, "{A1 F1 | F2} A1 F2").program == "{A1 F1 | F2} A1 F2"
 
 
-def test_sixteen_bit_weights_are_computed_in_float32_on_a_cpu(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+def test_sixteen_bit_weights_are_computed_in_float32_on_a_cpu(
+    tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     assert make_plan(tmp_path, 1, 20).dtype == "float32"
     assert make_plan(tmp_path, 1, 20, device="cuda").dtype == "bfloat16"
@@ -95,7 +97,11 @@ def test_end_tokens_of_the_generation_config_count(saved: Callable[..., Path]) -
     [
         (2, "", "the program is empty: it has no steps"),
         (2, " ", "the program is empty: it has no steps"),
-        (3, None, "3 ranks cannot share this model: the 4 heads and 2 KV heads of A0 .* 3 slices; 1, 2 or 4 can"),
+        (
+            3,
+            None,
+            "3 ranks cannot share this model: the 4 heads and 2 KV heads of A0 .* 3 slices; 1, 2 or 4 can",
+        ),
         (5, None, "the 48 neurons of F0 do not divide into 5 slices; 1, 2 or 4 can"),
         (3, "{A0 | A1}", "2 branches does not spread evenly over 3 ranks.*; 1, 2, 4 or 8 can"),
         (2, "A0/4:1", "the 4 heads and 2 KV heads of A0 do not divide into 4 slices"),
@@ -165,7 +171,9 @@ def test_windows_that_cannot_be(saved: Callable[..., Path]) -> None:
     folder = saved("qwen2")
     types = ["full_attention", "sliding_attention"]
     change_config(folder, num_hidden_layers=2, layer_types=types, surgeon_program="A0 F0 >A3 >F3")
-    with pytest.raises(ValueError, match="layer_types in config.json has an entry for each of 2 layers, .* holds 4"):
+    with pytest.raises(
+        ValueError, match="layer_types in config.json has an entry for each of 2 layers, .* holds 4"
+    ):
         make_plan(folder, 1, 20)
 
 
@@ -181,7 +189,9 @@ def test_layers_without_rotary_positions(saved: Callable[..., Path]) -> None:
     assert plan.arithmetic.rotary_of(Sublayer("A", (3,))) == 0
     folder = saved("smollm3")
     change_config(folder, no_rope_layers=[1, 0, 1])
-    with pytest.raises(ValueError, match="no_rope_layers has an entry for each of 3 layers, and there are 4"):
+    with pytest.raises(
+        ValueError, match="no_rope_layers has an entry for each of 3 layers, and there are 4"
+    ):
         make_plan(folder, 1, 20)
 
 
@@ -210,7 +220,11 @@ def test_what_gemma2_adds(saved: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match="final_logit_softcapping must be above 0, not -1"):
         make_plan(saved("gemma2", final_logit_softcapping=-1.0), 2, 20)
     plan = make_plan(saved("llama"), 2, 20)
-    assert (plan.arithmetic.attention_softcap, plan.arithmetic.logit_softcap, plan.arithmetic.embedding_scale) == (
+    assert (
+        plan.arithmetic.attention_softcap,
+        plan.arithmetic.logit_softcap,
+        plan.arithmetic.embedding_scale,
+    ) == (
         None,
         None,
         None,
@@ -218,16 +232,24 @@ def test_what_gemma2_adds(saved: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", [tracks(Program.dense(4), range(4), count=2, depth=2), desync(Program.dense(4), range(4), count=2)]
+    "program",
+    [tracks(Program.dense(4), range(4), count=2, depth=2), desync(Program.dense(4), range(4), count=2)],
 )
-def test_slices_of_sublayers_with_a_norm_behind_them(saved: Callable[..., Path], program: Program) -> None:
+def test_slices_of_sublayers_with_a_norm_behind_them(
+    saved: Callable[..., Path], program: Program
+) -> None:
     message = "sublayers of Gemma2 cannot be sliced: their output goes through a norm before it is added"
     with pytest.raises(ValueError, match=message):
         make_plan(saved("gemma2"), 2, 20, str(program))
 
 
 def test_rotary_positions_that_change_with_the_length(saved: Callable[..., Path]) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 16}
+    rope = {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 16,
+    }
     folder = saved(rope_parameters=rope)
     assert make_plan(folder, 1, 128).long_texts is None  # transformers goes by the model's positions
     assert make_plan(folder, 1, None).max_tokens == 256
@@ -241,7 +263,9 @@ def test_rotary_positions_that_change_with_the_length(saved: Callable[..., Path]
     low_rank = "A0@k3,v4 F0"
     assert make_plan(folder, 1, 17, low_rank).kv == "full"
     assert make_plan(folder, 1, 16, low_rank, kv="lowrank").kv == "lowrank"
-    with pytest.raises(ValueError, match="rotary positions depend on the length of a text here, up to 17 tokens"):
+    with pytest.raises(
+        ValueError, match="rotary positions depend on the length of a text here, up to 17 tokens"
+    ):
         make_plan(folder, 1, 17, low_rank, kv="lowrank")
     folder = saved("phi3", rope_parameters=longrope, original_max_position_embeddings=16)
     assert make_plan(folder, 1, None).long_texts == LongTexts(16, by_length=False, anew=True)
@@ -253,12 +277,23 @@ def test_rotary_positions_that_change_with_the_length(saved: Callable[..., Path]
         ({"rope_theta": "x"}, "describes no rotary positions: .*'rope_theta': 'x'.* \\(TypeError: "),
         ({"rope_theta": None}, "describes no rotary positions: .*'rope_theta': None"),
         ({"rope_theta": 10**30}, "describes no rotary positions: .* \\(OverflowError"),
-        ({"rope_theta": float("nan")}, "describes no rotary positions: .*an angle is infinite, or no number"),
-        ({"rope_type": "linaer"}, "rope_type in config.json must be known, not 'linaer'; did you mean 'linear'?"),
+        (
+            {"rope_theta": float("nan")},
+            "describes no rotary positions: .*an angle is infinite, or no number",
+        ),
+        (
+            {"rope_type": "linaer"},
+            "rope_type in config.json must be known, not 'linaer'; did you mean 'linear'?",
+        ),
         ({"rope_type": []}, r"rope_type in config.json must be known, not \[\]; known: default, linear"),
         ({"rope_type": "yarn", "factor": {}}, "describes no rotary positions: "),
         (
-            {"rope_type": "longrope", "short_factor": [], "long_factor": [], "original_max_position_embeddings": "x"},
+            {
+                "rope_type": "longrope",
+                "short_factor": [],
+                "long_factor": [],
+                "original_max_position_embeddings": "x",
+            },
             "describes no rotary positions: ",
         ),
         ({"rope_type": "dynamic", "factor": "x"}, "describes no rotary positions: .*Type"),
@@ -281,7 +316,9 @@ def test_numbers_that_no_model_has(saved: Callable[..., Path]) -> None:
     for value in (-1, 0, 10**400):
         folder = saved("gemma2")
         change_config(folder, query_pre_attn_scalar=value)
-        with pytest.raises(ValueError, match="query_pre_attn_scalar in config.json must be above 0, not "):
+        with pytest.raises(
+            ValueError, match="query_pre_attn_scalar in config.json must be above 0, not "
+        ):
             make_plan(folder, 1, 20)
     folder = saved("opt")
     change_config(folder, num_attention_heads=10**30)
@@ -290,7 +327,9 @@ def test_numbers_that_no_model_has(saved: Callable[..., Path]) -> None:
     folder = saved()
     for ends in ("x", {}, [1, None], 1.5):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-        with pytest.raises(ValueError, match="generation_config.json: eos_token_id must be a token's number"):
+        with pytest.raises(
+            ValueError, match="generation_config.json: eos_token_id must be a token's number"
+        ):
             make_plan(folder, 1, 20)
 
 
@@ -298,7 +337,9 @@ def test_a_program_in_the_configuration_that_is_none(saved: Callable[..., Path])
     folder = saved()
     for value in (5, None, ["A0"]):
         change_config(folder, surgeon_program=value)
-        with pytest.raises(ValueError, match="config.json has surgeon_program: .* which is no program; write it as a"):
+        with pytest.raises(
+            ValueError, match="config.json has surgeon_program: .* which is no program; write it as a"
+        ):
             make_plan(folder, 1, 20)
 
 
@@ -309,7 +350,11 @@ def test_a_program_in_the_configuration_that_is_none(saved: Callable[..., Path])
         ("lm_head.weight", None, "no tensor 'lm_head.weight'"),
         ("model.layers.2.mlp.up_proj.weight", None, "no tensor 'model.layers.2.mlp.up_proj.weight'"),
         ("model.layers.2.mlp.up_proj.weight", torch.ones(40, 32), "does not fit"),
-        ("model.layers.2.mlp.up_proj.weight", torch.ones(48, 31), r"\(48, 31\), .* asks for \(any, 32\)"),
+        (
+            "model.layers.2.mlp.up_proj.weight",
+            torch.ones(48, 31),
+            r"\(48, 31\), .* asks for \(any, 32\)",
+        ),
         ("model.layers.1.self_attn.k_proj.weight", torch.ones(12, 32), "does not fit heads of 8"),
         (
             "model.layers.1.self_attn.v_proj.weight",
@@ -332,11 +377,26 @@ def test_weights_that_do_not_fit(
     ("family", "name", "tensor", "message"),
     [
         ("gpt_neox", "attention.query_key_value.weight", torch.ones(88, 32), "does not fit heads of 8"),
-        ("gpt_neox", "attention.query_key_value.weight", torch.ones(96, 31), r"\(96, 31\), .* asks for \(any, 32\)"),
-        ("phi3", "self_attn.qkv_proj.weight", torch.ones(72, 32), "does not fit heads of 8 or the other projections"),
+        (
+            "gpt_neox",
+            "attention.query_key_value.weight",
+            torch.ones(96, 31),
+            r"\(96, 31\), .* asks for \(any, 32\)",
+        ),
+        (
+            "phi3",
+            "self_attn.qkv_proj.weight",
+            torch.ones(72, 32),
+            "does not fit heads of 8 or the other projections",
+        ),
         ("phi3", "mlp.gate_up_proj.weight", torch.ones(95, 32), "or the other projections"),
         ("gemma2", "post_attention_layernorm.weight", torch.ones(31), r"\(31,\), .* asks for \(32\)"),
-        ("gpt2", "mlp.c_fc.weight", torch.ones(48, 32), r"\(48, 32\), .* asks for \(32, any\)|does not fit"),
+        (
+            "gpt2",
+            "mlp.c_fc.weight",
+            torch.ones(48, 32),
+            r"\(48, 32\), .* asks for \(32, any\)|does not fit",
+        ),
     ],
 )
 def test_packed_weights_that_do_not_fit(

@@ -67,9 +67,13 @@ def changed(plan: Plan, **entries: Any) -> None:
 
 def test_what_cannot_draft(saved: Callable[..., Plan]) -> None:
     plan = saved()
-    with pytest.raises(ValueError, match="the program cannot be cut before >A2, which reads the stream as it was"):
+    with pytest.raises(
+        ValueError, match="the program cannot be cut before >A2, which reads the stream as it was"
+    ):
         with_coda(replace(plan, program="A0 F0 A1 F1 >A2 >F2"))
-    with pytest.raises(ValueError, match="the first rack must have some of the program's 4 nodes, not 4"):
+    with pytest.raises(
+        ValueError, match="the first rack must have some of the program's 4 nodes, not 4"
+    ):
         with_coda(replace(plan, program="A0 F0 A1 F1"))
     changed(plan, weights="of another model")
     with pytest.raises(ValueError, match="are of other weights than those in"):

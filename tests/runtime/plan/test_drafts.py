@@ -22,7 +22,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def planned(folder: Path, ranks: int, draft: str, program: str | None = None, **ways: Any) -> tuple[Plan, DraftPlan]:
+def planned(
+    folder: Path, ranks: int, draft: str, program: str | None = None, **ways: Any
+) -> tuple[Plan, DraftPlan]:
     plan = with_draft(make_plan(folder, ranks, 64, program, **ways), folder, draft)
     assert plan.draft is not None
     return plan, plan.draft
@@ -42,7 +44,9 @@ def test_a_variant_of_the_model_drafts_by_its_name(tmp_path: Path) -> None:
         assert draft.plan.program == f"A0 F0 A1 F1 {middle} A5 F5 A6 F6"
     _, draft = planned(tmp_path, 2, "tracks:2")
     assert draft.plan.program.count("/2:1") == 6
-    with pytest.raises(ValueError, match="tracks:2 has a slice of the layers for each rank; use 2 ranks or more"):
+    with pytest.raises(
+        ValueError, match="tracks:2 has a slice of the layers for each rank; use 2 ranks or more"
+    ):
         planned(tmp_path, 1, "tracks:2")
 
 
@@ -59,7 +63,9 @@ def test_memory_is_that_of_what_is_not_there_already(folder: Path) -> None:
     hidden, neurons = 32, int(AutoConfig.from_pretrained(folder).intermediate_size)
     # Gate and down of half the neurons, and both factors of up.
     numbers = 2 * hidden * neurons // 2 + 12 * (hidden + neurons // 2)
-    assert [own - before for own, before in zip(more.weights, alone.weights, strict=True)] == [4 * numbers] * 2
+    assert [own - before for own, before in zip(more.weights, alone.weights, strict=True)] == [
+        4 * numbers
+    ] * 2
     assert more.kept == alone.kept
 
 
@@ -87,15 +93,23 @@ def test_what_is_refused(ranks: int, draft: str, message: str, folder: Path) -> 
     ],
 )
 def test_attentions_that_the_model_does_not_have_keep_their_own(
-    ranks: int, draft: str, slots: tuple[tuple[int, ...], ...], own: tuple[tuple[int, ...], ...], folder: Path
+    ranks: int,
+    draft: str,
+    slots: tuple[tuple[int, ...], ...],
+    own: tuple[tuple[int, ...], ...],
+    folder: Path,
 ) -> None:
     plan, found = planned(folder, ranks, draft)
     assert (found.slots, found.own) == (slots, own)
     alone, beside = footprint(make_plan(folder, ranks, 64)), footprint(plan)
     by_itself = footprint(found.plan)
     for rank, numbers in enumerate(own):
-        assert beside.kept[rank] == alone.kept[rank] + tuple(by_itself.kept[rank][number] for number in numbers)
+        assert beside.kept[rank] == alone.kept[rank] + tuple(
+            by_itself.kept[rank][number] for number in numbers
+        )
     assert beside.groups.windows == (None,)
     assert beside.block == tuple(map(sum, beside.kept))
-    with pytest.raises(ValueError, match="and keeps its own: why; draft with attentions of the model, each once"):
+    with pytest.raises(
+        ValueError, match="and keeps its own: why; draft with attentions of the model, each once"
+    ):
         require_shared(found, "why")

@@ -23,7 +23,8 @@ from surgeon.runtime.plan.specification import Plan
 
 SIZE = 16  # tokens of a block
 Window = int | None
-Steps = list[tuple[int, ...]]  # the layers of each: one, or a pair, whose layers go to a rank each where there are two
+# The layers of each: one, or a pair, whose layers go to a rank each where there are two.
+Steps = list[tuple[int, ...]]
 
 
 @cache
@@ -36,14 +37,24 @@ def held(tokens: int, window: Window) -> int:
 def plan_of(windows: tuple[Window, ...], steps: Steps, ranks: int, tokens: int) -> Plan:
     """A plan without a checkpoint; of its shape nothing matters but layers and windows."""
     program = " ".join(
-        f"A{step[0]} F{step[0]}" if len(step) == 1 else f"[A{step[0]} A{step[1]}] [F{step[0]} F{step[1]}]"
+        f"A{step[0]} F{step[0]}"
+        if len(step) == 1
+        else f"[A{step[0]} A{step[1]}] [F{step[0]} F{step[1]}]"
         for step in steps
     )
     shape = {"head_dim": 8, "hidden": 64, "vocabulary": 96}
     rest: dict[str, Any] = {"tied": False, "dtype": "float32"}
     folder, layers = Path("nowhere"), len(windows)
     return Plan(
-        folder, FAMILIES["llama"], program, ranks, layers=layers, max_tokens=tokens, windows=windows, **shape, **rest
+        folder,
+        FAMILIES["llama"],
+        program,
+        ranks,
+        layers=layers,
+        max_tokens=tokens,
+        windows=windows,
+        **shape,
+        **rest,
     )
 
 
@@ -53,7 +64,9 @@ def by_rank(plan: Plan, steps: Steps) -> list[list[Window]]:
     if plan.ranks == 1:
         layers = [[layer for step in steps for layer in step]]
     windows = [[plan.windows[layer] for layer in own] for own in layers]
-    return [[one if one is not None and one < plan.max_tokens else None for one in own] for own in windows]
+    return [
+        [one if one is not None and one < plan.max_tokens else None for one in own] for own in windows
+    ]
 
 
 def room(windows: list[list[Window]], width: int, tokens: int) -> tuple[int, int]:
@@ -94,7 +107,9 @@ def test_the_shares_that_serving_md_states(
     model.save_pretrained(tmp_path)
     plan = make_plan(tmp_path, 1, tokens)
     layers, kv_heads = config["num_layers"], getattr(model.config, "num_key_value_heads", None) or 4
-    share = (windowed * held(tokens, window) + (layers - windowed) * tokens // SIZE) / (layers * tokens // SIZE)
+    share = (windowed * held(tokens, window) + (layers - windowed) * tokens // SIZE) / (
+        layers * tokens // SIZE
+    )
     assert share == pytest.approx(stated, abs=0.005)
     groups, sizes = cache_groups(plan), footprint(plan)
     assert taken(groups, tokens) == pytest.approx(share * layers * tokens // SIZE)
@@ -106,11 +121,15 @@ def test_the_shares_that_serving_md_states(
 def drawn(draw: st.DrawFn) -> tuple[Plan, Steps]:
     """Layers with windows of a few kinds, some of them as long as a text, each alone or in a pair."""
     tokens = 16 * draw(st.integers(1, 20))
-    kinds = draw(st.lists(st.sampled_from((None, 1, 5, 40, 100, 320)), min_size=1, max_size=4, unique=True))
+    kinds = draw(
+        st.lists(st.sampled_from((None, 1, 5, 40, 100, 320)), min_size=1, max_size=4, unique=True)
+    )
     windows = tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=14)))
     steps: Steps = []
     while (layer := sum(map(len, steps))) < len(windows):
-        steps.append((layer, layer + 1) if layer + 1 < len(windows) and draw(st.booleans()) else (layer,))
+        steps.append(
+            (layer, layer + 1) if layer + 1 < len(windows) and draw(st.booleans()) else (layer,)
+        )
     plan = plan_of(windows, steps, draw(st.sampled_from((1, 2))), tokens)
     return plan, steps
 

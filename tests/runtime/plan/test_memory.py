@@ -74,12 +74,15 @@ def test_a_program_without_attention(tiny_model: Callable[..., Any], tmp_path: P
     assert choose_cache(plan, "cpu", 4, None, None) == (plan, 8)
 
 
-LOW_RANK = "A0@k3,v4 F0 A1@q5,k2,v2,o7 F1 A2@k16,v16 F2"  # of 2 KV heads of 8, the last one saves nothing
+# Of 2 KV heads of 8, the last one saves nothing.
+LOW_RANK = "A0@k3,v4 F0 A1@q5,k2,v2,o7 F1 A2@k16,v16 F2"
 
 
 @pytest.mark.parametrize("mode", ["gather", "base"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_caches_in_rank_space(ranks: int, mode: str, tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+def test_caches_in_rank_space(
+    ranks: int, mode: str, tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     plan = make_plan(tmp_path, ranks, 32, LOW_RANK, low_rank=mode)
     whole = 2 * 2 * 8 // (1 if ranks == 1 else 2)
@@ -98,9 +101,12 @@ def test_caches_in_rank_space(ranks: int, mode: str, tiny_model: Callable[..., A
             )
 
 
-def test_where_memory_is_the_limit_more_texts_fit_in_rank_space(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+def test_where_memory_is_the_limit_more_texts_fit_in_rank_space(
+    tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    plan = make_plan(tmp_path, 1, 32, " ".join(["A0@k1,v2 F0"] * 20))  # 20 caches of 3 numbers in place of 32
+    # 20 caches of 3 numbers in place of 32.
+    plan = make_plan(tmp_path, 1, 32, " ".join(["A0@k1,v2 F0"] * 20))
     (weights,), (block,) = footprint(plan).weights, footprint(plan).block
     memory = weights + 12 * block
 
@@ -130,10 +136,15 @@ def test_static_passes_verify_drafts_as_texts(tiny_model: Callable[..., Any], tm
     allowed = sizes.weights[0] + 2 * (sizes.block[0] + 32 * sizes.copies[0])
     assert choose_cache(plan, "cpu", 4, None, allowed, drafts=7) == (plan, 2)
     assert choose_cache(plan, "cpu", 4, None, allowed)[1] > 2
-    assert choose_cache(plan, "cpu", 4, None, allowed, drafts=7)[1] == choose_cache(plan, "cpu", 32, None, allowed)[1]
+    assert (
+        choose_cache(plan, "cpu", 4, None, allowed, drafts=7)[1]
+        == choose_cache(plan, "cpu", 32, None, allowed)[1]
+    )
 
 
-def test_short_caches_need_no_buffers_for_long_texts(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+def test_short_caches_need_no_buffers_for_long_texts(
+    tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     plan = make_plan(tmp_path, 1, 128, "A0@k3,v4 F0", kv="lowrank")
     sizes = footprint(plan)
@@ -151,9 +162,23 @@ LONG = 4096
     [
         ("mistral", {"sliding_window": 64}, "A0 F0 A1 F1 A2 F2 A3 F3", 1, (64,), ((0, 0, 0, 0),)),
         ("mistral", {"sliding_window": LONG}, "A0 F0 A1 F1", 1, (None,), ((0, 0),)),
-        ("gemma2", {"sliding_window": 64}, "A0 F0 A1 F1 A2 F2 A3 F3", 2, (64, None), ((0, 1, 0, 1),) * 2),
+        (
+            "gemma2",
+            {"sliding_window": 64},
+            "A0 F0 A1 F1 A2 F2 A3 F3",
+            2,
+            (64, None),
+            ((0, 1, 0, 1),) * 2,
+        ),
         # Three with and one without: three groups with a window, of one attention each, as the one without.
-        ("gemma2", {"sliding_window": 64}, "A0 F0 A2 F2 A1 F1 A2 F2", 1, (64, 64, 64, None), ((0, 1, 3, 2),)),
+        (
+            "gemma2",
+            {"sliding_window": 64},
+            "A0 F0 A2 F2 A1 F1 A2 F2",
+            1,
+            (64, 64, 64, None),
+            ((0, 1, 3, 2),),
+        ),
         # Each rank has one layer of the pair: none has both kinds, and a division would save nothing.
         ("gemma2", {"sliding_window": 64}, "[A0 A1] [F0 F1]", 2, (None,), ((0,), (0,))),
         ("gemma2", {"sliding_window": LONG - 32}, "A0 F0 A1 F1", 1, (None,), ((0, 0),)),
@@ -174,11 +199,15 @@ def test_which_attentions_share_blocks(
     assert (groups.windows, groups.slots) == (windows, slots)
 
 
-def test_layers_with_windows_make_room_for_more_texts(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+def test_layers_with_windows_make_room_for_more_texts(
+    tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
     """Of 4,096 tokens a window of 64 needs 5 blocks and not 256, beside 32 for the prompts of one pass."""
     found = {}
     for window in (64, None):
-        tiny_model("mistral", max_position_embeddings=LONG, sliding_window=window).save_pretrained(tmp_path)
+        tiny_model("mistral", max_position_embeddings=LONG, sliding_window=window).save_pretrained(
+            tmp_path
+        )
         plan = make_plan(tmp_path, 1, LONG)
         (weights,), (block,) = footprint(plan).weights, footprint(plan).block
         changed, blocks = choose_cache(plan, "cpu", 1000, None, weights + 1024 * block)
@@ -188,7 +217,9 @@ def test_layers_with_windows_make_room_for_more_texts(tiny_model: Callable[..., 
         assert there.texts(LONG) == ((1024 - 128) // 5 if window else 4)
     assert (found[64].texts(LONG), found[None].texts(LONG)) == ((1024 - 32) // 5, 4)
     assert (found[64].longest, found[None].longest) == (LONG, LONG)
-    assert "room for 4 texts of up to 4096 tokens (or 1000 of 16) at a time: weights" in found[None].line()
+    assert (
+        "room for 4 texts of up to 4096 tokens (or 1000 of 16) at a time: weights" in found[None].line()
+    )
     assert choose_cache(plan, "cpu", 3, None, None)[1] == 3 * 256
     asked = choose_cache(plan, "cuda", 3, None, None, free=lambda: weights + 20 * block)
     assert asked == (plan, 20)
@@ -224,7 +255,8 @@ def test_copies_of_fixed_shapes(
     assert blocks == [max(8 * sizes.block[0] // (sizes.block[0] + 4 * sizes.copies[0]), 0), 8]
     monkeypatch.setattr(functions, "kernels", lambda: None)
     engine = RankEngine(plan, Alone(), torch.device("cpu"))
-    rows = [Row(40, [5], ([(3 * text, 3)],), Wanted.BEST) for text in range(4)]  # three blocks, rounded up to four
+    # Three blocks, rounded up to four.
+    rows = [Row(40, [5], ([(3 * text, 3)],), Wanted.BEST) for text in range(4)]
     with Copied() as copied:
         engine.step(rows, engine.new_cache(12))
     assert copied.most == 4 * 4 * sizes.copies[0]

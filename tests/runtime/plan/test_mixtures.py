@@ -48,7 +48,9 @@ def parsed(text: str) -> Sublayer:
         ("A0/2:1", 2, 191, None),
     ],
 )
-def test_whole_experts(part: str, members: int, neurons: int, expected: tuple[str, range] | None) -> None:
+def test_whole_experts(
+    part: str, members: int, neurons: int, expected: tuple[str, range] | None
+) -> None:
     mixtures = Mixtures.of(lambda layer: None if layer else MixtureSize(7, neurons), 2)
     wanted = None if expected is None else WholeExperts(parsed(expected[0]), expected[1])
     assert mixtures.whole_experts(parsed(part), members) == wanted
@@ -61,11 +63,14 @@ def test_what_ranks_hold(
     tmp_path: Path, program: str, ranks: int, neurons: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the feed-forwards, by the runtime's own count and by that of a configuration alone."""
-    monkeypatch.setattr("surgeon.runtime.model.mixture.pack_experts", lambda *_: None)  # which fills up rows
+    # Which fills up rows.
+    monkeypatch.setattr("surgeon.runtime.model.mixture.pack_experts", lambda *_: None)
     model = tiny_model("qwen3_moe", moe_intermediate_size=neurons)
     model.save_pretrained(tmp_path)
     plan = make_plan(tmp_path, ranks, 32, program)
-    without = make_plan(tmp_path, ranks, 32, " ".join(step for step in ("A0", "[A0 A1]") if program.startswith(step)))
+    without = make_plan(
+        tmp_path, ranks, 32, " ".join(step for step in ("A0", "[A0 A1]") if program.startswith(step))
+    )
     foretold, rest = footprint(plan), footprint(without)
     shapes = ModelShapes.of("tiny", model.config)
     assert footprint(plan, shapes).weights == foretold.weights
@@ -89,7 +94,9 @@ def test_ranks_that_neither_experts_nor_neurons_divide_among(tmp_path: Path) -> 
         "mixtral", num_attention_heads=24, num_key_value_heads=24, head_dim=2, intermediate_size=12
     ).save_pretrained(tmp_path)
     make_plan(tmp_path, 3, 8)
-    with pytest.raises(ValueError, match=r"8 ranks cannot share this model: the 12 neurons of F0 do not divide into 8"):
+    with pytest.raises(
+        ValueError, match=r"8 ranks cannot share this model: the 12 neurons of F0 do not divide into 8"
+    ):
         make_plan(tmp_path, 8, 8)
 
 
@@ -128,15 +135,23 @@ def test_what_ranks_hold_of_latent_attentions(ranks: int, tmp_path: Path) -> Non
     assert found.weights[0] - ends == 2 * 4 * (queries + latents + heads * width * hidden)
     assert found.kept[0] == (2 * heads * width * 16 * 4,) * 2
     with pytest.raises(
-        ValueError, match="3 ranks cannot share this model: the 4 heads of A0 do not divide into 3 slices"
+        ValueError,
+        match="3 ranks cannot share this model: the 4 heads of A0 do not divide into 3 slices",
     ):
         make_plan(tmp_path, 3, 8, "A0")
 
 
 def test_latent_attentions_that_do_not_fit(tmp_path: Path) -> None:
     tiny_model("deepseek_v2").save_pretrained(tmp_path)
-    tensors, path = load_file(tmp_path / "model.safetensors"), "model.layers.1.self_attn.kv_b_proj.weight"
-    save_file(tensors | {path: tensors[path][:-1].contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
+    tensors, path = (
+        load_file(tmp_path / "model.safetensors"),
+        "model.layers.1.self_attn.kv_b_proj.weight",
+    )
+    save_file(
+        tensors | {path: tensors[path][:-1].contiguous()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
     with pytest.raises(
         ValueError, match=r"kv_b_proj.weight has the shape \(79, 16\), where the configuration asks for"
     ):

@@ -15,7 +15,9 @@ def parts(text: str, ranks: int) -> list[str]:
     """What each rank does, one text per rank."""
     program = Program.parse(text)
     work = [rank_work(program, rank, ranks) for rank in range(ranks)]
-    return [" ".join(str(part.sublayer) for entry in entries for part in entry.parts) for entries in work]
+    return [
+        " ".join(str(part.sublayer) for entry in entries for part in entry.parts) for entries in work
+    ]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,12 @@ def test_every_occurrence_of_an_attention_has_its_own_slot() -> None:
 def test_groups() -> None:
     assert groups_within(Program.parse("A0 [A1 A2] {A3 | A4}"), 4) == [(0, 1), (2, 3)]
     assert groups_within(Program.parse("A0 {A1 | A2}"), 2) == []
-    assert groups_within(Program.parse("{{A0 | A1} | A2}"), 8) == [(0, 1), (0, 1, 2, 3), (2, 3), (4, 5, 6, 7)]
+    assert groups_within(Program.parse("{{A0 | A1} | A2}"), 8) == [
+        (0, 1),
+        (0, 1, 2, 3),
+        (2, 3),
+        (4, 5, 6, 7),
+    ]
 
 
 def test_a_fork_that_does_not_spread() -> None:
@@ -60,7 +67,8 @@ def test_a_fork_that_does_not_spread() -> None:
         assigned_branches(fork, 0, (0, 1, 2))
 
 
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines are busy at times
+# Machines are busy at times.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 sublayers = st.builds(
     lambda kind, layer, piece: Sublayer(kind, (layer,), piece),
     st.sampled_from("AF"),
@@ -80,14 +88,21 @@ def test_the_members_shares_make_up_the_step(step: Step, members: int) -> None:
         for number, sublayer in placed_parts(step, member, members)[0]:
             index, count = sublayer.piece or (0, 1)
             whole = Sublayer(sublayer.kind, sublayer.layers)
-            assert (step.sublayers[number].kind, step.sublayers[number].layers) == (whole.kind, whole.layers)
-            computed.setdefault(whole, []).extend(range(index * fine // count, (index + 1) * fine // count))
+            assert (step.sublayers[number].kind, step.sublayers[number].layers) == (
+                whole.kind,
+                whole.layers,
+            )
+            computed.setdefault(whole, []).extend(
+                range(index * fine // count, (index + 1) * fine // count)
+            )
     wanted: dict[Sublayer, list[int]] = {}
     for sublayer in step.sublayers:
         index, count = sublayer.piece or (0, 1)
         whole = Sublayer(sublayer.kind, sublayer.layers)
         wanted.setdefault(whole, []).extend(range(index * fine // count, (index + 1) * fine // count))
-    assert {key: sorted(units) for key, units in computed.items()} == {key: sorted(u) for key, u in wanted.items()}
+    assert {key: sorted(units) for key, units in computed.items()} == {
+        key: sorted(u) for key, u in wanted.items()
+    }
 
 
 @unhurried

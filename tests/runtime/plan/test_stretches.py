@@ -48,7 +48,9 @@ def test_a_rank_loads_its_stretch_only(ranks: int, plan: Plan) -> None:
         engine = StretchEngine(cut, rank, torch.device("cpu"))
         attentions = map(str, engine.model.program.attentions())
         assert [*attentions] == [one for one in programs[rank].split() if one[0] == "A"]
-        assert engine.model.own_logits(torch.zeros(1, plan.hidden)).shape[1] == (0 if rank else plan.vocabulary)
+        assert engine.model.own_logits(torch.zeros(1, plan.hidden)).shape[1] == (
+            0 if rank else plan.vocabulary
+        )
 
 
 def test_a_coda_is_rank_0s(plan: Plan) -> None:
@@ -70,7 +72,11 @@ def test_no_stretch_begins_with_a_late_step(plan: Plan) -> None:
     ("program", "ranks", "said"),
     [
         (None, 5, "5 ranks would have a stretch of layers each, and the model has 4"),
-        ("A0 F0 >A1 >F1 >A2 >F2 >A3 >F3", 3, "split into stretches for 2 ranks at most, not for 3; a late step"),
+        (
+            "A0 F0 >A1 >F1 >A2 >F2 >A3 >F3",
+            3,
+            "split into stretches for 2 ranks at most, not for 3; a late step",
+        ),
         ("{A0 F0 | A1 F1}", 2, "the program's 1 node split into stretches for 1 rank at most"),
     ],
 )

@@ -32,17 +32,23 @@ from tests.tiny_models import VOCABULARY, damage, tiny_model
 NEW, LONG = 12, 40
 GREEDY = Sampling(max_new_tokens=NEW, ignore_end=True)
 GENERATOR = torch.Generator().manual_seed(3)
-PROMPTS = [torch.randint(2, VOCABULARY, (length,), generator=GENERATOR).tolist() for length in (5, 1, 23, 9, 40)]
+PROMPTS = [
+    torch.randint(2, VOCABULARY, (length,), generator=GENERATOR).tolist() for length in (5, 1, 23, 9, 40)
+]
 
 
 @contextmanager
-def pipeline(plan: Plan, limits: Limits, blocks: int, delay: float, notify: Any = None) -> Iterator[PipelineLeader]:
+def pipeline(
+    plan: Plan, limits: Limits, blocks: int, delay: float, notify: Any = None
+) -> Iterator[PipelineLeader]:
     """Rank 0, and threads that are the others."""
     pairs = [Pipe() for _ in plan.stretches]  # from each rank to the next one
     rings = [Ring(pairs[rank][0], pairs[rank - 1][1], Link(delay)) for rank in range(plan.ranks)]
     engines = [StretchEngine(plan, rank, torch.device("cpu")) for rank in range(plan.ranks)]
     caches = [engine.new_cache(blocks, grouped=True) for engine in engines]
-    ranks: list[Any] = [SimpleNamespace(rank=rank, ring=ring, notify=notify) for rank, ring in enumerate(rings)]
+    ranks: list[Any] = [
+        SimpleNamespace(rank=rank, ring=ring, notify=notify) for rank, ring in enumerate(rings)
+    ]
 
     def work(rank: int) -> None:
         try:
@@ -80,7 +86,9 @@ def run(
 
 
 def continued(model: Any, prompt: list[int], new: int = NEW) -> list[int]:
-    whole = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, eos_token_id=None)
+    whole = model.generate(
+        torch.tensor([prompt]), max_new_tokens=new, do_sample=False, eos_token_id=None
+    )
     tokens: list[int] = whole[0, len(prompt) :].tolist()
     return tokens
 
@@ -117,7 +125,8 @@ def test_tokens_in_flight_become_the_models(
         assert found == {number: continued(model, prompt) for number, prompt in enumerate(prompts)}
         if drafts and ranks > len(prompts):
             assert 0 < tally.accepted <= tally.drafted
-            assert tally.accepted < tally.drafted or model.config.tie_word_embeddings  # then texts repeat a token
+            # Then texts repeat a token.
+            assert tally.accepted < tally.drafted or model.config.tie_word_embeddings
         elif not drafts:
             assert tally.drafted == 0
 
@@ -135,9 +144,17 @@ def test_texts_that_have_to_give_way_are_the_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize("blocks", [pytest.param(64, marks=pytest.mark.thorough), 4])
 def test_drawn_texts_are_those_without_drafts(blocks: int, tmp_path: Path) -> None:
     saved(tmp_path)
-    ways = [Sampling(1.0, seed=3), Sampling(0.8, top_k=20, seed=3, repetition_penalty=1.3), Sampling(0.0, logprobs=2)]
+    ways = [
+        Sampling(1.0, seed=3),
+        Sampling(0.8, top_k=20, seed=3, repetition_penalty=1.3),
+        Sampling(0.0, logprobs=2),
+    ]
     requests = [
-        Request(number, tuple(prompt), replace(sampling, max_new_tokens=LONG, ignore_end=True, place=(number, 0)))
+        Request(
+            number,
+            tuple(prompt),
+            replace(sampling, max_new_tokens=LONG, ignore_end=True, place=(number, 0)),
+        )
         for number, (prompt, sampling) in enumerate(zip(PROMPTS, ways, strict=False))
     ]
     engine = RankEngine(make_plan(tmp_path, 1, 100), Alone(), torch.device("cpu"))

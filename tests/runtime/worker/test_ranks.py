@@ -82,7 +82,9 @@ def test_a_rank_killed_between_calls() -> None:
             ranks.call(on_ranks.process_id)
 
 
-def test_what_fails_because_the_ranks_end_is_no_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_because_the_ranks_end_is_no_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks, failed, reasons = Ranks(RankOptions(2)), threading.Event(), list[str | None]()
     first, second = ranks._processes
 
@@ -97,7 +99,9 @@ def test_what_fails_because_the_ranks_end_is_no_reason(tmp_path: Path, monkeypat
         failed.set()
 
     monkeypatch.setattr(first, "end", end_and_wait)
-    monkeypatch.setattr(second, "end", lambda reason, end=second.end: (reasons.append(reason), end(reason)))
+    monkeypatch.setattr(
+        second, "end", lambda reason, end=second.end: (reasons.append(reason), end(reason))
+    )
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(call)
         wait_until(lambda: len(list(tmp_path.glob("*.asleep"))) == 2)
@@ -115,14 +119,17 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         assert threads_per_rank(2) == threads
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no processes to cores")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="the system binds no processes to cores"
+)
 def test_ranks_share_out_the_cores_and_stay_in_the_session() -> None:
     """So that a neighbour of low priority neither drives two ranks to one core nor counts as much as a rank."""
     mine = os.sched_getaffinity(0)
     with Ranks(RankOptions(2)) as ranks:
         found, pids = ranks.call(on_ranks.whereabouts), ranks.pids
     assert [one.session for one in found] == [os.getsid(0)] * 2
-    assert [one.group for one in found] == pids  # what a terminal sends to the command does not reach them
+    # What a terminal sends to the command does not reach them.
+    assert [one.group for one in found] == pids
     assert [one.crowded for one in found] == [len(mine) < 2] * 2
     if len(mine) >= 2:
         assert found[0].cores | found[1].cores == mine
@@ -138,7 +145,9 @@ def test_ranks_keep_what_passes_free(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ranks.call(on_ranks.faults)[0] < 100
 
 
-def test_a_rank_without_commands_ends_when_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_commands_ends_when_the_folder_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its starter is, too, and only what watches for that removes what it has left."""
     folder, ended, starter_gone = tmp_path / "ranks", list[int](), threading.Event()
     folder.mkdir()
@@ -178,7 +187,11 @@ with Ranks(RankOptions(2)) as ranks:
 def test_ranks_end_with_the_process_that_started_them(name: str, own_temporary_folder: Path) -> None:
     start = {"SIGKILL": warm.ColdPopen, "SIGINT": warm.Popen}[name]  # one of them as users do
     starter = start(
-        [sys.executable, "-c", STARTER], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", STARTER],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     assert starter.stdout is not None
     with starter:

@@ -22,7 +22,9 @@ class Whole:
 
 def result(name: str, *per_token: float) -> Result:
     split = Split(0.0, 0.002, 0.003, Counts(2, 2, 4000), Counts())
-    rounds = [Measurement(0.1, 0.1, seconds, seconds, 1 / seconds, split, split) for seconds in per_token]
+    rounds = [
+        Measurement(0.1, 0.1, seconds, seconds, 1 / seconds, split, split) for seconds in per_token
+    ]
     plan: Any = SimpleNamespace(program="A0 F0", ranks=2, family=SimpleNamespace(steps_per_layer=2))
     return Result(name, plan, Workload(4, 8, 8), rounds=rounds)
 
@@ -44,7 +46,11 @@ def test_every_way_of_every_keep(tmp_path: Path) -> None:
 
 
 def test_a_row() -> None:
-    dense, base, own = result("dense", 0.02, 0.04), result("Base 0.5", 0.04, 0.06), result("DeInfer 0.5", 0.01, 0.03)
+    dense, base, own = (
+        result("dense", 0.02, 0.04),
+        result("Base 0.5", 0.04, 0.06),
+        result("DeInfer 0.5", 0.01, 0.03),
+    )
     compared = deinfer.Compared("DeInfer 0.5", 0.5, deinfer.DEINFER)
     # Medians of two rounds: 0.02 s per pass of 4 texts; twice and 4/3 as fast as dense, 4 and 2 times as Base.
     cells = deinfer.row(compared, own, dense, base)

@@ -52,7 +52,9 @@ def test_drafts_are_programs_or_recipes_of_them(tmp_path: Path) -> None:
     assert [name for name in edits(model, 3) if "tracks" in name] == []  # KV heads do not divide
     assert draft_named(model, "few=A0 F0 A5 F5") == ("few", "A0 F0 A5 F5")
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"surgeon: 1\nmodel: {tmp_path / 'model'}\noperations:\n  - prune: {{layers: '1:5'}}\n")
+    recipe.write_text(
+        f"surgeon: 1\nmodel: {tmp_path / 'model'}\noperations:\n  - prune: {{layers: '1:5'}}\n"
+    )
     assert draft_named(model, f"few={recipe}") == ("few", "A0 F0 A5 F5")
     with pytest.raises(FileNotFoundError):
         draft_named(model, f"few={tmp_path / 'none.yaml'}")

@@ -27,15 +27,23 @@ TINY = {
 
 
 def test_the_cells() -> None:
-    options = argparse.Namespace(prompt=[64], batch=[1, 8], new=5, prefill=[512], prefill_batch=[2], neighbour=True)
+    options = argparse.Namespace(
+        prompt=[64], batch=[1, 8], new=5, prefill=[512], prefill_batch=[2], neighbour=True
+    )
     found = engines.cells(2, options)
-    assert [(cell.prompt, cell.batch, cell.new) for cell in found[::2]] == [(64, 1, 5), (64, 8, 5), (512, 2, 1)]
+    assert [(cell.prompt, cell.batch, cell.new) for cell in found[::2]] == [
+        (64, 1, 5),
+        (64, 8, 5),
+        (512, 2, 1),
+    ]
     assert [cell.busy for cell in found] == [False, True] * 3
 
 
 def test_all_texts_go_on_together_for_some_passes() -> None:
     """32 prompts of 1,024 tokens take 64 passes, and the first text gets a token in nearly all of them."""
-    options = argparse.Namespace(prompt=[1024], batch=[1, 32], new=24, prefill=[], prefill_batch=[], neighbour=False)
+    options = argparse.Namespace(
+        prompt=[1024], batch=[1, 32], new=24, prefill=[], prefill_batch=[], neighbour=False
+    )
     assert [cell.new for cell in engines.cells(1, options)] == [24, 71]
 
 
@@ -69,7 +77,9 @@ def test_the_table() -> None:
 def test_prompts_alone_have_no_rate() -> None:
     own = Measured()
     own.add(1, 0.5, [])
-    assert engines.lines([Row(Cell(1, 8, 1, 1, False), own, own)])[2].endswith("| 1.00 |  |  |  |  |  |  |  |")
+    assert engines.lines([Row(Cell(1, 8, 1, 1, False), own, own)])[2].endswith(
+        "| 1.00 |  |  |  |  |  |  |  |"
+    )
 
 
 @pytest.mark.parametrize("size", [TINY, SIZES["75M"]])
@@ -87,11 +97,15 @@ def test_rooflines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rooflines, "READ_BYTES", 1 << 16)
     found = rooflines.Rooflines(TINY)
     for own, onednn in ((0.5, 0.25), (0.25, 0.5)):
-        monkeypatch.setattr(found, "products", lambda _, by_onednn=False, both=(own, onednn): both[by_onednn])
+        monkeypatch.setattr(
+            found, "products", lambda _, by_onednn=False, both=(own, onednn): both[by_onednn]
+        )
         share = 2 * layer / (4 * rooflines.weight_numbers(TINY))
         assert found.rate(8) == pytest.approx((8 / onednn * share, 8 / 0.25 * share))
     monkeypatch.setattr(rooflines, "_seconds", lambda _: 0.5)
-    assert found.rate(1) == pytest.approx([(1 << 16) / 64 / 0.5 / (4 * rooflines.weight_numbers(TINY))] * 2)
+    assert found.rate(1) == pytest.approx(
+        [(1 << 16) / 64 / 0.5 / (4 * rooflines.weight_numbers(TINY))] * 2
+    )
 
 
 def test_a_neighbour_ends() -> None:

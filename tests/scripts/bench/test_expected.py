@@ -16,10 +16,14 @@ DENSE = Program.dense(LAYERS)
 def expected(program: Program, compute: float, transfer: Transfer, parts: int = 1) -> float:
     """Without the ends; `compute` is the seconds of a sublayer."""
     seconds = compute * len(list(program.sublayers()))
-    return expected_seconds(program, [seconds] * 2, transfer, parts) - 2 * (transfer.delay + transfer.line)
+    return expected_seconds(program, [seconds] * 2, transfer, parts) - 2 * (
+        transfer.delay + transfer.line
+    )
 
 
-@pytest.mark.parametrize(("compute", "delay"), [(1.0, 0.0), (1.0, 0.5), (1.0, 1.0), (1.0, 3.0), (0.1, 7.0)])
+@pytest.mark.parametrize(
+    ("compute", "delay"), [(1.0, 0.0), (1.0, 0.5), (1.0, 1.0), (1.0, 3.0), (0.1, 7.0)]
+)
 def test_expected_times_are_those_of_the_formulas(compute: float, delay: float) -> None:
     late, pairs, link = ladder(DENSE, range(LAYERS)), pair(DENSE, range(LAYERS)), Transfer(delay=delay)
     assert expected(DENSE, compute, link) == pytest.approx(2 * LAYERS * (compute + delay))
@@ -47,8 +51,12 @@ def test_ranks_are_expected_to_wait_for_the_slowest() -> None:
     assert expected_seconds(whole, [4.0, 8.0], Transfer()) == 8.0
 
 
-@pytest.mark.parametrize(("compute", "delay", "line"), [(1.0, 0.5, 0.25), (1.0, 0.0, 4.0), (1.0, 0.5, 3.0)])
-def test_bytes_of_two_collectives_are_expected_behind_each_other(compute: float, delay: float, line: float) -> None:
+@pytest.mark.parametrize(
+    ("compute", "delay", "line"), [(1.0, 0.5, 0.25), (1.0, 0.0, 4.0), (1.0, 0.5, 3.0)]
+)
+def test_bytes_of_two_collectives_are_expected_behind_each_other(
+    compute: float, delay: float, line: float
+) -> None:
     """A ladder has two on their way: they share a delay, but not the line."""
     link = Transfer(line=line, delay=delay)
     assert expected(DENSE, compute, link) == pytest.approx(2 * LAYERS * (compute + delay + line))

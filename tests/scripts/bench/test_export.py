@@ -19,7 +19,9 @@ def test_goals() -> None:
     assert not list(short_of_goals("cp", COPIED, speed))
     assert not list(short_of_goals("plain", Run(1000, 20.0, PEAK_LIMIT), speed))
     assert not list(short_of_goals("low-rank", Run(1000, 900.0, PEAK_LIMIT), speed))
-    assert list(short_of_goals("plain", Run(1000, 25.0, 5), speed)) == ["plain has 0.40 of the copy's speed, not 0.5"]
+    assert list(short_of_goals("plain", Run(1000, 25.0, 5), speed)) == [
+        "plain has 0.40 of the copy's speed, not 0.5"
+    ]
     large = list(short_of_goals("low-rank", Run(1000, 900.0, 2 << 30), speed))
     assert large == ["low-rank took 2GB, not at most 1.46GB"]
     assert len(list(short_of_goals("fused", Run(1000, 25.0, 2 << 30), speed))) == 2

@@ -36,7 +36,9 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return speed
 
 
-def test_what_is_worse_is_named(made_up: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_worse_is_named(
+    made_up: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     before, now = str(tmp_path / "before"), str(tmp_path / "now")
     assert main(["-o", before, "--only", "quick", "--against", "nowhere"]) == 0
     assert "quick: nothing to compare it with in nowhere" in capfd.readouterr().out
@@ -44,7 +46,8 @@ def test_what_is_worse_is_named(made_up: Path, tmp_path: Path, capfd: pytest.Cap
     assert main(["-o", now, "--only", "quick", "--against", before]) == 1
     assert "plain, tokens/s: 100, now 80 (1.25 times worse)" in capfd.readouterr().out
     made_up.write_text("500")
-    assert main(["-o", now, "--only", "quick", "--against", before]) == 1  # it is there, and does not run again
+    # It is there, and does not run again.
+    assert main(["-o", now, "--only", "quick", "--against", before]) == 1
     assert main(["-o", now, "--only", "quick", "--against", before, "--tolerance", "0.3"]) == 0
     head = json.loads((tmp_path / "now" / "quick.txt").read_text().splitlines()[0])
     assert head["command"].startswith("python -c ")
@@ -70,7 +73,9 @@ def test_elsewhere_ratios_only(made_up: Path, tmp_path: Path, capfd: pytest.Capt
     assert "quick (ratios only: another machine): nothing is worse" in capfd.readouterr().out
 
 
-def test_what_fails_or_is_left_out_is_said(made_up: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_or_is_left_out_is_said(
+    made_up: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert made_up.exists()
     assert main(["-o", str(tmp_path / "now"), "--only", "broken,beside", "--against", "nowhere"]) == 1
     said = capfd.readouterr()
@@ -90,7 +95,8 @@ def test_a_missed_goal_is_named_apart_and_its_table_kept(
     assert "failed" not in said.out + said.err
     assert "| plain | 100 |\ngoal missed: at least 1000 tokens/s\n" in (before / "short.txt").read_text()
     made_up.write_text("80")
-    assert main(["-o", str(before), "--only", "short", "--against", "nowhere"]) == 3  # it does not run again
+    # It does not run again.
+    assert main(["-o", str(before), "--only", "short", "--against", "nowhere"]) == 3
     assert main(["-o", str(now), "--only", "short", "--against", str(before)]) == 1
     said = capfd.readouterr()
     assert "plain, tokens/s: 100, now 80 (1.25 times worse)" in said.out
@@ -119,7 +125,8 @@ def test_what_is_listed_is_there_and_in_the_readme(capfd: pytest.CaptureFixture[
     assert main(["--list"]) == 0
     listed = capfd.readouterr().out
     words = " ".join(
-        page.read_text(encoding="utf-8") for page in (PROJECT / "README.md", *(PROJECT / "docs").glob("*.md"))
+        page.read_text(encoding="utf-8")
+        for page in (PROJECT / "README.md", *(PROJECT / "docs").glob("*.md"))
     )
     for figure in FIGURES:
         script = shlex.split(figure.script)[0]

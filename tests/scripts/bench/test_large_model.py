@@ -41,7 +41,9 @@ def test_every_file_has_as_much_as_it_may(folder: Path) -> None:
     contents = []
     for path in files:
         with safe_open(path, "pt") as file:
-            assert {name for name, where in index["weight_map"].items() if where == path.name} == set(file.keys())
+            assert {name for name, where in index["weight_map"].items() if where == path.name} == set(
+                file.keys()
+            )
             contents.append([file.get_tensor(name).nbytes for name in file.keys()])  # noqa: SIM118
     assert len(files) > 3
     assert all(sum(sizes) <= SHARD or len(sizes) == 1 for sizes in contents)

@@ -30,14 +30,17 @@ def test_the_share_of_a_rank(tmp_path: Path) -> None:
     engine = RankEngine(plan, Alone(), torch.device("cpu"))
     assert engine.model.vocabulary.like.dtype == torch.bfloat16
     (share,) = footprint(plan).weights
-    assert share == 2 * sum(rows * columns for rows, *rest in shapes for columns in rest)  # norms are left out
+    # Norms are left out.
+    assert share == 2 * sum(rows * columns for rows, *rest in shapes for columns in rest)
 
 
 def test_the_most_memory_that_a_process_has_had() -> None:
     """Of another process, which does nothing meanwhile but take and give back what is looked for."""
     size = 64 << 20
     code = f"print(); input(); held = b'1' * {size}; print(); input(); del held; print(); input()"
-    with subprocess.Popen([sys.executable, "-uc", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-uc", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
 
         def go_on() -> None:
             assert process.stdin is not None

@@ -16,8 +16,18 @@ from scripts.bench.memory import Outcome, main
     ("peak", "divergence", "code", "said"),
     [
         (1 << 30, 0.5, None, "difference between their numbers: 0.0e+00\n"),
-        (2 << 30, 0.5, MISSED, "goal missed: the scan with a limit took more: 2GB, not at most 1.46GB\n"),
-        (2 << 30, 0.6, "the numbers differ by more than 0.0001", "difference between their numbers: 1.7e-01\n"),
+        (
+            2 << 30,
+            0.5,
+            MISSED,
+            "goal missed: the scan with a limit took more: 2GB, not at most 1.46GB\n",
+        ),
+        (
+            2 << 30,
+            0.6,
+            "the numbers differ by more than 0.0001",
+            "difference between their numbers: 1.7e-01\n",
+        ),
     ],
 )
 def test_how_it_ends(

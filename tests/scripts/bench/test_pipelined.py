@@ -50,7 +50,10 @@ def run(job: Job, folder: Path) -> list[dict[str, Any]]:
     prepare(job, build(job.config, 0), windows(), folder)
     (folder / "job").write_bytes(pickle.dumps(job))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [warm.Popen([sys.executable, "-c", RANK, str(folder), str(rank)], env=environment) for rank in range(2)]
+    ranks = [
+        warm.Popen([sys.executable, "-c", RANK, str(folder), str(rank)], env=environment)
+        for rank in range(2)
+    ]
     assert [rank.wait() for rank in ranks] == [0, 0]
     return read_records(job, folder)
 
@@ -104,7 +107,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     return hand
 
 
-def test_computing_takes_at_least_its_time_and_as_many_times_as_long_as_it_is_slow(clock: HandClock) -> None:
+def test_computing_takes_at_least_its_time_and_as_many_times_as_long_as_it_is_slow(
+    clock: HandClock,
+) -> None:
     for pace, units, took, least in (
         (Pace(1.0, 10), 2.0, 1.0, 20.0),
         (Pace(3.0, 10), 1.0, 1.0, 30.0),
@@ -131,7 +136,9 @@ def op(kind: Any, peer: int, size: int, part: str) -> Any:
     return made
 
 
-def test_a_message_arrives_after_the_links_time_and_leaves_before_that(tmp_path: Path, clock: HandClock) -> None:
+def test_a_message_arrives_after_the_links_time_and_leaves_before_that(
+    tmp_path: Path, clock: HandClock
+) -> None:
     shared_file(tmp_path / "shared", 2)
     link = Link(5, 10)
     ends = [Traffic(rank, 2, link, tmp_path / "shared", Trace()) for rank in range(2)]

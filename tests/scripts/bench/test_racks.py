@@ -76,7 +76,10 @@ def test_every_way_meets_every_link(tmp_path: Path) -> None:
 
 
 def test_runs_are_tabled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made, todo = bench(tmp_path), [cell for cell in rack_bench.cells([4], ["none"]) if cell.way in SCHEDULES]
+    made, todo = (
+        bench(tmp_path),
+        [cell for cell in rack_bench.cells([4], ["none"]) if cell.way in SCHEDULES],
+    )
     for cell in todo:
         leave(made, cell, *((0.4, 0.01) if cell.way == "interleaved" else (0.6, 0.3)))
     racks.show(made, todo)

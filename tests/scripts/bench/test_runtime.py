@@ -49,7 +49,10 @@ def result(name: str, program: Program, waiting: float, other: float = 0.0) -> R
 
 
 def test_the_programs_compared() -> None:
-    found = {name: (program.effective_depth(), program.sync_points(2)) for name, program in runtime.programs().items()}
+    found = {
+        name: (program.effective_depth(), program.sync_points(2))
+        for name, program in runtime.programs().items()
+    }
     assert found == {
         "dense": (24, 48),
         "LP to 18 layers": (18, 36),
@@ -100,7 +103,24 @@ def test_ways_of_connecting_ranks() -> None:
 
 def test_a_row() -> None:
     programs = runtime.programs()
-    dense, ladder = result("dense", programs["dense"], 0.101), result("ladder", programs["ladder"], 0.001, other=0.01)
+    dense, ladder = (
+        result("dense", programs["dense"], 0.101),
+        result("ladder", programs["ladder"], 0.001, other=0.01),
+    )
     cells = runtime.rows(runtime.parse_way("1ms"), [dense, ladder])[1]
     assert len(cells) == len(runtime.COLUMNS)
-    assert cells == [1, "ladder", "24", 48, "9.1", "1.82", "100.0", "1.00", "99.0", "1.0", "110.0", "102.0", "+8%"]
+    assert cells == [
+        1,
+        "ladder",
+        "24",
+        48,
+        "9.1",
+        "1.82",
+        "100.0",
+        "1.00",
+        "99.0",
+        "1.0",
+        "110.0",
+        "102.0",
+        "+8%",
+    ]

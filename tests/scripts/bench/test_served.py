@@ -28,10 +28,14 @@ def test_medians_and_how_many_times_better() -> None:
 
 
 def test_both_get_the_same_limits_and_only_this_machine_reaches_them() -> None:
-    options = options_of(["--model", "m", "--max-batch", "4", "--prompt", "64", "--new", "8", "--ranks", "1"])
+    options = options_of(
+        ["--model", "m", "--max-batch", "4", "--prompt", "64", "--new", "8", "--ranks", "1"]
+    )
     ours, theirs = (" ".join(command_of(server, options, 1234)) for server in ("surgeon", "vllm"))
     assert "serve m --tp 1 --port 1234 --served-model-name served --max-batch 4 --max-tokens 80" in ours
-    assert "vllm.entrypoints.openai.api_server --model m --tensor-parallel-size 1 --dtype float32" in theirs
+    assert (
+        "vllm.entrypoints.openai.api_server --model m --tensor-parallel-size 1 --dtype float32" in theirs
+    )
     assert "--max-num-seqs 4 --max-model-len 80 --host 127.0.0.1 --port 1234" in theirs
     assert "|" not in environment("vllm", options)["VLLM_CPU_OMP_THREADS_BIND"]
     assert options.vllm_python.is_absolute()

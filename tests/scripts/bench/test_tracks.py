@@ -17,8 +17,15 @@ from surgeon.runtime.comm.collectives import Counts
 
 
 def test_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 4}
-    config = LlamaConfig(num_hidden_layers=tracks.LAYERS, vocab_size=97, max_position_embeddings=64, **small)
+    small = {
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    config = LlamaConfig(
+        num_hidden_layers=tracks.LAYERS, vocab_size=97, max_position_embeddings=64, **small
+    )
     monkeypatch.setattr(tracks, "CONFIG", config)
     models = tracks.Models.write(tmp_path, 4)
     assert models == tracks.Models.write(tmp_path, 4)  # and nothing is written again

@@ -13,9 +13,18 @@ from scripts.cost.machine import parse_link, plans
 from surgeon.demo import MODEL_FOLDER
 from surgeon.language.program import Program
 
-CELL = {"model": "demo", "ranks": 2, "link": "1ms", "program": "attention || MLP", "batch": 8, "phase": "decode"}
+CELL = {
+    "model": "demo",
+    "ranks": 2,
+    "link": "1ms",
+    "program": "attention || MLP",
+    "batch": 8,
+    "phase": "decode",
+}
 CELL |= {"predicted": 0.011, "measured": 0.010, "repeated": 0.03}
-CELLS = pd.DataFrame([CELL, CELL | {"predicted": 0.008}, CELL | {"phase": "prefill", "predicted": 0.0105}])
+CELLS = pd.DataFrame(
+    [CELL, CELL | {"predicted": 0.008}, CELL | {"phase": "prefill", "predicted": 0.0105}]
+)
 CELLS["off"] = CELLS["predicted"] / CELLS["measured"] - 1
 
 
@@ -45,13 +54,22 @@ def test_one_program_of_each_kind_is_held_against_the_machine() -> None:
     dense = Program.parse(found["dense"].program)
     syncs = {name: Program.parse(plan.program).sync_points(2) for name, plan in found.items()}
     assert dense == Program.dense(16)
-    assert syncs == {"dense": 32, "lp": 24, "ladder": 32, "attention || MLP": 16, "tracks": 4, "low rank": 32}
+    assert syncs == {
+        "dense": 32,
+        "lp": 24,
+        "ladder": 32,
+        "attention || MLP": 16,
+        "tracks": 4,
+        "low rank": 32,
+    }
     assert ">A1" in found["ladder"].program
     assert "tracks" not in plans(MODEL_FOLDER, MODEL_FOLDER, 1, 64)
     assert {plan.low_rank for plan in found.values()} == {"auto", "gather"}
 
 
-@pytest.mark.parametrize(("text", "delay", "bandwidth"), [("0.2ms", 2e-4, float("inf")), ("10MB/s", 0.0, 1e7)])
+@pytest.mark.parametrize(
+    ("text", "delay", "bandwidth"), [("0.2ms", 2e-4, float("inf")), ("10MB/s", 0.0, 1e7)]
+)
 def test_links_are_read(text: str, delay: float, bandwidth: float) -> None:
     way = parse_link(text)
     assert way.link is not None

@@ -17,15 +17,36 @@ from scripts.cost.models import CONFIGS
 from scripts.cost.predictor import Predictor, hardware_of, shapes_of, whole_prediction
 
 
-def row(paper: str, table: str, what: str, value: float, unit: str, use: str = "check") -> dict[str, Any]:
+def row(
+    paper: str, table: str, what: str, value: float, unit: str, use: str = "check"
+) -> dict[str, Any]:
     return {"paper": paper, "table": table, "what": what, "value": value, "unit": unit, "use": use}
 
 
 TRACKS = "30b (48 layers, 64 heads, 8 KV heads, 8 tracks)"
 ROWS = [
-    row("layer-parallelism", "1", "llama2-7b, 32 layers, effective depth 25, 2 x A100 SXM4 80GB", 1.2, "times dense"),
-    row("ladder-residual", "2", "70b, ladder p2p, batch 1, TP 8, H100, decode", 20.0, "percent improvement", "fit"),
-    row("ladder-residual", "2", "70b, upper no p2p, batch 1, TP 8, H100, tokens/s", 50.0, "percent improvement"),
+    row(
+        "layer-parallelism",
+        "1",
+        "llama2-7b, 32 layers, effective depth 25, 2 x A100 SXM4 80GB",
+        1.2,
+        "times dense",
+    ),
+    row(
+        "ladder-residual",
+        "2",
+        "70b, ladder p2p, batch 1, TP 8, H100, decode",
+        20.0,
+        "percent improvement",
+        "fit",
+    ),
+    row(
+        "ladder-residual",
+        "2",
+        "70b, upper no p2p, batch 1, TP 8, H100, tokens/s",
+        50.0,
+        "percent improvement",
+    ),
     row("parallel-track", "10", f"{TRACKS}, vllm_tpot_ms, 1024/128, dense, 8 x H100", 8.0, "ms", "fit"),
     row("parallel-track", "10", f"{TRACKS}, vllm_tpot_ms, 1024/128, D4, 8 x H100", 5.0, "ms"),
     row("deinfer", "5", "llama3-70b layer at 40%, TP 2, NVLink, A800, base comm", 0.6, "ms"),
@@ -39,7 +60,15 @@ def cases() -> list[Case]:
 
 
 def test_rows_are_speeds_over_the_baseline_of_their_table(cases: list[Case]) -> None:
-    assert [case.speedup for case in cases] == [1.2, 1.25, 1.5, None, pytest.approx(1.6), None, pytest.approx(3)]
+    assert [case.speedup for case in cases] == [
+        1.2,
+        1.25,
+        1.5,
+        None,
+        pytest.approx(1.6),
+        None,
+        pytest.approx(3),
+    ]
     assert cases[3].seconds == pytest.approx(0.008)
     assert cases[0].seconds is None
 
@@ -50,7 +79,12 @@ def test_rows_say_what_was_run(cases: list[Case]) -> None:
     assert (ladder.system, ladder.measure, ladder.link, ladder.ranks) == ("ladder", "token", None, 8)
     assert (upper.system, upper.measure, upper.link) == ("upper", "rate", "nvlink-off")
     assert (dense.system, tracks.system, tracks.stack, tracks.new) == ("dense", "tracks:4", "vllm", 128)
-    assert (base.system, deinfer.system, deinfer.per_layers, deinfer.measure) == ("base", "deinfer", 1, "exchange")
+    assert (base.system, deinfer.system, deinfer.per_layers, deinfer.measure) == (
+        "base",
+        "deinfer",
+        1,
+        "exchange",
+    )
     assert cases[6].baseline == base
 
 
@@ -98,7 +132,9 @@ def test_every_constant_changes_something_that_it_concerns(cases: list[Case]) ->
             before = hardware_of(run.hardware)
             assert constant.apply(before, 0.6 * constant.start, run) != before
     values = starts()
-    assert fitted(hardware_of("h100-sxm"), runs[1], values).host.forward.at(1) == values["gpt-fast, a pass"]
+    assert (
+        fitted(hardware_of("h100-sxm"), runs[1], values).host.forward.at(1) == values["gpt-fast, a pass"]
+    )
 
 
 @pytest.mark.parametrize("place", [0, 1, 4])
@@ -108,7 +144,9 @@ def test_a_few_layers_give_the_time_of_all(cases: list[Case], place: int) -> Non
         values["launch, eager PyTorch"] = 1.0
     whole = whole_prediction(run, values)
     quick = Predictor()
-    assert quick(run, values) == pytest.approx(whole.per_token if whole.decode else whole.first_token, rel=0.02)
+    assert quick(run, values) == pytest.approx(
+        whole.per_token if whole.decode else whole.first_token, rel=0.02
+    )
 
 
 def test_a_fit_comes_nearer_to_what_is_printed(cases: list[Case]) -> None:
@@ -116,7 +154,9 @@ def test_a_fit_comes_nearer_to_what_is_printed(cases: list[Case]) -> None:
     case = cases[1]
     before, after = starts(), fit([case], seconds, rounds=2)[0]
     assert case.speedup is not None
-    assert abs(speedup(case, seconds, after) - case.speedup) < abs(speedup(case, seconds, before) - case.speedup)
+    assert abs(speedup(case, seconds, after) - case.speedup) < abs(
+        speedup(case, seconds, before) - case.speedup
+    )
     assert fit([case], seconds, rounds=0, left_out=["some"]) == (before, {"some": before})
     assert after["launch, DeInfer's vLLM"] == before["launch, DeInfer's vLLM"]  # nothing is said of it
 

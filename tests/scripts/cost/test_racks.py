@@ -9,11 +9,27 @@ from pathlib import Path
 import pytest
 
 from scripts.cost import racks
-from scripts.cost.racks import BACKWARD, RackTraining, averaging_bytes, bubble, local, pipelined, window_tokens
+from scripts.cost.racks import (
+    BACKWARD,
+    RackTraining,
+    averaging_bytes,
+    bubble,
+    local,
+    pipelined,
+    window_tokens,
+)
 
 # A head of one row costs next to nothing, so that racks are alike.
 EVEN = RackTraining(
-    layers=8, layer_parameters=10**6, hidden=1, vocabulary=1, racks=4, microbatches=8, tokens=10, flops=1e9, link=1e12
+    layers=8,
+    layer_parameters=10**6,
+    hidden=1,
+    vocabulary=1,
+    racks=4,
+    microbatches=8,
+    tokens=10,
+    flops=1e9,
+    link=1e12,
 )
 WIDE = replace(EVEN, hidden=512, vocabulary=8000, link=1e8, latency=0.01, coda=1)
 
@@ -42,7 +58,9 @@ def simulated(training: RackTraining) -> float:
 @pytest.mark.parametrize("racks", [1, 2, 4, 8])
 @pytest.mark.parametrize("microbatches", [1, 5, 32])
 @pytest.mark.parametrize("training", [EVEN, WIDE])
-def test_a_pipeline_takes_what_its_turns_take(training: RackTraining, racks: int, microbatches: int) -> None:
+def test_a_pipeline_takes_what_its_turns_take(
+    training: RackTraining, racks: int, microbatches: int
+) -> None:
     training = replace(training, racks=racks, microbatches=microbatches)
     assert pipelined(training) == pytest.approx(simulated(training), rel=1e-9)
 

@@ -14,7 +14,14 @@ import torch
 
 from scripts.gpu import run, sixteen_bits
 from scripts.gpu.checks import MODELS, checks, without_kernels
-from scripts.gpu.judges import judge_bench, judge_error, judge_numbers, judge_product, judge_switch, judge_tokens
+from scripts.gpu.judges import (
+    judge_bench,
+    judge_error,
+    judge_numbers,
+    judge_product,
+    judge_switch,
+    judge_tokens,
+)
 from scripts.gpu.sides import Setup
 from scripts.gpu.sixteen_bits import kernels_in_16_bits, rows_in_16_bits
 from surgeon.runtime.kernels.library import kernels_used
@@ -60,7 +67,9 @@ class ForkedChild(warm.RankPopen):
     def read_command(self, command: Any) -> tuple[str, list[str]] | None:
         if command[1:2] != [str(run.CHILD)]:
             return super().read_command(command)
-        return "import sys; from scripts.gpu.child import main; sys.exit(main(sys.argv[1:]))", command[2:]
+        return "import sys; from scripts.gpu.child import main; sys.exit(main(sys.argv[1:]))", command[
+            2:
+        ]
 
 
 @pytest.fixture
@@ -101,7 +110,9 @@ def test_from_the_shell(tmp_path: Path) -> None:
     """In whatever folder, by the Python that is named, and with processes that begin as a user's do."""
     environment = os.environ | {"PYTHON": sys.executable}
     command = [SCRIPT, "--small", "--only", "basics"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "2 of 2 comparisons are right"
 
@@ -176,7 +187,9 @@ def test_kernels_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert expected.keys() == found.keys() == rows.keys()
     assert all(judge(expected[name], found[name]).right for name, judge in rows.items())
     norm = TritonKernels.norm
-    monkeypatch.setattr(TritonKernels, "norm", lambda *given, **more: [1.02 * one for one in norm(*given, **more)])
+    monkeypatch.setattr(
+        TritonKernels, "norm", lambda *given, **more: [1.02 * one for one in norm(*given, **more)]
+    )
     monkeypatch.setattr(sixteen_bits, "KERNELS", {"norm": sixteen_bits.norm, "gate": sixteen_bits.gate})
     found = dict(kernels_in_16_bits(setup, "found"))
     wrong = [name for name in found if not rows[name](expected[name], found[name]).right]
@@ -200,8 +213,20 @@ def test_two_gpus_have_rows_over_nccl_too() -> None:
         (judge_numbers(1e-2), {"a": 2.0}, {"a": float("nan")}, "nan off", False),
         (judge_numbers(1e-2), {"a": 2.0, "b": 4.0}, {"a": 2.0, "b": float("nan")}, "nan off", False),
         (judge_numbers(1e-2), {"a": 2.0, "b": 4.0}, {"a": 2.0}, "0.0e+00 off", False),
-        (judge_tokens, {"tokens": [[1, 2], [3, 4]]}, {"tokens": [[1, 2], [3, 4]], "ms": 2}, "same, 2 ms each", True),
-        (judge_tokens, {"tokens": [[1, 2], [3, 4]]}, {"tokens": [[1, 2], [3, 5]]}, "from token 1 of text 1", False),
+        (
+            judge_tokens,
+            {"tokens": [[1, 2], [3, 4]]},
+            {"tokens": [[1, 2], [3, 4]], "ms": 2},
+            "same, 2 ms each",
+            True,
+        ),
+        (
+            judge_tokens,
+            {"tokens": [[1, 2], [3, 4]]},
+            {"tokens": [[1, 2], [3, 5]]},
+            "from token 1 of text 1",
+            False,
+        ),
         (judge_tokens, {"tokens": [[1, 2], [3, 4]]}, {"tokens": [[1, 2], [3]]}, "3 tokens", False),
         (judge_product, None, {"error": 1e-3}, "1.0e-03 off", False),
         (judge_switch, False, True, "on", False),
@@ -225,7 +250,11 @@ def test_what_a_pass_sends_is_the_same() -> None:
     sent = {"all_reduces": 20, "all_gathers": 2, "bytes": 640, "rate": 3.0}
     assert judge_bench(sent, sent | {"rate": 500.0}).found == "the same, 500 tokens/s"
     other = judge_bench(sent, sent | {"bytes": 1280})
-    assert (other.expected, other.found, other.right) == ("20+2, 640 bytes", "20+2, 1280 bytes, 3 tokens/s", False)
+    assert (other.expected, other.found, other.right) == (
+        "20+2, 640 bytes",
+        "20+2, 1280 bytes, 3 tokens/s",
+        False,
+    )
     assert not judge_bench(sent, sent | {"rate": float("inf")}).right
 
 
@@ -234,4 +263,7 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run.main([])
     assert ended.value.code == 2
-    assert "no GPU that this PyTorch can use; --small tries the script on the CPU" in capsys.readouterr().err
+    assert (
+        "no GPU that this PyTorch can use; --small tries the script on the CPU"
+        in capsys.readouterr().err
+    )

@@ -14,9 +14,16 @@ from scripts.gpu import decode
 def test_what_a_pass_reads(tmp_path: Path) -> None:
     """Every weight once but the norms', in float32 here, and keys and values of half the way."""
     config, texts = decode.SMALL, decode.Load(3, 20, 10)
-    folders = [decode.make_model(tmp_path / str(n), one, "cpu") for n, one in enumerate((config, decode.fused(config)))]
+    folders = [
+        decode.make_model(tmp_path / str(n), one, "cpu")
+        for n, one in enumerate((config, decode.fused(config)))
+    ]
     dense, fused = (decode.open_engine(folder, texts, "cpu", "static") for folder in folders)
-    attention = config.hidden_size * config.head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    attention = (
+        config.hidden_size
+        * config.head_dim
+        * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    )
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     layers = config.num_hidden_layers
     kept = 2 * layers * config.num_key_value_heads * config.head_dim * 3 * 25
@@ -31,10 +38,12 @@ def test_the_shape_of_three_billion_parameters() -> None:
         models = [LlamaForCausalLM(config) for config in (decode.LARGE, decode.fused(decode.LARGE))]
     dense, fused = (sum(parameter.numel() for parameter in model.parameters()) for model in models)
     assert 3.1e9 < dense < 3.3e9
-    assert dense - fused == decode.LARGE.num_hidden_layers * decode.LARGE.hidden_size  # half of two norms in each layer
+    # Half of two norms in each layer.
+    assert dense - fused == decode.LARGE.num_hidden_layers * decode.LARGE.hidden_size
 
 
 def test_bandwidth_is_that_of_the_faster_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.5, 0.2])
     monkeypatch.setattr(decode, "shortest", lambda *_: next(times))
-    assert decode.bandwidth("cpu", 4000) == pytest.approx(4000 / 0.2)  # the copy moves 8000 bytes in half a second
+    # The copy moves 8000 bytes in half a second.
+    assert decode.bandwidth("cpu", 4000) == pytest.approx(4000 / 0.2)

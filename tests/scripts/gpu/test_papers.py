@@ -34,7 +34,10 @@ def case_of(text: str, group: str = "") -> Case:
 
 def measured(spec: Spec, **times: Any) -> dict[str, Any]:
     split = {"compute": 0.0, "waiting": 0.0}
-    passes = {"prefill_pass": split | times.pop("first", {}), "decode_pass": split | times.pop("decode", {})}
+    passes = {
+        "prefill_pass": split | times.pop("first", {}),
+        "decode_pass": split | times.pop("decode", {}),
+    }
     return {"spec": vars(spec), "rounds": [times | passes]}
 
 
@@ -57,18 +60,28 @@ def test_pairs_keep_their_share_of_other_models() -> None:
 
 
 def test_values_are_in_the_printed_units() -> None:
-    def row(text: str, group: str, own: dict[str, Any], base: dict[str, Any]) -> tuple[float, float | None]:
+    def row(
+        text: str, group: str, own: dict[str, Any], base: dict[str, Any]
+    ) -> tuple[float, float | None]:
         made = Place(8).rows([case_of(text, group)])[0]
         pairs = [*zip(made.own, [own] * 2, strict=False), *zip(made.baseline, [base] * 2, strict=False)]
         found = {spec.key: measured(spec, **times) for spec, times in pairs}
         return made.value(found), made.speedup(found)
 
-    assert row("effective depth 27", "1", {"per_token": 0.01}, {"per_token": 0.012}) == (1.2, pytest.approx(1.2))
-    decode = row("ladder p2p, batch 1, TP 8, H100, decode", "2", {"per_token": 0.008}, {"per_token": 0.01})
+    assert row("effective depth 27", "1", {"per_token": 0.01}, {"per_token": 0.012}) == (
+        1.2,
+        pytest.approx(1.2),
+    )
+    decode = row(
+        "ladder p2p, batch 1, TP 8, H100, decode", "2", {"per_token": 0.008}, {"per_token": 0.01}
+    )
     assert decode == (pytest.approx(20), pytest.approx(1.25))
     rate = row("ladder p2p, batch 1, TP 8, H100, tokens/s", "2", {"rate": 150.0}, {"rate": 100.0})
     assert rate == (pytest.approx(50), pytest.approx(1.5))
-    assert row("1024/128, D2", "parallel-track 5", {"rate": 3000.0}, {"rate": 2000.0}) == (3000, pytest.approx(1.5))
+    assert row("1024/128, D2", "parallel-track 5", {"rate": 3000.0}, {"rate": 2000.0}) == (
+        3000,
+        pytest.approx(1.5),
+    )
     assert row("1024, D2", "parallel-track 6", {"first_token": 0.03}, {"first_token": 0.06}) == (30, 2)
 
 
@@ -82,7 +95,10 @@ def test_parts_of_layers_are_a_program_less_one_of_half_its_layers() -> None:
     assert row.value(found) == pytest.approx(1e6 * 0.0007 / 14 * 2)
     assert row.speedup(found) == pytest.approx(2)
     prefill = Place(8).rows([case_of("base compute", "deinfer 5")])[0]
-    found = {one.key: measured(one, first={"compute": 0.08 if one.layers is None else 0.04}) for one in prefill.own}
+    found = {
+        one.key: measured(one, first={"compute": 0.08 if one.layers is None else 0.04})
+        for one in prefill.own
+    }
     assert prefill.value(found) == pytest.approx(1e3 * 0.04 / 40)
 
 
@@ -134,7 +150,16 @@ def test_rows_come_out_of_two_machines(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(script.parents[2])}
     started = []
     for number in (0, 1):
-        meeting = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", port]
+        meeting = [
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(number),
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            port,
+        ]
         torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", "1"]
         arguments = ["ladder", "--small", "--only", "405b", "-o", str(tmp_path / str(number))]
         started.append(subprocess.Popen([*torchrun, str(script), *arguments], env=environment))
@@ -152,7 +177,8 @@ def test_programs_of_one_model_count_what_they_share_once(tmp_path: Path) -> Non
     settings = Settings(Place(2), tmp_path, "cpu")
     dense, ladder, pairs = (Shared(settings, specs[:count]).bytes_together for count in (1, 2, 3))
     assert dense == ladder
-    layer = 4 * (2 * 2048 * (2048 + 512) + 3 * 2048 * 8192)  # bytes in float32; each rank has four whole ones besides
+    # Bytes in float32; each rank has four whole ones besides.
+    layer = 4 * (2 * 2048 * (2048 + 512) + 3 * 2048 * 8192)
     assert pairs - dense == pytest.approx(4 * layer, rel=0.01)
 
 
@@ -163,14 +189,22 @@ def test_rows_come_out_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
     said = capsys.readouterr()
     assert "3 of 3 rows measured" in said.err
     table = list(csv.DictReader((folder / "rows.csv").open()))
-    assert [row["printed"] for row in table] == [str(case.printed) for case in CASES if "70b, ladder p2p" in case.text]
+    assert [row["printed"] for row in table] == [
+        str(case.printed) for case in CASES if "70b, ladder p2p" in case.text
+    ]
     assert all(float(row["here_speedup"]) > 0 for row in table)
     assert all(row["row"] in said.out for row in table)
-    ladder, dense = (read_json(next((folder / "runs").glob(f"*{name}*"))) for name in ("ladder", "dense"))
-    assert Program.parse(ladder["program"]).sync_points(2) == Program.parse(dense["program"]).sync_points(2)
+    ladder, dense = (
+        read_json(next((folder / "runs").glob(f"*{name}*"))) for name in ("ladder", "dense")
+    )
+    assert Program.parse(ladder["program"]).sync_points(2) == Program.parse(
+        dense["program"]
+    ).sync_points(2)
     assert ">" in ladder["program"]
     assert ladder["rounds"][0]["decode_pass"]["layers"]["all_reduces"] == 16
-    rows = (len(row) for row in (folder / "table.md").read_text().splitlines() if row.startswith("| ladder"))
+    rows = (
+        len(row) for row in (folder / "table.md").read_text().splitlines() if row.startswith("| ladder")
+    )
     assert len(list(rows)) == 3
 
 
@@ -205,7 +239,9 @@ def test_a_killed_run_goes_on_and_what_failed_is_tried_again(
     assert set(asked[0]) & set(asked[1]) == set(failed)
     assert len({*asked[0], *asked[1]}) == 14
     rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
-    assert [(row["here"], row["note"][:10]) for row in rows if "8b," in row["row"]] == [("nan", "needs 99GB")]
+    assert [(row["here"], row["note"][:10]) for row in rows if "8b," in row["row"]] == [
+        ("nan", "needs 99GB")
+    ]
     assert all(row["here"] == "2" for row in rows if "8b," not in row["row"])
     assert start(99) == 0
     assert {spec.model for spec in asked[2]} == {"llama3-8b"}
@@ -214,7 +250,9 @@ def test_a_killed_run_goes_on_and_what_failed_is_tried_again(
 
 
 @pytest.mark.parametrize("p2p", [True, False])
-def test_rows_without_peer_to_peer_do_without_it_altogether(p2p: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_peer_to_peer_do_without_it_altogether(
+    p2p: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither NCCL nor symmetric memory reaches other GPUs then; afterwards the environment is as before."""
     monkeypatch.delenv(paper_bench.NO_P2P, raising=False)
     with paper_bench._started("cpu", 2, p2p) as ranks:
@@ -228,7 +266,9 @@ def test_rows_without_peer_to_peer_do_without_it_altogether(p2p: bool, monkeypat
 def test_every_row_of_every_paper_comes_out(paper: str, tmp_path: Path) -> None:
     assert papers.main([paper, "--small", "-o", str(tmp_path / "out")]) == 0
     rows = list(csv.DictReader((tmp_path / "out" / "rows.csv").open()))
-    assert len(rows) == sum(row["paper"] == papers.PAPERS[paper] for row in read_json(papers.TABLES)["rows"])
+    assert len(rows) == sum(
+        row["paper"] == papers.PAPERS[paper] for row in read_json(papers.TABLES)["rows"]
+    )
     assert all(math.isfinite(float(row["here"])) for row in rows)
     assert [row["note"] for row in rows if row["note"]] == []
 

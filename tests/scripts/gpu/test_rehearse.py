@@ -17,7 +17,11 @@ from tests.selection import case
 
 # One of each kind by default: the rehearsal itself tries all of them, and so do the costly tests.
 FEW = {"ladder over a pair: dynamic passes", "low rank: static passes", "gpt_neo: dynamic passes"}
-FEW |= {f"{FAMILIES[0]}: captured passes", "rank 1 of 2, tracks: captured", "inside transformers, ladder over a pair"}
+FEW |= {
+    f"{FAMILIES[0]}: captured passes",
+    "rank 1 of 2, tracks: captured",
+    "inside transformers, ladder over a pair",
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +42,17 @@ def test_what_a_gpu_could_not_record_is_found(stage: Stage, monkeypatch: pytest.
         return places(self, group, tokens) + int(tokens.sum() * 0)
 
     monkeypatch.setattr(StaticLayout, "_places", waiting)
-    with pytest.raises(RuntimeError, match="not permitted when stream is capturing: _local_scalar_dense at runtime/"):
+    with pytest.raises(
+        RuntimeError, match="not permitted when stream is capturing: _local_scalar_dense at runtime/"
+    ):
         passes(stage, PROGRAMS["dense"], "captured")
     with pytest.raises(AssertionError, match="waits 3 times in a pass"):
         passes(stage, PROGRAMS["dense"], "static")
 
 
-def test_what_was_recorded_depends_on_its_inputs_only(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_recorded_depends_on_its_inputs_only(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Positions that Python computed are those of the recorded pass for ever."""
     made = StaticLayout.__init__
 

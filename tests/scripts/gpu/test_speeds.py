@@ -17,7 +17,13 @@ from surgeon.runtime.plan.checks import make_plan
 
 SPEEDS = {
     "memory bandwidth": {"rate": 2e12},
-    "surgeon, 1 x 64": {"batch": 1, "seconds": 4e-3, "bytes": 6.4e9, "peak": 7 << 30, "planned": 5 << 30},
+    "surgeon, 1 x 64": {
+        "batch": 1,
+        "seconds": 4e-3,
+        "bytes": 6.4e9,
+        "peak": 7 << 30,
+        "planned": 5 << 30,
+    },
     "surgeon, 32 x 1000": {"batch": 32, "seconds": 8e-3, "bytes": 8e9, "planned": 8 << 30},
     "transformers, 1 x 64": {"batch": 1, "seconds": 2e-2},
     "transformers, compiled, 1 x 64": {"batch": 1, "seconds": 5e-3},
@@ -49,12 +55,18 @@ def test_what_the_plan_counts(tmp_path: Path) -> None:
     """Weights, and the cache in whole blocks; on a GPU without kernels copies of keys and values, too."""
     setup = Setup("cpu", 0, str(tmp_path))
     folder, config, load = speeds.model_of(setup), speeds.SMALL, Load(3, 20, 10)
-    attention = config.hidden_size * config.head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    attention = (
+        config.hidden_size
+        * config.head_dim
+        * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    )
     layers = config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
     weights = layers + config.hidden_size * config.vocab_size
     kept = 2 * config.num_key_value_heads * config.head_dim * 16  # of one block and layer
     plan = make_plan(folder, 1, 30, device="cpu", dtype="float32")
-    assert speeds.planned_bytes(plan, "cpu", load) == 4 * (weights + 3 * 2 * config.num_hidden_layers * kept)
+    assert speeds.planned_bytes(plan, "cpu", load) == 4 * (
+        weights + 3 * 2 * config.num_hidden_layers * kept
+    )
 
 
 def test_speed_does_not_decide(
@@ -85,7 +97,9 @@ def test_vllm_runs_by_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def ran(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         asked.append((command[2:], options["input"]))
         answers = ["null", "[0.1, [9.0]]", "[0.1, [0.01, 0.02, 0.03]]"]
-        return subprocess.CompletedProcess(command, 0, "INFO {}\n" + "".join(f"CELL {one}\n" for one in answers))
+        return subprocess.CompletedProcess(
+            command, 0, "INFO {}\n" + "".join(f"CELL {one}\n" for one in answers)
+        )
 
     monkeypatch.setattr(speeds, "find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr(subprocess, "run", ran)

@@ -35,7 +35,9 @@ def rows(**of: Any) -> list[dict[str, Any]]:
 def test_a_text_is_searched_judged_and_healed_on_in_parts_that_share_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT.replace("line 7\n", "<|endoftext|>line 7\n"))
     texts = Texts.of({"a": str(tmp_path / "a.txt"), "code": "demo"}, tmp_path)
-    parts = [Path(one).read_text() for one in (texts.searched, texts.judged["a"], next(iter(texts.healed)))]
+    parts = [
+        Path(one).read_text() for one in (texts.searched, texts.judged["a"], next(iter(texts.healed)))
+    ]
     assert "".join(parts) == TEXT.replace("line 7\n", "\nline 7\n")
     assert [*texts.judged] == ["a", "code"]
     assert (texts.judged["code"], [*texts.healed][1]) == ("demo", "demo:train")
@@ -65,15 +67,30 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(TEXT)
     texts = [f"--text={name}={tmp_path / name}.txt" for name in ("a", "b")]
-    options = ["compare", "demo", "-o", str(tmp_path), *texts, "--goals", "1.25 size", "--methods", "width,drops"]
+    options = [
+        "compare",
+        "demo",
+        "-o",
+        str(tmp_path),
+        *texts,
+        "--goals",
+        "1.25 size",
+        "--methods",
+        "width,drops",
+    ]
     monkeypatch.setattr("sys.argv", options)
     main()
 
 
 def test_tables_and_the_figure(tmp_path: Path) -> None:
-    found = [{**one, "goal": "dense", "method": "dense", "stage": "edited", "reached": 1.0} for one in rows()]
+    found = [
+        {**one, "goal": "dense", "method": "dense", "stage": "edited", "reached": 1.0} for one in rows()
+    ]
     for stage in ("edited", "healed"):
-        found += [{**one, "goal": "1.25 1 ms link", "method": "LP", "stage": stage, "reached": 1.3} for one in rows()]
+        found += [
+            {**one, "goal": "1.25 1 ms link", "method": "LP", "stage": stage, "reached": 1.3}
+            for one in rows()
+        ]
     found.append({"goal": "1.5 1 ms link", "method": "LP", "stage": "edited", "on": "out of reach"})
     found += [
         {

@@ -31,7 +31,9 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return asked
 
 
-def test_the_model_is_downloaded_once_and_again_where_it_is_damaged(tmp_path: Path, downloads: list[Path]) -> None:
+def test_the_model_is_downloaded_once_and_again_where_it_is_damaged(
+    tmp_path: Path, downloads: list[Path]
+) -> None:
     folder = tmp_path / "models" / "smollm2"
     for damaged in (True, False, True):
         model = get.get_model(folder)
@@ -43,7 +45,9 @@ def test_the_model_is_downloaded_once_and_again_where_it_is_damaged(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("downloads")
-def test_an_interrupted_call_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

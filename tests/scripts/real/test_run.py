@@ -24,12 +24,16 @@ def test_programs_are_those_that_the_recipes_make() -> None:
     assert str(made) == run.paired(24, 28)
 
 
-@pytest.mark.parametrize("edit", ["A0 F0 [A1 A2] [F1 F2] A3 F3", "A0 F0 >A1 >F1 >A2 >F2 A3 F3", "A0 F0 A3 F3"])
+@pytest.mark.parametrize(
+    "edit", ["A0 F0 [A1 A2] [F1 F2] A3 F3", "A0 F0 >A1 >F1 >A2 >F2 A3 F3", "A0 F0 A3 F3"]
+)
 def test_plain_computes_programs(tiny_checkpoint: Path, edit: str) -> None:
     with torch.no_grad():
         alone = plain.Plain(tiny_checkpoint)
         ids = torch.arange(3, 19)[None]
-        assert torch.allclose(alone.logits(ids, "A0 F0 A1 F1 A2 F2 A3 F3"), alone.logits(ids, None), atol=1e-5)
+        assert torch.allclose(
+            alone.logits(ids, "A0 F0 A1 F1 A2 F2 A3 F3"), alone.logits(ids, None), atol=1e-5
+        )
         edited = surgeon.edit(alone.model, edit)
         wanted = edited(ids).logits
         surgeon.restore(alone.model)
@@ -37,7 +41,9 @@ def test_plain_computes_programs(tiny_checkpoint: Path, edit: str) -> None:
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
-def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verdicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def check_right(way: run.Way) -> Iterator[run.Row]:
         assert way.text.stat().st_size > 0
         yield run.perplexity_row("perplexity", [10.0, 20.0], [10.0, 20.01])

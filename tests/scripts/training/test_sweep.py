@@ -52,11 +52,15 @@ def test_differences_are_taken_seed_by_seed() -> None:
 
 
 @pytest.mark.thorough
-def test_models_that_are_there_are_not_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_are_there_are_not_trained_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "sweep.yaml"
     model = "{model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2}"
     text = CONFIG.replace("{model_type: llama}", model)
-    path.write_text(f"{text}tokenizer: demo\ndata: demo:train\neval_data: demo\neval_tokens: 128\nwindow: 64\n")
+    path.write_text(
+        f"{text}tokenizer: demo\ndata: demo:train\neval_data: demo\neval_tokens: 128\nwindow: 64\n"
+    )
     sweep.main([str(path), "-o", str(tmp_path / "out")])
     table = capsys.readouterr().out
     assert "| ladder | 0.001 | 2 |" in table

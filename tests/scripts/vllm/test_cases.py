@@ -36,7 +36,9 @@ for case in json.load(open(sys.argv[2])):
 def test_padded_heads_compute_the_same(tmp_path: Path) -> None:
     model = tiny_model("llama", tie_word_embeddings=True, attention_bias=True)
     model.save_pretrained(tmp_path / "narrow")
-    wide = AutoModelForCausalLM.from_pretrained(script.with_wide_heads(tmp_path / "narrow", tmp_path / "wide"))
+    wide = AutoModelForCausalLM.from_pretrained(
+        script.with_wide_heads(tmp_path / "narrow", tmp_path / "wide")
+    )
     assert wide.config.head_dim == 32
     with torch.no_grad():
         torch.testing.assert_close(wide(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
@@ -54,7 +56,10 @@ def test_every_model_is_tried_in_every_form(tmp_path: Path) -> None:
     assert not any(case.plugin for case in cases)
     programs = [json.loads((case.folder / "surgeon.json").read_text())["program"] for case in cases[1:]]
     assert programs[:2] == ["A0 F0 A1 F1 A3 F3", "A0 F0 [A1 A2] [F1 F2] A3 F3"]
-    assert programs[2:4] == ["A0#1 F0#24 A1#1 F1#24 A2#1 F2#24 A3#1 F3#24", "A0 F0 A1 F1#24 A2 F2#24 A3 F3"]
+    assert programs[2:4] == [
+        "A0#1 F0#24 A1#1 F1#24 A2#1 F2#24 A3#1 F3#24",
+        "A0 F0 A1 F1#24 A2 F2#24 A3 F3",
+    ]
     kept = Program.parse(programs[4])
     assert str(kept.whole()) == "A0 F0 A1 F1 A2 F2 A3 F3"
     assert all(sublayer.ranks for sublayer in kept.sublayers())
@@ -63,11 +68,17 @@ def test_every_model_is_tried_in_every_form(tmp_path: Path) -> None:
     assert script.prompts(cases[0]) == script.prompts(cases[2])
 
 
-def test_factors_that_vllm_cannot_divide_are_for_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factors_that_vllm_cannot_divide_are_for_the_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = save_checkpoint(tmp_path / "source", "opt", num_layers=3)
     monkeypatch.setattr(checkpoints, "write_export", lambda *_: None)
-    found = [list(script.cases_of("mine", source, tmp_path, with_plugin)) for with_plugin in (False, True)]
-    ranked = [[case.plugin for case in cases if case.form in ("keep 0.6", "odd ranks")] for cases in found]
+    found = [
+        list(script.cases_of("mine", source, tmp_path, with_plugin)) for with_plugin in (False, True)
+    ]
+    ranked = [
+        [case.plugin for case in cases if case.form in ("keep 0.6", "odd ranks")] for cases in found
+    ]
     assert ranked == [[], [True, True]]
 
 
@@ -86,7 +97,11 @@ def test_what_a_model_cannot_have_is_a_row(tmp_path: Path, monkeypatch: pytest.M
 def test_native_tracks_are_for_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_checkpoint(tmp_path / "source", num_layers=3)
     monkeypatch.setattr(checkpoints, "write_export", lambda *_: None)
-    (case,) = (case for case in script.cases_of("mine", source, tmp_path, with_plugin=True) if case.form == "native")
+    (case,) = (
+        case
+        for case in script.cases_of("mine", source, tmp_path, with_plugin=True)
+        if case.form == "native"
+    )
     assert case.plugin
     native = surgeon.load(case.folder)
     assert str(program_of(native)) == "{A0 F0 A1 F1 | A2 F2 A3 F3} {A4 F4 | A5 F5}"
@@ -95,13 +110,17 @@ def test_native_tracks_are_for_the_plugin(tmp_path: Path, monkeypatch: pytest.Mo
     single = surgeon.load(case.folder).config
     assert single.num_attention_heads == single.num_key_value_heads == 1
     assert single.head_dim == native.config.head_dim
-    assert [case.form for case in script.cases_of("mine", source, tmp_path, True, ["dense", "fused"])] == [
+    assert [
+        case.form for case in script.cases_of("mine", source, tmp_path, True, ["dense", "fused"])
+    ] == [
         "dense",
         "fused",
     ]
 
 
-def test_an_engine_that_fails_is_started_again_for_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_is_started_again_for_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "engine.py").write_text(ENGINE)
     monkeypatch.setattr(script, "WORKER", tmp_path / "engine.py")
     cases = []

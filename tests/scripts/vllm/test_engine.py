@@ -19,7 +19,9 @@ def test_cores_are_bound_and_the_rest_is_as_given(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 5, 7})
     found = [vllm_environment(ranks, 3, {"A": "b", "OMP_NUM_THREADS": "1"}) for ranks in (1, 2)]
     bound = ["2,5,7", "2|5"]
-    assert found == [{"A": "b", "VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": one} for one in bound]
+    assert found == [
+        {"A": "b", "VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": one} for one in bound
+    ]
 
 
 @pytest.mark.thorough  # importing a benchmark takes seconds
@@ -28,6 +30,11 @@ def test_what_a_benchmark_sets_for_itself_is_not_given() -> None:
     code += f"; print(*[os.environ.get(name) for name in {SET}])"
     environment = {name: value for name, value in os.environ.items() if name not in SET}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == "False False False\n100000 None 1\n"

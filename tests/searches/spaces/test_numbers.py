@@ -19,7 +19,10 @@ from tests.checkpoint.helpers import plain_logits
 from tests.tiny_models import VOCABULARY, tiny_model
 
 IDS = torch.randint(3, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(0))
-OVERRIDES: dict[str, dict[str, Any]] = {"llama": {"attention_bias": True, "mlp_bias": True}, "gpt_neox": {}}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "gpt_neox": {},
+}
 
 
 def plain_divergence(model: Any, program: Program) -> torch.Tensor:
@@ -42,4 +45,6 @@ def test_mixtures_are_measured_as_their_equations_say(family: str) -> None:
     for program in programs:
         expected = plain_divergence(model, program).mean(-1)
         assert expected.max() > 1e-4
-        torch.testing.assert_close(measured[program].double(), expected, rtol=1e-3, atol=1e-6, msg=str(program))
+        torch.testing.assert_close(
+            measured[program].double(), expected, rtol=1e-3, atol=1e-6, msg=str(program)
+        )

@@ -33,16 +33,34 @@ EDITS = {
     "pair": ["pair 0:2", "pair 1:3"],
     "par:3": ["par 0:2", "par 0:3", "par 1:3"],
     "ladder": ["ladder 0:1", "ladder 1:2", "ladder 2:3"],
-    "ladder:ranges": ["ladder 0:1", "ladder 0:2", "ladder 0:3", "ladder 1:2", "ladder 1:3", "ladder 2:3"],
+    "ladder:ranges": [
+        "ladder 0:1",
+        "ladder 0:2",
+        "ladder 0:3",
+        "ladder 1:2",
+        "ladder 1:3",
+        "ladder 2:3",
+    ],
     # The first attention misses nothing.
     "ladder:sublayers": [
-        *("ladder 0:1 mlp", "ladder 1:2 attention", "ladder 1:2 mlp", "ladder 2:3 attention", "ladder 2:3 mlp"),
+        *(
+            "ladder 0:1 mlp",
+            "ladder 1:2 attention",
+            "ladder 1:2 mlp",
+            "ladder 2:3 attention",
+            "ladder 2:3 mlp",
+        ),
     ],
     "drop:layers": ["drop 0:1", "drop 1:2", "drop 2:3"],
     "drop:mlp": ["drop 0:1 mlp", "drop 1:2 mlp", "drop 2:3 mlp"],
     "order": ["order 0:2 reversed", "order 1:3 reversed"],
     "order:4": [
-        *("order 0:2 reversed", "order 0:3 first-to-last", "order 0:3 last-to-first", "order 0:3 reversed"),
+        *(
+            "order 0:2 reversed",
+            "order 0:3 first-to-last",
+            "order 0:3 last-to-first",
+            "order 0:3 reversed",
+        ),
         "order 1:3 reversed",
     ],
     "repeat": ["repeat 0:1", "repeat 0:2", "repeat 1:2", "repeat 1:3", "repeat 2:3"],
@@ -99,7 +117,13 @@ def test_tracks_need_slices(family: str, ranks: int, there: bool) -> None:
 @pytest.mark.parametrize(
     ("space", "family", "layers", "ranks", "reason"),
     [
-        ("tracks", "llama", 4, 1, "it has a slice of the layers for each rank, and one rank has nothing to share"),
+        (
+            "tracks",
+            "llama",
+            4,
+            1,
+            "it has a slice of the layers for each rank, and one rank has nothing to share",
+        ),
         ("desync", "llama", 4, 4, "the 4 heads and 2 KV heads of A0 do not divide into 4 slices"),
         ("tracks", "gemma2", 4, 2, "sublayers of Gemma2 cannot be sliced"),
         ("tracks", "gpt_neox", 1, 2, "the model has 1 layer;"),
@@ -109,7 +133,9 @@ def test_tracks_need_slices(family: str, ranks: int, there: bool) -> None:
         ("rank:0.01", "llama", 4, 2, None),
     ],
 )
-def test_a_space_without_edits_says_why(space: str, family: str, layers: int, ranks: int, reason: str | None) -> None:
+def test_a_space_without_edits_says_why(
+    space: str, family: str, layers: int, ranks: int, reason: str | None
+) -> None:
     searching = mixture(f"{space},drop", family, layers, ranks)
     assert any(edit.space != "drop" for edit in searching.edits) == (reason is None)
     if reason is None:
@@ -142,14 +168,26 @@ def test_neighbours_that_are_repeated_are_repeated_apart() -> None:
         ("pair:1", "pair:1 should say how many layers a group has at most, 2 or more, as in pair:4"),
         ("par:x", "par:x should say"),
         ("pair:99999999999999999999", "should say how many layers"),
-        ("ladder:attention", "there is no ladder:attention; write ladder, ladder:sublayers or ladder:ranges"),
+        (
+            "ladder:attention",
+            "there is no ladder:attention; write ladder, ladder:sublayers or ladder:ranges",
+        ),
         ("drop:layer", "there is no drop:layer; write drop, drop:layers, drop:attention or drop:mlp"),
         ("order:1", "order:1 should say how many layers are moved at most, 2 or more, as in order:4"),
-        ("repeat:0", "repeat:0 should say how many layers are repeated together at most, 1 or more, as in repeat:4"),
-        ("tracks:0", "tracks:0 should say how many layers the tracks run at most before they meet, as in tracks:8"),
+        (
+            "repeat:0",
+            "repeat:0 should say how many layers are repeated together at most, 1 or more, as in repeat:4",
+        ),
+        (
+            "tracks:0",
+            "tracks:0 should say how many layers the tracks run at most before they meet, as in tracks:8",
+        ),
         ("desync:2", "the space desync takes no argument; write desync, not desync:2"),
         ("fuse:2", "the space fuse takes no argument"),
-        ("rank:1", "rank:1 should name the shares .* more than 0 and less than 1, as in rank:0.9/0.7/0.5"),
+        (
+            "rank:1",
+            "rank:1 should name the shares .* more than 0 and less than 1, as in rank:0.9/0.7/0.5",
+        ),
         ("rank:0.5/", "rank:0.5/ should name the shares"),
         ("rank:nan", "rank:nan should name the shares"),
         ("pairs", "unknown space 'pairs'; did you mean 'pair'"),

@@ -59,15 +59,23 @@ def weights(folder: Path, racks: int = 3) -> list[dict[str, Tensor]]:
 
 
 def in_processes(
-    folder: Path, settings: TrainSettings = SETTINGS, dropout: float = 0.2, racks: str = THREE, **options: Any
+    folder: Path,
+    settings: TrainSettings = SETTINGS,
+    dropout: float = 0.2,
+    racks: str = THREE,
+    **options: Any,
 ) -> RacksTrained:
     """What they come to in processes of their own."""
     model = whole(dropout)
     given = ProcessOptions(**{"threads": 1, "away": 60.0} | options)
-    return train_in_processes(RacksToTrain(model, racks_of(model, racks), TEXTS, settings, folder), given)
+    return train_in_processes(
+        RacksToTrain(model, racks_of(model, racks), TEXTS, settings, folder), given
+    )
 
 
-def in_step(settings: TrainSettings, racks: str, average: int | None = None) -> tuple[list[RackModel], list[Any]]:
+def in_step(
+    settings: TrainSettings, racks: str, average: int | None = None
+) -> tuple[list[RackModel], list[Any]]:
     """What racks without dropout come to in plain PyTorch, and the loss of each at each step."""
     model = whole(0.0)
     cut = racks_of(model, racks)
@@ -75,7 +83,9 @@ def in_step(settings: TrainSettings, racks: str, average: int | None = None) -> 
     return found, train_together(found, TEXTS.training.ids, settings, average)
 
 
-def require_close(folder: Path, expected: Sequence[RackModel], tolerance: float = 1e-5) -> list[RackModel]:
+def require_close(
+    folder: Path, expected: Sequence[RackModel], tolerance: float = 1e-5
+) -> list[RackModel]:
     """The racks of a run that is done, whose weights are these."""
     found = [open_rack(rack_folder(folder, index) / RACK_FILE) for index in range(len(expected))]
     for mine, wanted in zip(found, expected, strict=True):

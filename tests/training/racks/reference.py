@@ -29,7 +29,9 @@ def train_together(
     """
     assert settings.steps is not None
     trained = [list(rack.model.parameters()) for rack in racks]
-    optimisers = [torch.optim.AdamW(own, lr=settings.rate, weight_decay=0.0, fused=True) for own in trained]
+    optimisers = [
+        torch.optim.AdamW(own, lr=settings.rate, weight_decay=0.0, fused=True) for own in trained
+    ]
     order = list(RunOrder(len(windows), settings.steps, settings.batch, settings.seed))
     size, losses = settings.micro_batch or settings.batch, []
     for rack in racks:

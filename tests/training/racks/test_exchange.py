@@ -27,13 +27,17 @@ def together(racks: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 @contextmanager
-def connected(folder: Path, racks: int, ahead: int = 4, link: Link | None = None) -> Iterator[list[RackExchange]]:
+def connected(
+    folder: Path, racks: int, ahead: int = 4, link: Link | None = None
+) -> Iterator[list[RackExchange]]:
     """The racks' exchanges, which have to end together."""
     store = HashStore()
     folders = [folder / str(rack) for rack in range(racks)]
     for each in folders:
         each.mkdir(parents=True)
-    found = together(racks, lambda rack: RackExchange(store, rack, racks, ahead, link, RackLog(folders[rack])))
+    found = together(
+        racks, lambda rack: RackExchange(store, rack, racks, ahead, link, RackLog(folders[rack]))
+    )
     yield found
     together(racks, lambda rack: found[rack].finish())
 

@@ -52,7 +52,8 @@ def test_racks_one_after_the_other_are_the_model(family: str, tied: bool) -> Non
     expected = whole(input_ids=IDS).logits
     racks, cut = racks_of(whole)
     last = stretch_by_stretch(cut)[-1][1]
-    digits = 1e-5 if family in ("gpt_neo", "gptj") else 1e-10  # whose attentions compute in float32 whatever they get
+    # Whose attentions compute in float32 whatever they get.
+    digits = 1e-5 if family in ("gpt_neo", "gptj") else 1e-10
     assert torch.allclose(last, expected, atol=digits)
     path = assemble(whole, racks, cut)
     assert torch.allclose(path(input_ids=IDS).logits, expected, atol=digits)
@@ -72,7 +73,10 @@ def test_racks_of_edited_models(name: str) -> None:
 
 def test_a_coda_is_the_end_of_the_model() -> None:
     """The first rack's prediction, against the model with the layers between left out."""
-    for program, short in (("A0 F0 A1 F1 A2 F2 A3 F3", "A0 F0 A1 F1 A3 F3"), (EDITED["pairs"], EDITED["pairs"])):
+    for program, short in (
+        ("A0 F0 A1 F1 A2 F2 A3 F3", "A0 F0 A1 F1 A3 F3"),
+        (EDITED["pairs"], EDITED["pairs"]),
+    ):
         whole = edit(tiny_model("gpt2", 4).double(), program)
         _, cut = racks_of(whole, depth=2 if "[" in program else 1)
         found = stretch_by_stretch(cut)[0][1]
@@ -178,19 +182,25 @@ def test_random_codas_differ_and_come_again() -> None:
         assert torch.equal(value, codas[1][name])
         assert value.dim() == 1 or not torch.equal(value, codas[2][name])
     assert torch.equal(codas[3]["head.weight"], whole.lm_head.weight)
-    assert torch.equal(codas[3]["layers.0.mlp.down_proj.weight"], whole.model.layers[5].mlp.down_proj.weight)
+    assert torch.equal(
+        codas[3]["layers.0.mlp.down_proj.weight"], whole.model.layers[5].mlp.down_proj.weight
+    )
     assert codas[0]["layers.0.mlp.down_proj.weight"].std().item() == pytest.approx(
         whole.config.initializer_range, rel=0.2
     )
     tied = rack_of(tiny_model("llama", 6, tie_word_embeddings=True), racks, 1, seed=7)
-    assert torch.equal(tied.model.lm_head.weight, tiny_model("llama", 6, tie_word_embeddings=True).lm_head.weight)
+    assert torch.equal(
+        tied.model.lm_head.weight, tiny_model("llama", 6, tie_word_embeddings=True).lm_head.weight
+    )
 
 
 @pytest.mark.parametrize("name", EDITED)
 def test_codas_have_the_same_names_in_every_rack(name: str) -> None:
     _, (first, last) = racks_of(edit(tiny_model("llama", 4), EDITED[name]), depth=2)
     one, other = first.coda_parameters(), last.coda_parameters()
-    assert {name: value.shape for name, value in one.items()} == {name: value.shape for name, value in other.items()}
+    assert {name: value.shape for name, value in one.items()} == {
+        name: value.shape for name, value in other.items()
+    }
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert {"norm.weight", "head.weight"} < set(one)
 
@@ -218,7 +228,9 @@ def test_what_cannot_be() -> None:
     _, (first, last) = racks_of(tiny_model("llama", 4))
     with pytest.raises(ValueError, match="needs the stream of the one before"):
         forward(last, IDS)
-    with pytest.raises(ValueError, match=r"comes in is \(2, 4, 32\), and the tokens make it \(2, 9, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"comes in is \(2, 4, 32\), and the tokens make it \(2, 9, 32\)"
+    ):
         forward(last, IDS, torch.zeros(2, 4, 32))
     with pytest.raises(ValueError, match="last rack has no coda of its own"):
         last.coda()

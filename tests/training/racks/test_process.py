@@ -38,7 +38,9 @@ def prepared(run: Path, options: ProcessOptions | None = None, racks: str = THRE
     prepare(RacksToTrain(model, racks_of(model, racks), TEXTS, SHORT, run), options)
 
 
-def begin(run: Path, rack: int, *more: str, anew: bool = False, **environment: str) -> subprocess.Popen[str]:
+def begin(
+    run: Path, rack: int, *more: str, anew: bool = False, **environment: str
+) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | environment
     command = [*warm.RACK, str(run), str(rack), *more]
     if not anew:
@@ -117,7 +119,9 @@ def test_as_many_processes_as_were_prepared(refused: Any, tmp_path: Path) -> Non
     said = refused(ProcessOptions(replicas=2), "0", "--meet", "127.0.0.1:3")
     wanted = "a rack of this run has 2 processes, and this one has 1; start it with torchrun --standalone --nproc-per-"
     assert wanted in said
-    with pytest.raises(ValueError, match="3 processes cannot share a batch of 4 windows; change the batch"):
+    with pytest.raises(
+        ValueError, match="3 processes cannot share a batch of 4 windows; change the batch"
+    ):
         prepared(tmp_path / "other", ProcessOptions(replicas=3))
     sharded = replace(SHORT, arguments={"fsdp": True})
     asked = RacksToTrain(whole(), racks_of(whole()), TEXTS, sharded, tmp_path / "other")
@@ -131,9 +135,15 @@ def test_as_many_processes_as_were_prepared(refused: Any, tmp_path: Path) -> Non
 def test_racks_that_never_come(refused: Any) -> None:
     meet = f"127.0.0.1:{free_port()}"
     said = refused(ProcessOptions(away=0.5), "1", "--meet", meet)
-    assert f"error: rack 1: rack 0 has not come to {meet} within 0.5 s; start it, then the same command goes on" in said
+    assert (
+        f"error: rack 1: rack 0 has not come to {meet} within 0.5 s; start it, then the same command goes on"
+        in said
+    )
     said = refused(ProcessOptions(away=0.5), "0", "--meet", meet)
-    assert "error: rack 0: rack 1 has not come within 0.5 s; start it, then the same command goes on" in said
+    assert (
+        "error: rack 0: rack 1 has not come within 0.5 s; start it, then the same command goes on"
+        in said
+    )
 
 
 def test_all_go_on_from_the_newest_checkpoint_that_all_have(tmp_path: Path) -> None:
@@ -148,7 +158,11 @@ def test_all_go_on_from_the_newest_checkpoint_that_all_have(tmp_path: Path) -> N
     store = HashStore()
     assert together(3, lambda rack: agree(store, tmp_path, rack, 3, True, 9.0)) == [False] * 3
     left = {rack: sorted(path.name for path in (tmp_path / f"rack-{rack}").iterdir()) for rack in steps}
-    assert left == {0: ["checkpoint-2", "checkpoint-4"], 1: ["checkpoint-2", "checkpoint-4"], 2: ["checkpoint-4"]}
+    assert left == {
+        0: ["checkpoint-2", "checkpoint-4"],
+        1: ["checkpoint-2", "checkpoint-4"],
+        2: ["checkpoint-4"],
+    }
     for rack in steps:
         (tmp_path / f"rack-{rack}" / "result.json").write_text("{}")
     other = HashStore()
@@ -164,7 +178,10 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert plan.settings == TrainSettings(**SHORT.to_json())
     texts = read_texts(tmp_path)
     assert torch.equal(texts.training.ids, TEXTS.training.ids)
-    assert (texts.training.digest, texts.held_out.digest) == (TEXTS.training.digest, TEXTS.held_out.digest)
+    assert (texts.training.digest, texts.held_out.digest) == (
+        TEXTS.training.digest,
+        TEXTS.held_out.digest,
+    )
     (tmp_path / "racks.json").write_text("{}")
     with pytest.raises(ValueError, match="is damaged .* begin the run again"):
         RacksPlan.read(tmp_path)

@@ -60,7 +60,11 @@ def test_all_have_the_mean_afterwards(tmp_path: Path) -> None:
     with connected(tmp_path, 3) as exchanges:
         averaging = [CodaAveraging(codas[rack].copy, 2, exchanges[rack]) for rack in range(3)]
         assert make_steps(averaging, 1) == []
-        assert all(torch.equal(codas[rack][name], one) for rack in range(3) for name, one in before[rack].items())
+        assert all(
+            torch.equal(codas[rack][name], one)
+            for rack in range(3)
+            for name, one in before[rack].items()
+        )
         assert make_steps(averaging, 3) == []
     for name in ("a", "b"):
         mean = torch.stack([each[name] for each in before]).mean(0)
@@ -75,15 +79,21 @@ def test_codas_of_other_shapes(tmp_path: Path) -> None:
         averaging = [CodaAveraging(codas[rack].copy, 1, exchanges[rack]) for rack in range(3)]
         failed = make_steps(averaging, 1)
     assert len(failed) == 3
-    assert any("rack 2 has a coda of 6 numbers and rack 1 one of 7; codas of different" in said for said in failed)
+    assert any(
+        "rack 2 has a coda of 6 numbers and rack 1 one of 7; codas of different" in said
+        for said in failed
+    )
 
 
 @pytest.mark.parametrize("replicas", [case(1, default=True), case(2, default=False)])
 def test_processes_average_as_plain_training_does(replicas: int, tmp_path: Path) -> None:
     """Also where two processes of each rack share its parameters out, codas among them."""
     settings = replace(SETTINGS, steps=4)
-    shared = settings if replicas == 1 else replace(settings, arguments=SETTINGS.arguments | {"fsdp": True})
+    shared = (
+        settings if replicas == 1 else replace(settings, arguments=SETTINGS.arguments | {"fsdp": True})
+    )
     in_processes(tmp_path, shared, dropout=0.0, racks=TWO, average=2, replicas=replicas)
     expected, _ = in_step(settings, TWO, average=2)
     codas = [mine.coda_parameters() for mine in require_close(tmp_path, expected, 2e-6)]
-    assert all(torch.equal(codas[1][name], one) for name, one in codas[0].items())  # the last step's are averaged
+    # The last step's are averaged.
+    assert all(torch.equal(codas[1][name], one) for name, one in codas[0].items())

@@ -51,5 +51,7 @@ def test_a_micro_batch_takes_as_long_as_asked(
 
 
 def test_a_rack_is_never_made_faster() -> None:
-    with pytest.raises(ValueError, match=r"a factor of at least 1 and takes at least 0 seconds, not 0\.5 and 0"):
+    with pytest.raises(
+        ValueError, match=r"a factor of at least 1 and takes at least 0 seconds, not 0\.5 and 0"
+    ):
         RackPace(factor=0.5)

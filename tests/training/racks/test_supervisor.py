@@ -20,7 +20,13 @@ import torch
 from surgeon.errors import Diverged
 from surgeon.models.edit import edit
 from surgeon.training.racks import supervisor
-from surgeon.training.racks.run_files import ProcessOptions, RacksPlan, RacksToTrain, finish_racks, rack_folder
+from surgeon.training.racks.run_files import (
+    ProcessOptions,
+    RacksPlan,
+    RacksToTrain,
+    finish_racks,
+    rack_folder,
+)
 from surgeon.training.racks.supervisor import train_in_processes
 from surgeon.training.racks.task import RacksTrained, gather, train_in_turn
 from tests import warm
@@ -103,7 +109,9 @@ def test_processes_come_to_the_same_and_leave_what_they_did(
     own = timeline[timeline["what"] != "send"].sort_values("start", kind="stable")
     assert (own["start"].to_numpy()[1:] >= own["end"].to_numpy()[:-1] - 1e-5).all()
     require_same(tmp_path, in_processes(tmp_path), expected)
-    with pytest.raises(ValueError, match="its average was 'never', and now it is '3'; choose another output"):
+    with pytest.raises(
+        ValueError, match="its average was 'never', and now it is '3'; choose another output"
+    ):
         in_processes(tmp_path, average=3)
     finish_racks(tmp_path, racks_of(whole()), {"said": 1})
     names = ["held_out.csv", "rack-0", "rack-1", "rack-2", "run.json", "training.csv"]
@@ -171,7 +179,11 @@ def test_replicas_of_each_rack_come_to_the_same_up_to_rounding(
 def start(folder: Path) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     return warm.Popen(
-        [*warm.CODE, CODE, str(folder), "1"], env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*warm.CODE, CODE, str(folder), "1"],
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -180,12 +192,16 @@ def listen_since(folder: Path, moment: float) -> bool:
     return all((folder / f"rack-{rack}" / "process.json").stat().st_mtime > moment for rack in range(3))
 
 
-def test_the_supervisor_ends_and_no_rack_is_left(tmp_path: Path, expected: tuple[Path, RacksTrained]) -> None:
+def test_the_supervisor_ends_and_no_rack_is_left(
+    tmp_path: Path, expected: tuple[Path, RacksTrained]
+) -> None:
     """By Ctrl-C, then by a kill as soon as all are there again: the same command goes on each time."""
     begun = -1.0
     for end in (signal.SIGINT, signal.SIGKILL):
         supervisor = start(tmp_path)
-        wait_until(lambda: all((tmp_path / f"rack-{rack}" / "checkpoint-2").is_dir() for rack in range(2)))
+        wait_until(
+            lambda: all((tmp_path / f"rack-{rack}" / "checkpoint-2").is_dir() for rack in range(2))
+        )
         wait_until(lambda after=begun: listen_since(tmp_path, after))  # type: ignore[misc]
         begun = time.time()
         racks = [psutil.Process(process_of(tmp_path, rack)) for rack in range(3)]
@@ -202,11 +218,17 @@ def test_an_error_is_the_run_s_in_one_line(tmp_path: Path) -> None:
     ) as error:
         in_processes(tmp_path, replace(SETTINGS, learning_rate=1e30))
     assert "\n" not in str(error.value)
-    racks = [process_of(tmp_path, rack) for rack in range(3) if (tmp_path / f"rack-{rack}" / "process.json").exists()]
+    racks = [
+        process_of(tmp_path, rack)
+        for rack in range(3)
+        if (tmp_path / f"rack-{rack}" / "process.json").exists()
+    ]
     assert not [rack for rack in racks if psutil.pid_exists(rack)]
 
 
-def test_a_result_that_is_gone_is_made_again(tmp_path: Path, expected: tuple[Path, RacksTrained]) -> None:
+def test_a_result_that_is_gone_is_made_again(
+    tmp_path: Path, expected: tuple[Path, RacksTrained]
+) -> None:
     """From the last checkpoint; only where nobody makes it again is it missed."""
     in_processes(tmp_path)
     (tmp_path / "rack-1" / "result.json").unlink()

@@ -69,7 +69,9 @@ def relative(mine: Tensor, theirs: Tensor) -> Tensor:
 
 
 def gradients(rack: RackModel) -> dict[str, Tensor]:
-    found = {name: one.grad.clone() for name, one in rack.model.named_parameters() if one.grad is not None}
+    found = {
+        name: one.grad.clone() for name, one in rack.model.named_parameters() if one.grad is not None
+    }
     rack.model.zero_grad()
     return found
 
@@ -146,7 +148,9 @@ def test_the_last_rack_learns_the_original_s_predictions_too(made: Any) -> None:
     rack.model.model.norm.register_forward_pre_hook(lambda _, given: ends.append(given[0]))
     _, logits = forward(rack, ids, handed_on)
     hidden = relative(ends[0], streams[4])
-    mine, theirs = (one[:, :-1].flatten(0, 1).double().log_softmax(-1) for one in (logits / 2, wanted / 2))
+    mine, theirs = (
+        one[:, :-1].flatten(0, 1).double().log_softmax(-1) for one in (logits / 2, wanted / 2)
+    )
     divergence = 4 * functional.kl_div(mine, theirs, log_target=True, reduction="batchmean")
     text = functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     expected = {"hidden": hidden, "logits": divergence, "text": text}
@@ -166,7 +170,9 @@ def test_processes_come_to_the_same_bits(tmp_path: Path) -> None:
     others = train_in_processes(replace(asked, folder=tmp_path / "once"), options)
     for mine, theirs in zip(*(weights(tmp_path / name, 2) for name in ("turn", "once")), strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-    assert others.results[1].after.divergence == pytest.approx(found.results[1].after.divergence, rel=1e-5)
+    assert others.results[1].after.divergence == pytest.approx(
+        found.results[1].after.divergence, rel=1e-5
+    )
     shared = replace(options, replicas=2)  # two processes for each rack: the same up to rounding
     train_in_processes(replace(asked, folder=tmp_path / "shared"), shared)
     for mine, theirs in zip(*(weights(tmp_path / name, 2) for name in ("turn", "shared")), strict=True):

@@ -66,20 +66,27 @@ def test_racks_in_turn_are_racks_in_step(tmp_path: Path) -> None:
         table = pd.read_csv(rack_folder(tmp_path, index) / "training.csv")
         assert table["loss"].tolist() == pytest.approx([step[index] for step in losses], rel=1e-6)
     for coda, rack in zip(found.codas, together, strict=False):
-        assert all(torch.equal(tensor, rack.coda().tensors[name]) for name, tensor in coda.tensors.items())
+        assert all(
+            torch.equal(tensor, rack.coda().tensors[name]) for name, tensor in coda.tensors.items()
+        )
     expected = [rack.tensors() for rack in together]
     own = found.model.state_dict()
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"):
         assert torch.equal(own[name], expected[0].named()[name])
     for name in ("model.layers.0.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"):
         assert torch.equal(own[name.replace("layers.0", "layers.3")], expected[2].named()[name])
-    assert torch.equal(own["model.layers.2.mlp.up_proj.weight"], expected[1].layers[1]["mlp.up_proj.weight"])
+    assert torch.equal(
+        own["model.layers.2.mlp.up_proj.weight"], expected[1].layers[1]["mlp.up_proj.weight"]
+    )
     assert not torch.equal(
-        own["model.layers.2.mlp.up_proj.weight"], whole().state_dict()["model.layers.2.mlp.up_proj.weight"]
+        own["model.layers.2.mlp.up_proj.weight"],
+        whole().state_dict()["model.layers.2.mlp.up_proj.weight"],
     )
 
 
-@pytest.mark.parametrize("program", ["A0 F0!e0,e3 A1 F1 A2 F2 A3 F3!e0,e1", "A0 F0 A1 F1@up4 A2 F2 A3 F3@gate4"])
+@pytest.mark.parametrize(
+    "program", ["A0 F0!e0,e3 A1 F1 A2 F2 A3 F3!e0,e1", "A0 F0 A1 F1@up4 A2 F2 A3 F3@gate4"]
+)
 def test_racks_of_mixtures(program: str, tmp_path: Path) -> None:
     """Each rack balances the experts of its own stretch and of its coda; the file of a rack keeps what it is."""
     asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -95,7 +102,9 @@ def test_racks_of_mixtures(program: str, tmp_path: Path) -> None:
             assert torch.equal(one, other)
     found = trained(tmp_path / "run", model, racks, steps=1)
     for index in range(3):
-        assert pd.read_csv(rack_folder(tmp_path / "run", index) / "training.csv")["balance"].iloc[0] > 1.5
+        assert (
+            pd.read_csv(rack_folder(tmp_path / "run", index) / "training.csv")["balance"].iloc[0] > 1.5
+        )
     assert found.results[-1].after.perplexity < found.results[-1].before.perplexity
 
 
@@ -104,7 +113,13 @@ def test_recomputed_activations_change_nothing(tmp_path: Path) -> None:
     model = whole()
     racks = cut(model, "0:3,3:4", 0)
     plain, again = (
-        trained(tmp_path / str(checkpointed), model, racks, steps=1, arguments={"gradient_checkpointing": checkpointed})
+        trained(
+            tmp_path / str(checkpointed),
+            model,
+            racks,
+            steps=1,
+            arguments={"gradient_checkpointing": checkpointed},
+        )
         for checkpointed in (False, True)
     )
     for name, value in plain.model.state_dict().items():
@@ -127,7 +142,9 @@ def test_what_is_measured_is_the_model(tmp_path: Path) -> None:
         assert result.divergence == pytest.approx(wanted.divergence, rel=1e-4)
     assert last.original == first.original == text_quality(logits_of(original), ids)
     shallow = edit(tiny_model("gpt2", 4), "A0 F0 A1 F1 A2 F2 A3 F3")
-    assert first.before.perplexity == pytest.approx(text_quality(logits_of(shallow), ids).perplexity, rel=1e-5)
+    assert first.before.perplexity == pytest.approx(
+        text_quality(logits_of(shallow), ids).perplexity, rel=1e-5
+    )
     assert (last.steps, last.tokens) == (3, 3 * 4 * 8)
     held_out = pd.read_csv(rack_folder(tmp_path, 1) / "held_out.csv")
     assert held_out["step"].tolist() == [0, 2, 3]
@@ -155,12 +172,16 @@ def test_killed_it_goes_on_with_the_same_bits(tmp_path: Path, monkeypatch: pytes
             trained(tmp_path / "killed", model, racks, save_every=1)
     found = trained(tmp_path / "killed", model, racks, save_every=1)
     again = trained(tmp_path / "killed", model, racks, save_every=1)
-    assert calls == 2 * 6 + 2 + 1  # six micro-batches for each rack, two that were cut off, one made again
+    # Six micro-batches for each rack, two that were cut off, one made again.
+    assert calls == 2 * 6 + 2 + 1
     for other in (found, again):
         state = other.model.state_dict()
-        assert all(torch.equal(value, state[name]) for name, value in expected.model.state_dict().items())
         assert all(
-            torch.equal(value, other.codas[0].tensors[name]) for name, value in expected.codas[0].tensors.items()
+            torch.equal(value, state[name]) for name, value in expected.model.state_dict().items()
+        )
+        assert all(
+            torch.equal(value, other.codas[0].tensors[name])
+            for name, value in expected.codas[0].tensors.items()
         )
         assert other.results[1].after == expected.results[1].after
 
@@ -185,7 +206,10 @@ def test_one_rack_is_ordinary_training(tmp_path: Path) -> None:
     found = trained(tmp_path / "racks", model, cut(model, "0:4"))
     plain = train(whole(), TEXTS, TrainSettings(**SETTINGS), tmp_path / "plain")
     assert plain is not None
-    assert all(torch.equal(value, found.model.state_dict()[name]) for name, value in plain.model.state_dict().items())
+    assert all(
+        torch.equal(value, found.model.state_dict()[name])
+        for name, value in plain.model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,19 +242,27 @@ def test_what_a_rack_left_is_missed(tmp_path: Path) -> None:
     file = rack_folder(tmp_path, 1) / "rack.safetensors"
     content = file.read_bytes()
     file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"rack-1/rack\.safetensors is gone; put it back, or remove"):
+    with pytest.raises(
+        FileNotFoundError, match=r"rack-1/rack\.safetensors is gone; put it back, or remove"
+    ):
         trained(tmp_path, model, racks, steps=1)
     file.write_bytes(content[:-7])
     with pytest.raises(ValueError, match=r"rack-1/rack\.safetensors is truncated"):
         trained(tmp_path, model, racks, steps=1)
     (rack_folder(tmp_path, 0) / "run.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"rack-0 has no run\.json, which says of what run it is; remove"):
+    with pytest.raises(
+        FileNotFoundError, match=r"rack-0 has no run\.json, which says of what run it is; remove"
+    ):
         trained(tmp_path, model, racks, steps=1)
 
 
 def test_kept_streams(tmp_path: Path) -> None:
     """Batches of four windows, which are taken in other micro-batches than they were given in."""
-    kept, numbers, places = KeptStreams(tmp_path / "kept"), torch.randn(8, 3, 2, dtype=torch.float64), torch.arange(8)
+    kept, numbers, places = (
+        KeptStreams(tmp_path / "kept"),
+        torch.randn(8, 3, 2, dtype=torch.float64),
+        torch.arange(8),
+    )
     giving = RackStreams(4, sink=kept)
     giving.give(places[:2], numbers[:2])
     giving.give(places[2:4], numbers[2:4])
@@ -241,7 +273,9 @@ def test_kept_streams(tmp_path: Path) -> None:
     for each in places.split(3):
         assert torch.equal(taking.take(each), numbers[each])  # type: ignore[arg-type]
     assert torch.equal(taking.take_held_out(1, 1), numbers[5:6])  # type: ignore[arg-type]
-    with pytest.raises(OSError, match=r"kept does not have window 0 of step 3; remove .* to begin the run again"):
+    with pytest.raises(
+        OSError, match=r"kept does not have window 0 of step 3; remove .* to begin the run again"
+    ):
         taking.take(torch.arange(8, 9))
     with pytest.raises(OSError, match=r"kept does not have held-out window 0 after step 3"):
         taking.take_held_out(3, 0)
@@ -250,5 +284,7 @@ def test_kept_streams(tmp_path: Path) -> None:
     for path in (tmp_path / "kept").glob("000000002-*"):
         path.unlink()
     lost = KeptStreams(tmp_path / "kept")
-    with pytest.raises(OSError, match=r"kept has nothing of step 2: what was handed on earlier is gone; remove .*"):
+    with pytest.raises(
+        OSError, match=r"kept has nothing of step 2: what was handed on earlier is gone; remove .*"
+    ):
         lost.offer((ItemKey(3, ItemKind.TRAINING), numbers[0]))

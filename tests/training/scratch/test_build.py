@@ -29,16 +29,31 @@ def built(tokenizer: Path) -> Any:
     """Checks a configuration with these entries of a model, and these lines."""
 
     def check(entries: str = f"model_type: llama, {SIZES}", *lines: str) -> Blueprint:
-        text = ["surgeon: 1", f"model: {{{entries}}}", f"tokenizer: {tokenizer}", "window: 16", "data: text", *lines]
+        text = [
+            "surgeon: 1",
+            f"model: {{{entries}}}",
+            f"tokenizer: {tokenizer}",
+            "window: 16",
+            "data: text",
+            *lines,
+        ]
         return blueprint(parse_config("\n".join(text)))
 
     return check
 
 
 def test_weights_follow_from_the_seed_and_not_from_the_program(built: Any) -> None:
-    plain, ladder = built(), built(f"model_type: llama, {SIZES}", "program: A0 F0 >A1 >F1 [A2 A3] [F2 F3]")
+    plain, ladder = (
+        built(),
+        built(f"model_type: llama, {SIZES}", "program: A0 F0 >A1 >F1 [A2 A3] [F2 F3]"),
+    )
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = LlamaConfig(num_hidden_layers=4, vocab_size=len(tiny_tokenizer()), **sizes)
     expected = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters())
     for each in (plain, ladder):
@@ -74,7 +89,10 @@ def test_the_tokenizer_gives_the_vocabulary(built: Any) -> None:
 @pytest.mark.parametrize("model_type", ["opt", "gpt2", "gpt_neox", "gemma2", "phi3"])
 def test_any_family(model_type: str, built: Any) -> None:
     names = "hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4"
-    own = {"opt": ", ffn_dim: 48, word_embed_proj_dim: 32", "gemma2": ", head_dim: 8, num_key_value_heads: 2"}
+    own = {
+        "opt": ", ffn_dim: 48, word_embed_proj_dim: 32",
+        "gemma2": ", head_dim: 8, num_key_value_heads: 2",
+    }
     steps = {"gpt_neox": "[A0 F0] >[A1 F1]"}.get(model_type, "A0 F0 >A1 >F1")
     found = built(f"model_type: {model_type}, {names}{own.get(model_type, '')}", f'program: "{steps}"')
     model = found.build()
@@ -96,15 +114,27 @@ def test_what_a_run_goes_by(built: Any) -> None:
     ("entries", "lines", "said"),
     [
         (SIZES, (), "configuration:2: model: model_type is missing; write model_type: llama, or "),
-        ("model_type: lama", (), "configuration:2: model: model_type 'lama' is not supported; did you mean 'llama'?"),
+        (
+            "model_type: lama",
+            (),
+            "configuration:2: model: model_type 'lama' is not supported; did you mean 'llama'?",
+        ),
         ("model_type: bert", (), "configuration:2: model: model_type 'bert' is not supported; known: "),
-        ("model_type: surgeon_fused", (), "configuration:2: model: model_type 'surgeon_fused' is not supported"),
+        (
+            "model_type: surgeon_fused",
+            (),
+            "configuration:2: model: model_type 'surgeon_fused' is not supported",
+        ),
         (
             "model_type: llama, hiden_size: 8",
             (),
             "configuration:2: model: Llama has no entry 'hiden_size'; did",
         ),
-        ("model_type: llama, hidden_size: 0", (), "configuration:2: model: hidden_size must be a whole number above 0"),
+        (
+            "model_type: llama, hidden_size: 0",
+            (),
+            "configuration:2: model: hidden_size must be a whole number above 0",
+        ),
         (
             "model_type: llama, hidden_size: wide",
             (),
@@ -140,7 +170,11 @@ def test_what_a_run_goes_by(built: Any) -> None:
             (),
             "configuration:4: window: 16 tokens are more than the model's 8 positions; use a smaller window, or",
         ),
-        (f"model_type: llama, {SIZES}, hidden_act: swish2", (), "configuration:2: model: it cannot be built: "),
+        (
+            f"model_type: llama, {SIZES}, hidden_act: swish2",
+            (),
+            "configuration:2: model: it cannot be built: ",
+        ),
         (f"model_type: llama, {SIZES}, attention_bias: 7", (), "configuration:2: model: "),
         (
             f"model_type: llama, {SIZES}",
@@ -217,7 +251,9 @@ def test_what_cannot_be_built(entries: str, lines: tuple[str, ...], said: str, b
 
 def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     text = f"surgeon: 1\nmodel: {{model_type: llama}}\ntokenizer: {tmp_path}\ndata: demo\n"
-    with pytest.raises(ValueError, match=r"configuration:3: tokenizer: .* has no tokenizer that can be read"):
+    with pytest.raises(
+        ValueError, match=r"configuration:3: tokenizer: .* has no tokenizer that can be read"
+    ):
         blueprint(parse_config(text))
     with pytest.raises(FileNotFoundError, match=r"configuration:3: tokenizer: there is no model folder"):
         blueprint(parse_config(text.replace(str(tmp_path), f"{tmp_path}/none")))
@@ -230,6 +266,7 @@ def test_too_little_text(built: Any, tmp_path: Path) -> None:
     short = built(entries, "training: {batch: 500}", "eval_tokens: 16")
     config = parse_config(short.config.to_yaml().replace('data: "text"', f"data: {path}"), "mine.yaml")
     with pytest.raises(
-        ValueError, match=r"mine.yaml:4: data: the training text has \d+ windows, fewer than one batch of"
+        ValueError,
+        match=r"mine.yaml:4: data: the training text has \d+ windows, fewer than one batch of",
     ):
         blueprint(config).texts()

@@ -31,7 +31,12 @@ def test_what_it_says() -> None:
     assert config.recipe.program(4).sync_points(2) == 8
     assert str(config.recipe.program(4)).startswith(">A0 >F0")
     assert (config.window, config.eval_tokens, config.tokens) == (16, None, None)
-    expected = {"steps": 30, "batch": 4, "learning_rate": 2e-3, "arguments": {"weight_decay": 0.1, "bf16": True}}
+    expected = {
+        "steps": 30,
+        "batch": 4,
+        "learning_rate": 2e-3,
+        "arguments": {"weight_decay": 0.1, "bf16": True},
+    }
     assert config.settings == TrainSettings(scope="all", **expected)
 
 
@@ -39,11 +44,17 @@ def test_written_it_reads_the_same() -> None:
     for other in (LADDER, "program: A0 F0 [A1 F1]", "tracks: {count: 2, depth: 3}", RACKS):
         config = parse_config(GOOD.replace(LADDER, other))
         assert parse_config(config.to_yaml()) == config
-    several = parse_config(GOOD.replace("data: /somewhere/text.txt", "data: {/a/b.txt: 3, c/: 1}\ndocuments: apart"))
+    several = parse_config(
+        GOOD.replace("data: /somewhere/text.txt", "data: {/a/b.txt: 3, c/: 1}\ndocuments: apart")
+    )
     assert (several.data, several.documents) == ({"/a/b.txt": 3.0, "c/": 1.0}, "apart")
     assert parse_config(several.to_yaml()) == several
     published = parse_config(parse_config(GOOD).to_yaml(public))
-    assert (published.data, published.tokenizer, published.eval_data) == ("text.txt", "some/tokenizer", "demo")
+    assert (published.data, published.tokenizer, published.eval_data) == (
+        "text.txt",
+        "some/tokenizer",
+        "demo",
+    )
 
 
 def test_settings_can_be_others() -> None:

@@ -39,7 +39,10 @@ def test_windows_are_not_shorter_than_128_tokens() -> None:
     [
         "ladder-3.5b",
         "racks-13b",
-        *(pytest.param(f"tracks-{size}-d4", marks=pytest.mark.thorough) for size in ("6b", "13b", "30b")),
+        *(
+            pytest.param(f"tracks-{size}-d4", marks=pytest.mark.thorough)
+            for size in ("6b", "13b", "30b")
+        ),
     ],
 )
 def test_the_papers_shapes_can_be_built_at_a_64th(name: str) -> None:
@@ -67,9 +70,13 @@ def test_widths_have_their_names_and_heads_their_own() -> None:
 
 def test_mistakes() -> None:
     for text in ("0", "2", "1/0", "small", "-1/4"):
-        with pytest.raises(ValueError, match=f"a scale is above 0 and at most 1, such as 1/64 or 0.125, not '{text}'"):
+        with pytest.raises(
+            ValueError, match=f"a scale is above 0 and at most 1, such as 1/64 or 0.125, not '{text}'"
+        ):
             parse_scale(text)
     assert parse_scale("1/64") == 1 / 64
-    config = parse_config("surgeon: 1\nmodel: {model_type: bert}\ntokenizer: demo\ndata: demo:train\n", "mine.yaml")
+    config = parse_config(
+        "surgeon: 1\nmodel: {model_type: bert}\ntokenizer: demo\ndata: demo:train\n", "mine.yaml"
+    )
     with pytest.raises(ValueError, match=r"mine.yaml:2: model: model_type 'bert' is not known"):
         scale_config(config, 0.5)

@@ -82,7 +82,9 @@ def test_layers_have_the_dense_models_parameters(family: str, count: int) -> Non
 
 def test_the_papers_30_billion() -> None:
     """Table 1: each of 8 tracks has 8 of 64 heads and 1 of 8 KV heads (the other sizes are those of such models)."""
-    config = dense_config("llama", 6144, 64, 48, num_key_value_heads=8, intermediate_size=24576, vocab_size=150_000)
+    config = dense_config(
+        "llama", 6144, 64, 48, num_key_value_heads=8, intermediate_size=24576, vocab_size=150_000
+    )
     narrowed, program = narrow(config, 8, 4)
     assert (narrowed.num_attention_heads, narrowed.num_key_value_heads, narrowed.head_dim) == (8, 1, 96)
     assert narrowed.hidden_size == 2176  # 6144 / sqrt(8) is 2172.2
@@ -168,7 +170,9 @@ def algorithm_1(model: Any, ids: Tensor, count: int, depth: int) -> Tensor:
         *[("mixtral", 3, {}), ("qwen3_moe", 3, {"mlp_only_layers": []})],
     ],
 )
-def test_algorithm_1_over_separate_models(family: str, layers: int, config: dict[str, Any], tokens: Tensor) -> None:
+def test_algorithm_1_over_separate_models(
+    family: str, layers: int, config: dict[str, Any], tokens: Tensor
+) -> None:
     model = narrow_model(family, 2, 2, num_layers=layers, dropout=0.0, **config)
     with torch.no_grad():
         found = model(input_ids=tokens).logits
@@ -179,9 +183,14 @@ def test_mixtures_keep_their_experts() -> None:
     """PT-MoE: each track has as many experts of its own, and dense layers where the model has them."""
     config = dense_config("qwen3_moe", layers=4)
     narrowed, _ = narrow(config, 2, 2)
-    assert (narrowed.num_experts, narrowed.num_experts_per_tok) == (config.num_experts, config.num_experts_per_tok)
+    assert (narrowed.num_experts, narrowed.num_experts_per_tok) == (
+        config.num_experts,
+        config.num_experts_per_tok,
+    )
     assert narrowed.mlp_only_layers == [4, 6]  # layer 2 of both
-    assert narrowed.moe_intermediate_size == pytest.approx(config.moe_intermediate_size / 2**0.5, rel=0.02)
+    assert narrowed.moe_intermediate_size == pytest.approx(
+        config.moe_intermediate_size / 2**0.5, rel=0.02
+    )
     model = edit(AutoModelForCausalLM.from_config(narrowed), narrow(config, 2, 2)[1])
     assert len(routers_of(edited_layers(model))) == 6
 

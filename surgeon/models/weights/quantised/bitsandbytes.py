@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from surgeon.errors import shown
-from surgeon.models.weights.quantised.matrix import FLOATS, Along, Arrangement, PartSpec, Quantised, Scheme
+from surgeon.models.weights.quantised.matrix import (
+    FLOATS,
+    Along,
+    Arrangement,
+    PartSpec,
+    Quantised,
+    Scheme,
+)
 from surgeon.models.weights.quantised.unpack import pairs_of, scaled
 from surgeon.models.weights.store import Tensors
 
@@ -37,12 +44,16 @@ def state_of(stored: Tensor) -> dict[str, Any]:
         offset = said.get("nested_offset", 0.0)
         found = said["quant_type"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"is no quant_state as bitsandbytes writes it ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"is no quant_state as bitsandbytes writes it ({type(error).__name__}: {error})"
+        ) from error
     is_whole = all(type(one) is int and one > 0 for one in numbers) and len(said["shape"]) == 2
     if not is_whole or not isinstance(offset, float | int) or not isinstance(found, str):
         raise ValueError(f"is no quant_state as bitsandbytes writes it, but {shown(said, 200)}")
     if unknown := sorted(said.keys() - _STATE):
-        raise ValueError(f"has {unknown[0]} {shown(said[unknown[0]])}, which is not known in a quant_state")
+        raise ValueError(
+            f"has {unknown[0]} {shown(said[unknown[0]])}, which is not known in a quant_state"
+        )
     return said
 
 
@@ -77,22 +88,33 @@ class FourBits(Scheme):
         except ValueError as error:
             raise matrix.fault(state, str(error)) from error
         if said["quant_type"] != self.table:
-            raise matrix.fault(state, f"says {shown(said['quant_type'])} of what is {self.table} by its name")
+            raise matrix.fault(
+                state, f"says {shown(said['quant_type'])} of what is {self.table} by its name"
+            )
         rows, columns = said["shape"]
         half = 2 * matrix.store.dtype(matrix.parts[WEIGHT]).itemsize
         block = said["blocksize"]
         nested = said.keys() & _NESTED_STATE
         parts = {
-            WEIGHT: PartSpec((*BYTES, *FLOATS), (Along(0, Fraction(columns, half)), None), ones_follow=True),
-            ABSMAX: PartSpec((torch.uint8,) if nested else FLOATS, (Along(0, Fraction(columns, block)), None)),
+            WEIGHT: PartSpec(
+                (*BYTES, *FLOATS), (Along(0, Fraction(columns, half)), None), ones_follow=True
+            ),
+            ABSMAX: PartSpec(
+                (torch.uint8,) if nested else FLOATS, (Along(0, Fraction(columns, block)), None)
+            ),
             TABLE: PartSpec(FLOATS, sizes=((0, 16),)),
             state: PartSpec(),
         }
         if nested:
             if nested != _NESTED_STATE:
-                raise matrix.fault(state, f"has {nested.pop()} alone of {' and '.join(sorted(_NESTED_STATE))}")
+                raise matrix.fault(
+                    state, f"has {nested.pop()} alone of {' and '.join(sorted(_NESTED_STATE))}"
+                )
             of_scales = Along(0, Fraction(columns, block * said["nested_blocksize"])), None
-            parts |= {NESTED: PartSpec(FLOATS, of_scales), NESTED_TABLE: PartSpec(FLOATS, sizes=((0, 256),))}
+            parts |= {
+                NESTED: PartSpec(FLOATS, of_scales),
+                NESTED_TABLE: PartSpec(FLOATS, sizes=((0, 256),)),
+            }
         return Arrangement((rows, columns), state, parts, whole=(1,))
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
@@ -100,7 +122,9 @@ class FourBits(Scheme):
         scales = tensors[ABSMAX].float()
         if NESTED in tensors:
             values = tensors[NESTED_TABLE].float().index_select(0, tensors[ABSMAX].int())
-            scales = _in_blocks(values, tensors[NESTED], said["nested_blocksize"]) + said["nested_offset"]
+            scales = (
+                _in_blocks(values, tensors[NESTED], said["nested_blocksize"]) + said["nested_offset"]
+            )
         packed = tensors[WEIGHT].contiguous().view(torch.uint8).flatten()
         numbers = pairs_of(packed, tensors[TABLE], high_first=True)[: shape[0] * shape[1]]
         return _in_blocks(numbers, scales, said["blocksize"]).view(shape)

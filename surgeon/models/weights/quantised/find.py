@@ -18,11 +18,19 @@ from surgeon.models.weights.store import Store
 STORAGE = (*FLOAT8, torch.float8_e8m0fnu, torch.uint8, torch.int8, torch.int32)
 # One of each scheme, for what their tensors are called.
 _EVERY: tuple[Scheme, ...] = (
-    *(Fp8((0, 0)), Grouped(8, (0, 0), packed=False), Grouped(4, (0, 0), packed=True), Gptq(4, -1), Awq(-1)),
+    *(
+        Fp8((0, 0)),
+        Grouped(8, (0, 0), packed=False),
+        Grouped(4, (0, 0), packed=True),
+        Gptq(4, -1),
+        Awq(-1),
+    ),
     *(FourBits("nf4"), FourBits("fp4"), Int8(), Mxfp4()),
 )
 # By which tensors are called that hold quantised matrices.
-_ENDINGS = tuple({end for one in _EVERY for end in (*one.needed, *one.optional)} - {WEIGHT, *ACTIVATIONS})
+_ENDINGS = tuple(
+    {end for one in _EVERY for end in (*one.needed, *one.optional)} - {WEIGHT, *ACTIVATIONS}
+)
 
 
 def quantised_matrices(store: Store, config: Any) -> dict[str, Quantised]:
@@ -51,7 +59,9 @@ def quantised_matrices(store: Store, config: Any) -> dict[str, Quantised]:
             f"{store.where} has a config.json that says its weights are quantised by {config['quant_method']}, and "
             "none of its tensors is; remove quantization_config from it, or fetch the weights that it belongs to"
         )
-    _refuse_the_rest(store, found, "none that quantization_config speaks of" if config else "no quantization_config")
+    _refuse_the_rest(
+        store, found, "none that quantization_config speaks of" if config else "no quantization_config"
+    )
     return found
 
 
@@ -83,9 +93,12 @@ def _refuse_the_rest(store: Store, found: Mapping[str, Quantised], why: str) -> 
     for name in store.names():
         if name in owned or name.endswith(ACTIVATIONS):
             continue
-        is_mask = name.endswith(".bias") and len(store.shape(name)) == 4  # of attention, in old checkpoints
+        # Of attention, in old checkpoints.
+        is_mask = name.endswith(".bias") and len(store.shape(name)) == 4
         steps = name.split(".")
-        inside = any(".".join(steps[:count]) in modules for count in range(1, len(steps))) or name.startswith(stacks)
+        inside = any(
+            ".".join(steps[:count]) in modules for count in range(1, len(steps))
+        ) or name.startswith(stacks)
         dtype = store.dtype(name)
         if (dtype in STORAGE and not is_mask) or (name.endswith(WEIGHT) and dtype not in FLOATS):
             what = f"holds {str(dtype).removeprefix('torch.')}, which stands for other numbers"

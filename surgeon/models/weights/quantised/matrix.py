@@ -37,7 +37,8 @@ class Along(NamedTuple):
 
     def bounds(self, first: int, end: int) -> tuple[int, int]:
         """Return the tensor's elements for those of the matrix from first to end-1."""
-        part, of = self.per_element.as_integer_ratio()  # a product with a fraction takes ten times as long
+        # A product with a fraction takes ten times as long.
+        part, of = self.per_element.as_integer_ratio()
         return first * part // of, -(-end * part // of)
 
 
@@ -169,7 +170,9 @@ class Quantised:
         self._require(found.parts)
         for ending in self.parts:
             if ending not in found.parts:
-                raise self.fault(ending, f"belongs to no {self.scheme.description} as quantization_config has it")
+                raise self.fault(
+                    ending, f"belongs to no {self.scheme.description} as quantization_config has it"
+                )
             self._check(ending, found)
         return found
 
@@ -177,7 +180,9 @@ class Quantised:
         """Return the shape of one of its tensors; refuse other numbers of dimensions, and no elements."""
         stored = self.store.shape(self.parts[ending])
         if len(stored) != dimensions or 0 in stored:
-            raise self.fault(ending, f"has the shape {stored}, not {dimensions} dimensions with something in them")
+            raise self.fault(
+                ending, f"has the shape {stored}, not {dimensions} dimensions with something in them"
+            )
         return stored
 
     def tensor(self, ending: str) -> Tensor:
@@ -210,7 +215,9 @@ class Quantised:
         wanted = part.shape(arrangement.shape)
         if dtype not in part.dtypes:
             allowed = " or ".join(_dtype_name(one) for one in part.dtypes)
-            raise self.fault(ending, f"holds {_dtype_name(dtype)}, and {self.scheme.description} needs {allowed}")
+            raise self.fault(
+                ending, f"holds {_dtype_name(dtype)}, and {self.scheme.description} needs {allowed}"
+            )
         rest = stored[len(wanted) :]
         if stored[: len(wanted)] != wanted or (rest and (not part.ones_follow or set(rest) != {1})):
             size = f"{' x '.join(map(str, arrangement.shape))}, by {self.parts[arrangement.by]}"
@@ -248,7 +255,9 @@ class Quantised:
         for ending, name in self.parts.items():
             place = self.arrangement.place(ending, dim)
             tensors[ending] = (
-                self.tensor(ending) if place is None else self.store.part(name, place.dim, *place.bounds(begin, stop))
+                self.tensor(ending)
+                if place is None
+                else self.store.part(name, place.dim, *place.bounds(begin, stop))
             )
         return self.scheme.values(tensors, tuple(shape)).narrow(dim, first - begin, end - first)
 
@@ -281,12 +290,19 @@ class PackedTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls, parts: Tensors, scheme: Scheme, size: Sequence[int], dtype: torch.dtype, turned: bool = False
+        cls,
+        parts: Tensors,
+        scheme: Scheme,
+        size: Sequence[int],
+        dtype: torch.dtype,
+        turned: bool = False,
     ) -> PackedTensor:
         rows, columns = size
         shape, strides = ((columns, rows), (1, columns)) if turned else ((rows, columns), (columns, 1))
         device = next(iter(parts.values())).device
-        made: PackedTensor = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
+        made: PackedTensor = Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=dtype, device=device
+        )
         made.parts = parts
         made.scheme = scheme
         made.size_stored = tuple(size)
@@ -308,7 +324,11 @@ class PackedTensor(Tensor):
 
     def _like(self, **changed: Any) -> PackedTensor:
         """Copy the matrix with another `dtype`, `turned`, or other `parts`."""
-        kept: dict[str, Any] = {"parts": self.parts, "dtype": self.dtype, "turned": self.turned} | changed
+        kept: dict[str, Any] = {
+            "parts": self.parts,
+            "dtype": self.dtype,
+            "turned": self.turned,
+        } | changed
         return PackedTensor(kept["parts"], self.scheme, self.size_stored, kept["dtype"], kept["turned"])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -337,7 +357,9 @@ class PackedTensor(Tensor):
                 parts = {ending: part.to(device) for ending, part in first.parts.items()}
                 return first._like(parts=parts, dtype=kwargs.get("dtype") or first.dtype)
             if function._schema.is_mutable:
-                raise TypeError(f"{first} stays as it is stored, and is not changed in place by {function}")
+                raise TypeError(
+                    f"{first} stays as it is stored, and is not changed in place by {function}"
+                )
         return function(*_with_numbers(args), **_with_numbers(kwargs))
 
 

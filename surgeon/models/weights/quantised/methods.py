@@ -32,14 +32,18 @@ class Rule(NamedTuple):
     def names(self, module: str) -> bool:
         """Tell whether one of the patterns names this module."""
         return any(
-            re.match(target.removeprefix("re:"), module) is not None if target.startswith("re:") else target == module
+            re.match(target.removeprefix("re:"), module) is not None
+            if target.startswith("re:")
+            else target == module
             for target in self.targets
         )
 
     @property
     def of_classes(self) -> bool:
         """Tell whether a pattern is of modules by their class, whatever they are called."""
-        return not self.targets or any("." not in one and not one.startswith("re:") for one in self.targets)
+        return not self.targets or any(
+            "." not in one and not one.startswith("re:") for one in self.targets
+        )
 
 
 class Method(NamedTuple):
@@ -74,7 +78,9 @@ def rules_of(config: Any) -> list[Rule]:
     return list(method.rules(said))
 
 
-def _check(said: Entries, only: Mapping[str, Collection[Any]], others: Collection[str], what: str) -> None:
+def _check(
+    said: Entries, only: Mapping[str, Collection[Any]], others: Collection[str], what: str
+) -> None:
     """Refuse an entry that is not known, and a value that is not supported; what is empty says nothing."""
     for key, value in said.items():
         if _is_empty(value):
@@ -109,7 +115,9 @@ def _number(said: Entries, *names: str, all_in_one: bool = False) -> int:
     value = said.get(name)
     if type(value) is not int or (value < 1 and not (all_in_one and value == -1)):
         also = ", or -1 for all in one" if all_in_one else ""
-        raise ValueError(f"{WHERE} has {name} {shown(value)}, and it has to be a whole number above 0{also}")
+        raise ValueError(
+            f"{WHERE} has {name} {shown(value)}, and it has to be a whole number above 0{also}"
+        )
     return value
 
 
@@ -117,17 +125,31 @@ def _block(said: Entries, name: str) -> Block:
     """Read rows and columns with one scale."""
     value = said.get(name)
     sizes = re.findall(r"\d+", value) if isinstance(value, str) else value
-    if not isinstance(sizes, list | tuple) or len(sizes) != 2 or not all(str(one).isdecimal() for one in sizes):
-        raise ValueError(f"{WHERE} has {name} {shown(value)}, and it has to be two whole numbers: rows and columns")
+    if (
+        not isinstance(sizes, list | tuple)
+        or len(sizes) != 2
+        or not all(str(one).isdecimal() for one in sizes)
+    ):
+        raise ValueError(
+            f"{WHERE} has {name} {shown(value)}, and it has to be two whole numbers: rows and columns"
+        )
     rows, columns = map(int, sizes)
     if not rows or not columns:
-        raise ValueError(f"{WHERE} has {name} {shown(value)}, and blocks have at least one row and one column")
+        raise ValueError(
+            f"{WHERE} has {name} {shown(value)}, and blocks have at least one row and one column"
+        )
     return rows, columns
 
 
 def _fp8(said: Entries) -> Iterator[Rule]:
     in_blocks = "weight_block_size" not in said or said["weight_block_size"] is not None
-    yield Rule(Fp8(_block({"weight_block_size": (128, 128), **said}, "weight_block_size") if in_blocks else (0, 0)))
+    yield Rule(
+        Fp8(
+            _block({"weight_block_size": (128, 128), **said}, "weight_block_size")
+            if in_blocks
+            else (0, 0)
+        )
+    )
 
 
 def _compressed_tensors(said: Entries) -> Iterator[Rule]:
@@ -135,11 +157,18 @@ def _compressed_tensors(said: Entries) -> Iterator[Rule]:
     _check(sparse, {"format": ("dense",)}, _SPARSITY, "sparse compressed-tensors")
     for name, group in _object(said.get("config_groups") or {}, f"config_groups of {WHERE}").items():
         where = f"{name} of config_groups of {WHERE}"
-        _check(_object(group, where), {}, ("targets", "format", "weights", *_ACTIVATIONS), "compressed-tensors")
+        _check(
+            _object(group, where),
+            {},
+            ("targets", "format", "weights", *_ACTIVATIONS),
+            "compressed-tensors",
+        )
         if group.get("weights") is not None:  # else only what modules put out is quantised
             targets = group.get("targets") or []
             if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
-                raise ValueError(f"{where} has targets {shown(targets)}, and they have to be names of modules")
+                raise ValueError(
+                    f"{where} has targets {shown(targets)}, and they have to be names of modules"
+                )
             weights = _object(group["weights"], f"weights of {where}")
             yield Rule(_group_scheme(weights, group.get("format") or said.get("format")), tuple(targets))
 
@@ -150,16 +179,22 @@ def _group_scheme(weights: Entries, form: Any) -> Grouped:
     only: dict[str, Collection[Any]] = {**_WEIGHTS, "num_bits": (2, 4, 8) if packed else (8,)}
     if packed:
         only["type"] = ("int",)
-    _check(weights, only, ("group_size", "block_structure", *_QUANTISING), f"{form} of compressed-tensors")
+    _check(
+        weights, only, ("group_size", "block_structure", *_QUANTISING), f"{form} of compressed-tensors"
+    )
     strategy = weights.get("strategy")
     group = weights.get("group_size")
     if strategy is None:
         strategy = "tensor" if group is None else "channel" if group == -1 else "group"
     by_index = weights.get("actorder") in ("group", "dynamic", True)
     if by_index and strategy != "group":
-        raise ValueError(f"{WHERE} has actorder {weights['actorder']!r}, which is of groups, not of a {strategy}")
+        raise ValueError(
+            f"{WHERE} has actorder {weights['actorder']!r}, which is of groups, not of a {strategy}"
+        )
     block = _STRATEGIES[strategy.lower()](weights)
-    types = {"int": (torch.int8,), "float": FLOAT8}.get(str(weights.get("type")).lower(), (torch.int8, *FLOAT8))
+    types = {"int": (torch.int8,), "float": FLOAT8}.get(
+        str(weights.get("type")).lower(), (torch.int8, *FLOAT8)
+    )
     symmetric = weights.get("symmetric") is not False
     return Grouped(_number(weights, "num_bits"), block, packed, types, symmetric, by_index)
 
@@ -168,7 +203,9 @@ def _gptq(said: Entries) -> Iterator[Rule]:
     _check_dynamic(said)
     forms = {str(one).lower() for key in _GPTQ_FORMATS if (one := said.get(key))}
     if len(forms) > 1:
-        raise ValueError(f"{WHERE} has both formats of GPTQ, {' and '.join(sorted(forms))}; which is it?")
+        raise ValueError(
+            f"{WHERE} has both formats of GPTQ, {' and '.join(sorted(forms))}; which is it?"
+        )
     offset = 0 if forms == {"gptq_v2"} else 1
     bits = _number(said, "bits")
     group = _number(said, "group_size", all_in_one=True)
@@ -198,7 +235,9 @@ def _bitsandbytes(said: Entries) -> Iterator[Rule]:
     bits = {size for size in (4, 8) if said.get(f"load_in_{size}bit") or said.get(f"_load_in_{size}bit")}
     if len(bits) != 1:
         raise ValueError(f"{WHERE} of bitsandbytes should have either load_in_4bit or load_in_8bit true")
-    yield Rule(Int8() if bits == {8} else FourBits(str(said.get("bnb_4bit_quant_type") or "fp4").lower()))
+    yield Rule(
+        Int8() if bits == {8} else FourBits(str(said.get("bnb_4bit_quant_type") or "fp4").lower())
+    )
 
 
 _ACTIVATIONS = ("input_activations", "output_activations")
@@ -221,13 +260,42 @@ _QUANTISING = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 _GPTQ_FORMATS = ("checkpoint_format", "format")
 # What GPTQ's and AWQ's own software, and AutoRound's, say of the way to the numbers and of kernels.
 _WAY_TO_CODES = (
-    *("group_size", "sym", "lm_head", "meta", "backend", "dynamic", "modules_in_block_to_quantize", "provider"),
-    *("damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "act_group_aware", "mse", "quantizer"),
-    *("tokenizer", "dataset", "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block"),
+    *(
+        "group_size",
+        "sym",
+        "lm_head",
+        "meta",
+        "backend",
+        "dynamic",
+        "modules_in_block_to_quantize",
+        "provider",
+    ),
+    *(
+        "damp_percent",
+        "damp_auto_increment",
+        "static_groups",
+        "true_sequential",
+        "act_group_aware",
+        "mse",
+        "quantizer",
+    ),
+    *(
+        "tokenizer",
+        "dataset",
+        "model_seqlen",
+        "block_name_to_quantize",
+        "module_name_preceding_first_block",
+    ),
     *("batch_size", "pad_token_id", "max_input_length", "cache_block_outputs", "model_name_or_path"),
     *("model_file_base_name", "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config"),
     *("v2", "v2_alpha", "v2_memory_device", "hyb_act", "parallel_packing", "device", "uri", "pack_impl"),
-    *("amp", "autoround_version", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input"),
+    *(
+        "amp",
+        "autoround_version",
+        "enable_minmax_tuning",
+        "enable_norm_bias_tuning",
+        "enable_quanted_input",
+    ),
     *(
         "gradient_accumulate_steps",
         "iters",
@@ -247,8 +315,21 @@ _WAY_TO_CODES = (
         "to_quant_block_names",
         "not_use_best_mse",
     ),
-    *("quant_block_list", "supported_types", "static_kv_dtype", "static_attention_dtype", "dynamic_max_gap", "nblocks"),
-    *("static_kv_granularity", "static_attention_granularity", "quant_lm_head", "enable_quanted_input", "sampler"),
+    *(
+        "quant_block_list",
+        "supported_types",
+        "static_kv_dtype",
+        "static_attention_dtype",
+        "dynamic_max_gap",
+        "nblocks",
+    ),
+    *(
+        "static_kv_granularity",
+        "static_attention_granularity",
+        "quant_lm_head",
+        "enable_quanted_input",
+        "sampler",
+    ),
 )
 METHODS: Mapping[str, Method] = {
     "fp8": Method(
@@ -259,13 +340,26 @@ METHODS: Mapping[str, Method] = {
             "scale_fmt": ("float", "ue8m0"),
             "expert_dtype": ("fp8",),
         },
-        ("weight_block_size", "dequantize", "modules_to_not_convert", "modules_to_convert", "ignored_layers"),
+        (
+            "weight_block_size",
+            "dequantize",
+            "modules_to_not_convert",
+            "modules_to_convert",
+            "ignored_layers",
+        ),
     ),
     "compressed-tensors": Method(
         _compressed_tensors,
         {"format": (*_FORMATS, "mixed-precision"), "transform_config": (), "moe_sparsity_config": ()},
         (
-            *("config_groups", "sparsity_config", "ignore", "kv_cache_scheme", "quantization_status", "version"),
+            *(
+                "config_groups",
+                "sparsity_config",
+                "ignore",
+                "kv_cache_scheme",
+                "quantization_status",
+                "version",
+            ),
             *("global_compression_ratio", "run_compressed", "dequantize", "use_optimized_inference"),
         ),
     ),

@@ -9,7 +9,15 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from surgeon.models.weights.quantised.matrix import FLOATS, INDICES, Along, Arrangement, PartSpec, Quantised, Scheme
+from surgeon.models.weights.quantised.matrix import (
+    FLOATS,
+    INDICES,
+    Along,
+    Arrangement,
+    PartSpec,
+    Quantised,
+    Scheme,
+)
 from surgeon.models.weights.quantised.unpack import WORD, codes_of, scaled
 from surgeon.models.weights.store import Tensors
 

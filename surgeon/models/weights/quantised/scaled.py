@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from surgeon.errors import shown
-from surgeon.models.weights.quantised.matrix import FLOATS, INDICES, Along, Arrangement, PartSpec, Quantised, Scheme
+from surgeon.models.weights.quantised.matrix import (
+    FLOATS,
+    INDICES,
+    Along,
+    Arrangement,
+    PartSpec,
+    Quantised,
+    Scheme,
+)
 from surgeon.models.weights.quantised.unpack import WORD, codes_of, mxfp4, scaled, scales_of
 from surgeon.models.weights.store import Tensors
 
@@ -33,7 +41,9 @@ Block = tuple[int, int]  # rows and columns with one scale; 0 for all of them
 def grid_of(block: Block) -> tuple[Along | None, Along | None]:
     """Place a matrix's rows and columns in a grid of scales; nowhere, where there is one for all of them."""
     rows, columns = block
-    return Along(0, Fraction(1, rows)) if rows else None, Along(1, Fraction(1, columns)) if columns else None
+    return Along(0, Fraction(1, rows)) if rows else None, Along(
+        1, Fraction(1, columns)
+    ) if columns else None
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,9 @@ class Fp8(Scheme):
         exponents = (torch.float8_e8m0fnu, torch.uint8)
         parts = {ending: PartSpec() for ending in matrix.parts.keys() & set(ACTIVATIONS)} | {
             WEIGHT: PartSpec(FLOAT8, (ROWS, Along(1))),
-            self.needed[1]: PartSpec((*FLOATS, *exponents), grid_of(self.block), ones_follow=not any(self.block)),
+            self.needed[1]: PartSpec(
+                (*FLOATS, *exponents), grid_of(self.block), ones_follow=not any(self.block)
+            ),
         }
         return Arrangement(matrix.size(WEIGHT, 2), WEIGHT, parts)
 
@@ -99,7 +111,13 @@ class Grouped(Scheme):
     @property
     def description(self) -> str:
         rows, columns = self.block
-        where = f"blocks of {rows} x {columns}" if rows > 1 else f"groups of {columns}" if columns else "rows"
+        where = (
+            f"blocks of {rows} x {columns}"
+            if rows > 1
+            else f"groups of {columns}"
+            if columns
+            else "rows"
+        )
         return f"{self.bits} bits {f'in {where}' if rows else 'with one scale'} (compressed-tensors)"
 
     def arrangement(self, matrix: Quantised) -> Arrangement:
@@ -108,7 +126,9 @@ class Grouped(Scheme):
         shape = self._packed_shape(matrix) if self.packed else matrix.size(WEIGHT, 2)
         rows, columns = grid_of(self.block)
         parts = {ending: PartSpec() for ending in matrix.parts.keys() & set(ACTIVATIONS)}
-        parts[self.needed[0]] = PartSpec((torch.int32,) if self.packed else self.types, (ROWS, Along(1, per_word)))
+        parts[self.needed[0]] = PartSpec(
+            (torch.int32,) if self.packed else self.types, (ROWS, Along(1, per_word))
+        )
         if self.packed:
             parts[SHAPE] = PartSpec(INDICES, sizes=((0, 2),))
         sizes: tuple[tuple[int, int], ...] = ()
@@ -125,14 +145,22 @@ class Grouped(Scheme):
             parts[ZEROS] = PartSpec((torch.int32,), (by_row, columns), sizes, loose)
         elif not self.symmetric or ZEROS in matrix.parts:
             below, meaning = (1, "zeros, as symmetric is true") if self.symmetric else (None, "")
-            parts[ZEROS] = PartSpec((*self.types, *FLOATS), (rows, columns), sizes, loose, below, meaning)
+            parts[ZEROS] = PartSpec(
+                (*self.types, *FLOATS), (rows, columns), sizes, loose, below, meaning
+            )
         return Arrangement(shape, SHAPE if self.packed else WEIGHT, parts)
 
     def _packed_shape(self, matrix: Quantised) -> tuple[int, int]:
         """The shape of packed values."""
         said = matrix.tensor(SHAPE).tolist()
-        if not (isinstance(said, list) and len(said) == 2 and all(type(one) is int and one > 0 for one in said)):
-            raise matrix.fault(SHAPE, f"holds {shown(said)}, and should hold the numbers of rows and columns")
+        if not (
+            isinstance(said, list)
+            and len(said) == 2
+            and all(type(one) is int and one > 0 for one in said)
+        ):
+            raise matrix.fault(
+                SHAPE, f"holds {shown(said)}, and should hold the numbers of rows and columns"
+            )
         return said[0], said[1]
 
     def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:

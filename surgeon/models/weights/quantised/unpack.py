@@ -20,7 +20,8 @@ def codes_of(words: Tensor, bits: int, dim: int, places: Sequence[int] | None = 
     Args:
         places: of each element among a word's codes, where they are not in order.
     """
-    parts = words.contiguous().view(torch.uint8).unflatten(-1, (-1, WORD // 8, 1))  # a byte is moved in less time
+    # A byte is moved in less time.
+    parts = words.contiguous().view(torch.uint8).unflatten(-1, (-1, WORD // 8, 1))
     if bits < 8:
         parts = torch.cat([(parts >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], -1)
     codes: Tensor = parts.flatten(-2)
@@ -31,8 +32,10 @@ def codes_of(words: Tensor, bits: int, dim: int, places: Sequence[int] | None = 
 
 def pairs_of(packed: Tensor, table: Tensor, high_first: bool) -> Tensor:
     """Look up the two codes of four bits in each byte, (..., n) to (..., 2 n), in float32."""
-    both = torch.cartesian_prod(table.float(), table.float())  # of every byte, that of its high bits first
-    one = torch.view_as_complex((both if high_first else both.flip(-1)).contiguous())  # two numbers, looked up as one
+    # Of every byte, that of its high bits first.
+    both = torch.cartesian_prod(table.float(), table.float())
+    # Two numbers, looked up as one.
+    one = torch.view_as_complex((both if high_first else both.flip(-1)).contiguous())
     found = torch.view_as_real(one.index_select(0, packed.flatten().int()))
     return found.view(*packed.shape[:-1], -1)
 
@@ -44,7 +47,9 @@ def scales_of(stored: Tensor) -> Tensor:
     return stored.float()
 
 
-def scaled(values: Tensor, scales: Tensor, block: tuple[int, int], zeros: Tensor | None = None) -> Tensor:
+def scaled(
+    values: Tensor, scales: Tensor, block: tuple[int, int], zeros: Tensor | None = None
+) -> Tensor:
     """Compute (values - zeros) * scales of a matrix, in float32, with a scale and a zero point for each of its blocks.
 
     Args:

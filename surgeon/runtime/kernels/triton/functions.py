@@ -22,7 +22,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "tanh_gelu",
     "relu": "relu",
 }  # of gates, by what transformers calls them
-TILE_BYTES = 16384  # of the keys that a program of `attend` has in shared memory at a time, and of the values
+# Of the keys that a program of `attend` has in shared memory at a time, and of the values.
+TILE_BYTES = 16384
 # Keys at a time; a product of matrices has 16 rows and columns at least
 LEAST = 16
 MOST_TOKENS = 64
@@ -95,7 +96,9 @@ class TritonKernels:
         if overlaps:
             self._launching["launch_pdl"] = True
 
-    def launch(self, name: str, grid: tuple[int, ...], arguments: tuple[object, ...], **constants: object) -> None:
+    def launch(
+        self, name: str, grid: tuple[int, ...], arguments: tuple[object, ...], **constants: object
+    ) -> None:
         """Start a kernel; a grid with nothing in it starts none."""
         if 0 not in grid:
             getattr(self._source, name)[grid](*arguments, **constants, **self._launching)
@@ -146,7 +149,8 @@ class TritonKernels:
             CHUNKED=window is not None and window[1],
             CAPPED=softcap is not None,
             SUNK=sinks is not None,
-            IN_FLOAT32=self._interpreted or pair.dtype == torch.float32,  # the interpreter multiplies no bfloat16
+            # The interpreter multiplies no bfloat16.
+            IN_FLOAT32=self._interpreted or pair.dtype == torch.float32,
         )
         return out
 
@@ -221,7 +225,13 @@ class TritonKernels:
         return squares
 
     def norm(
-        self, x: Tensor, gain: Tensor, shift: Tensor | None, epsilon: float, centred: bool, added: Tensor | None = None
+        self,
+        x: Tensor,
+        gain: Tensor,
+        shift: Tensor | None,
+        epsilon: float,
+        centred: bool,
+        added: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """A stream, (T, h), with another one added if there is one, and its norm.
 
@@ -238,7 +248,17 @@ class TritonKernels:
         self.launch(
             "norm",
             (tokens,),
-            (x, more, total, normed, gain, gain if shift is None else shift, epsilon, x.stride(0), more.stride(0)),
+            (
+                x,
+                more,
+                total,
+                normed,
+                gain,
+                gain if shift is None else shift,
+                epsilon,
+                x.stride(0),
+                more.stride(0),
+            ),
             WIDTH=width,
             WIDTH_PADDED=_next_power_of_two(width),
             ADDS=added is not None,
@@ -248,7 +268,9 @@ class TritonKernels:
         )
         return total, normed
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
         """Inputs, (up to FEW tokens, in_features), times a weight, (out_features, in_features), of one piece.
 
         Args:
@@ -261,7 +283,16 @@ class TritonKernels:
         self.launch(
             "product_of_few",
             (-(-len(weight) // self._rows),),
-            (x, weight, weight if bias is None else bias, y, len(weight), inputs, x.stride(0), y.stride(0)),
+            (
+                x,
+                weight,
+                weight if bias is None else bias,
+                y,
+                len(weight),
+                inputs,
+                x.stride(0),
+                y.stride(0),
+            ),
             TOKENS=tokens,
             ROWS=self._rows,
             COLUMNS=min(FEW_COLUMNS[way], _next_power_of_two(inputs)),
@@ -278,9 +309,19 @@ class TritonKernels:
         at = x.new_empty(tokens, parts, dtype=torch.int32)
         best = x.new_empty(tokens)
         places = x.new_empty(tokens, dtype=torch.int64)
-        self.launch("highest_of_parts", (tokens, parts), (x, values, at, x.stride(0), width), PARTS=parts, COLUMNS=PART)
         self.launch(
-            "highest_part", (tokens,), (values, at, best, places), PARTS=parts, PARTS_PADDED=_next_power_of_two(parts)
+            "highest_of_parts",
+            (tokens, parts),
+            (x, values, at, x.stride(0), width),
+            PARTS=parts,
+            COLUMNS=PART,
+        )
+        self.launch(
+            "highest_part",
+            (tokens,),
+            (values, at, best, places),
+            PARTS=parts,
+            PARTS_PADDED=_next_power_of_two(parts),
         )
         return best, places
 

@@ -102,7 +102,8 @@ def attend(
             key = tl.load(keys + place[:, None] + d[None, :], mask=read, other=0.0)
             scores = product(query, tl.trans(key), IN_FLOAT32) * scale
             if CAPPED:
-                scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))  # softcap * tanh(scores / softcap)
+                # Softcap * tanh(scores / softcap).
+                scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
             scores = tl.where(seen[None, :], scores, -float("inf"))
             higher = tl.maximum(best, tl.max(scores, 1))
             weights = tl.exp(scores - higher[:, None])
@@ -134,9 +135,14 @@ def attend(
                         other=0.0,
                         cache_modifier=".cg",
                     )
-                    high = tl.load(totals + theirs * 2 * GROUP + g, mask=g < GROUP, other=0.0, cache_modifier=".cg")
+                    high = tl.load(
+                        totals + theirs * 2 * GROUP + g, mask=g < GROUP, other=0.0, cache_modifier=".cg"
+                    )
                     weight = tl.load(
-                        totals + (theirs * 2 + 1) * GROUP + g, mask=g < GROUP, other=1.0, cache_modifier=".cg"
+                        totals + (theirs * 2 + 1) * GROUP + g,
+                        mask=g < GROUP,
+                        other=1.0,
+                        cache_modifier=".cg",
                     )
                     higher = tl.maximum(best, high)
                     kept = tl.exp(best - higher)
@@ -197,7 +203,11 @@ def place(
         turns = (d < TURNED)[None, :]
         y = tl.load(source + partner, mask=inside & compared & turns, other=0.0).to(tl.float32)
         if NORMED:
-            y = y * root * tl.load(gain + partner, mask=inside & compared & turns, other=0.0).to(tl.float32)
+            y = (
+                y
+                * root
+                * tl.load(gain + partner, mask=inside & compared & turns, other=0.0).to(tl.float32)
+            )
         cosines = tl.load(cosine + token * TURNED + d, mask=d < TURNED, other=1.0).to(tl.float32)
         sines = tl.load(sine + token * TURNED + d, mask=d < TURNED, other=0.0).to(tl.float32)
         x = tl.where(compared, x * cosines[None, :] + y * sines[None, :], x)
@@ -268,7 +278,9 @@ def norm(
 
 
 @triton.jit
-def gate(wide, out, row_stride, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr):
+def gate(
+    wide, out, row_stride, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr
+):
     """Activated gates times values, (T, width), of both side by side, (T, 2 * width)."""
     wait(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
@@ -348,11 +360,15 @@ def highest_of_parts(
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
-    number = tl.load(x + row * row_stride + column, mask=column < width, other=-float("inf")).to(tl.float32)
+    number = tl.load(x + row * row_stride + column, mask=column < width, other=-float("inf")).to(
+        tl.float32
+    )
     number = tl.where(number != number, float("inf"), number)
     high = tl.max(number, 0)
     tl.store(values + row * PARTS + part, high)
-    tl.store(at + row * PARTS + part, tl.min(tl.where((number == high) & (column < width), column, width), 0))
+    tl.store(
+        at + row * PARTS + part, tl.min(tl.where((number == high) & (column < width), column, width), 0)
+    )
 
 
 @triton.jit

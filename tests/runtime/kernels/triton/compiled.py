@@ -25,11 +25,17 @@ def compiled(kernel: object, capability: int, tensors: dict[str, str], **constan
     names = kernel.arg_names
     scalars = {"scale": "fp32", "softcap": "fp32", "epsilon": "fp32"}
     types = {
-        name: "constexpr" if name in constants else f"*{tensors[name]}" if name in tensors else scalars.get(name, "i32")
+        name: "constexpr"
+        if name in constants
+        else f"*{tensors[name]}"
+        if name in tensors
+        else scalars.get(name, "i32")
         for name in names
     }
     # As they are for the shapes that models have: addresses and most strides are multiples of 16.
-    aligned = [at for at, name in enumerate(names) if name in tensors or name.endswith(("stride", "width"))]
+    aligned = [
+        at for at, name in enumerate(names) if name in tensors or name.endswith(("stride", "width"))
+    ]
     made = triton.compile(
         ASTSource(
             kernel,
@@ -40,7 +46,12 @@ def compiled(kernel: object, capability: int, tensors: dict[str, str], **constan
         target=GPUTarget("cuda", capability, 32),
     )
     waits = made.asm["ptx"].count("griddepcontrol.wait") == constants["OVERLAPS"]
-    print(kernel.__name__, made.metadata.shared, "cp.async" in made.asm["ptx"], len(made.asm["cubin"]) > 0 and waits)
+    print(
+        kernel.__name__,
+        made.metadata.shared,
+        "cp.async" in made.asm["ptx"],
+        len(made.asm["cubin"]) > 0 and waits,
+    )
 
 
 def main(capability: int, dtype: str) -> None:
@@ -73,7 +84,8 @@ def main(capability: int, dtype: str) -> None:
         IN_FLOAT32=dtype == "fp32",
     )
     placed = {**cache, "qkv": dtype, "gain": dtype, "cosine": dtype, "sine": dtype, "squares": "fp32"}
-    for cached, places in ((8, "i64"), (0, dtype)):  # where nothing is cached there are no places, but another tensor
+    # Where nothing is cached there are no places, but another tensor.
+    for cached, places in ((8, "i64"), (0, dtype)):
         compiled(
             source.place,
             capability,
@@ -91,14 +103,31 @@ def main(capability: int, dtype: str) -> None:
     squares = {"qkv": dtype, "squares": "fp32"}
     compiled(source.mean_squares, capability, squares, QUERIES=4096, KEYS=1024, PADDED=4096)
     streams = dict.fromkeys(("x", "added", "total", "normed", "gain", "shift"), dtype)
-    compiled(source.norm, capability, streams, WIDTH=5120, WIDTH_PADDED=8192, ADDS=True, CENTRED=True, SHIFTED=True)
+    compiled(
+        source.norm,
+        capability,
+        streams,
+        WIDTH=5120,
+        WIDTH_PADDED=8192,
+        ADDS=True,
+        CENTRED=True,
+        SHIFTED=True,
+    )
     for activation in ("silu", "gelu", "tanh_gelu", "relu"):
-        compiled(source.gate, capability, {"wide": dtype, "out": dtype}, ACTIVATION=activation, COLUMNS=1024)
+        compiled(
+            source.gate, capability, {"wide": dtype, "out": dtype}, ACTIVATION=activation, COLUMNS=1024
+        )
     given = dict.fromkeys(("x", "weight", "bias", "y"), dtype)
     compiled(source.product_of_few, capability, given, TOKENS=2, ROWS=2, COLUMNS=1024, BIASED=True)
     parts = {"values": "fp32", "at": "i32"}
     compiled(source.highest_of_parts, capability, {"x": dtype, **parts}, PARTS=63, COLUMNS=2048)
-    compiled(source.highest_part, capability, {"best": dtype, "places": "i64", **parts}, PARTS=63, PARTS_PADDED=64)
+    compiled(
+        source.highest_part,
+        capability,
+        {"best": dtype, "places": "i64", **parts},
+        PARTS=63,
+        PARTS_PADDED=64,
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from surgeon.runtime.kernels.triton.functions import ACTIVATIONS, FEW, Placing, 
 from surgeon.runtime.model.rotary import rotate_
 
 pytest.importorskip("triton", reason="triton is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, where it is infinite
+# Numpy's, where it is infinite.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 4
@@ -45,7 +46,9 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     group=st.integers(1, 5),
     dim=st.sampled_from([8, 20, 64]),
     dtype=DTYPES,
-    window=st.sampled_from([None, None, *((size, chunked) for size in (1, 5, 33, 400) for chunked in (False, True))]),
+    window=st.sampled_from(
+        [None, None, *((size, chunked) for size in (1, 5, 33, 400) for chunked in (False, True))]
+    ),
     cap=st.sampled_from([None, 2.0]),
     scale=st.sampled_from([None, 0.3]),
     sunk=st.booleans(),
@@ -69,14 +72,19 @@ def test_attend(
     order = torch.randperm(len(starts) * width, device=DEVICE)
     tables = order.view(len(starts), width)
     written = drawn(2 * kv_heads, len(starts) * width * BLOCK, dim, dtype=dtype)
-    pair, queries = torch.full_like(written, torch.nan), drawn(len(starts), kv_heads * group, dim, dtype=dtype)
+    pair, queries = (
+        torch.full_like(written, torch.nan),
+        drawn(len(starts), kv_heads * group, dim, dtype=dtype),
+    )
     sinks, expected = drawn(kv_heads * group, dtype=torch.float32), []
     for table, length, query in zip(tables, lengths, queries, strict=True):
         at = torch.arange(length, device=DEVICE)
         places = table[at // BLOCK] * BLOCK + at % BLOCK
         pair[:, places] = written[:, places]
         keys, values = written[:, places].double().chunk(2)
-        scores = query.double().view(kv_heads, group, dim) @ keys.mT * (dim**-0.5 if scale is None else scale)
+        scores = (
+            query.double().view(kv_heads, group, dim) @ keys.mT * (dim**-0.5 if scale is None else scale)
+        )
         if cap is not None:
             scores = cap * (scores / cap).tanh()
         if window is not None:
@@ -87,7 +95,9 @@ def test_attend(
         expected.append((scores.softmax(-1)[..., :length] @ values).flatten())
     arrived = torch.zeros(len(starts) * kv_heads, dtype=torch.int32, device=DEVICE)
     texts = TextBlocks(tables, torch.tensor(starts, device=DEVICE), arrived)
-    found = kernels(programs).attend(queries, pair, texts, BLOCK, scale, window, cap, sinks if sunk else None)
+    found = kernels(programs).attend(
+        queries, pair, texts, BLOCK, scale, window, cap, sinks if sunk else None
+    )
     assert found.dtype == dtype
     assert close(found, torch.stack(expected))
     assert not arrived.any()
@@ -128,7 +138,11 @@ def test_place(
         angles = drawn(tokens, 1, width, dtype=dtype), drawn(tokens, 1, width, dtype=dtype)
     pair = drawn(2 * kv_heads, 11, dim, dtype=dtype)
     places, kept = torch.randperm(11, device=DEVICE)[:tokens], pair.clone()
-    squares = kernels(programs).mean_squares(wide, heads * dim, kv_heads * dim) if normed == "together" else None
+    squares = (
+        kernels(programs).mean_squares(wide, heads * dim, kv_heads * dim)
+        if normed == "together"
+        else None
+    )
     turned_there = wide.clone()[:, : count * dim].unflatten(1, (count, dim))
     queries = kernels(programs).place(qkv, heads, Placing(gain, 1e-6, angles, squares), places, pair)
     expected = qkv.double()
@@ -146,7 +160,9 @@ def test_place(
     others = torch.tensor([place for place in range(11) if place not in places.tolist()], device=DEVICE)
     assert torch.equal(pair[:, others], kept[:, others])
     assert torch.equal(wide, before)
-    kernels(programs).place_(turned_there[:, : heads + kv_heads], Placing(gain, 1e-6, angles, squares), heads)
+    kernels(programs).place_(
+        turned_there[:, : heads + kv_heads], Placing(gain, 1e-6, angles, squares), heads
+    )
     assert close(turned_there, expected)
     kernels(programs).keep(turned_there[:, heads:], places, kept)
     assert torch.equal(kept, pair)
@@ -168,7 +184,9 @@ def test_norm(
     """Of a stream or a sum, which is rounded first; gains may have more digits (Gemma's 1 + w)."""
     x, added = drawn(tokens, width + 5, dtype=dtype)[:, :width], drawn(tokens, width, dtype=dtype)
     gain, shift = (drawn(width, dtype=torch.float32 if wider else dtype) for _ in range(2))
-    total, normed = kernels().norm(x, gain, shift if shifted else None, 1e-5, centred, added if adds else None)
+    total, normed = kernels().norm(
+        x, gain, shift if shifted else None, 1e-5, centred, added if adds else None
+    )
     assert close(total, x.double() + added.double() if adds else x.double())
     value = total.double()
     if centred:
@@ -180,7 +198,12 @@ def test_norm(
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @few
-@given(tokens=st.integers(1, 3), width=st.integers(1, 1500), scale=st.sampled_from([1.0, 40.0]), dtype=DTYPES)
+@given(
+    tokens=st.integers(1, 3),
+    width=st.integers(1, 1500),
+    scale=st.sampled_from([1.0, 40.0]),
+    dtype=DTYPES,
+)
 def test_gate(name: str, tokens: int, width: int, scale: float, dtype: torch.dtype) -> None:
     """Far from 0 too, where exp would be infinite or nothing."""
     wide = drawn(tokens, 2 * width, dtype=dtype)
@@ -199,7 +222,9 @@ def test_gate(name: str, tokens: int, width: int, scale: float, dtype: torch.dty
     given_room=st.booleans(),
     dtype=DTYPES,
 )
-def test_product(tokens: int, inputs: int, outputs: int, biased: bool, given_room: bool, dtype: torch.dtype) -> None:
+def test_product(
+    tokens: int, inputs: int, outputs: int, biased: bool, given_room: bool, dtype: torch.dtype
+) -> None:
     """Inputs may lie apart, and outputs may be written to memory that lies apart, of which nothing else is touched."""
     x, weight = drawn(tokens, inputs + 7, dtype=dtype)[:, :inputs], drawn(outputs, inputs, dtype=dtype)
     bias = drawn(outputs, dtype=dtype) if biased else None
@@ -217,7 +242,9 @@ def test_highest(rows: int, width: int, dtype: torch.dtype) -> None:
     x = drawn(rows, width + 1, dtype=dtype)[:, :width]
     best, places = kernels().highest(x)
     assert torch.equal(best, x.amax(-1))
-    assert places.tolist() == [row.tolist().index(high) for row, high in zip(x, best.tolist(), strict=True)]
+    assert places.tolist() == [
+        row.tolist().index(high) for row, high in zip(x, best.tolist(), strict=True)
+    ]
     x[-1, width // 2] = torch.nan
     assert kernels().highest(x)[0].isfinite().tolist() == [True] * (rows - 1) + [False]
     x[:] = -torch.inf

@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-SHARED = 99 * 1024  # bytes of shared memory that a program can have on the smallest of these GPUs (8.6, 8.9)
+# Bytes of shared memory that a program can have on the smallest of these GPUs (8.6, 8.9).
+SHARED = 99 * 1024
 
 
 @pytest.mark.thorough
@@ -29,6 +30,14 @@ def test_kernels_compile(capability: int, dtype: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line.split() for line in done.stdout.splitlines()]
     others = "product_of_few", "highest_of_parts", "highest_part"
-    assert [name for name, *_ in rows] == ["attend", "place", "place", "mean_squares", "norm", *["gate"] * 4, *others]
+    assert [name for name, *_ in rows] == [
+        "attend",
+        "place",
+        "place",
+        "mean_squares",
+        "norm",
+        *["gate"] * 4,
+        *others,
+    ]
     assert all(int(shared) <= SHARED and made == "True" for _, shared, _, made in rows)
     assert rows[0][2] == "True"
