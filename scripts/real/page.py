@@ -103,8 +103,11 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
             for stage, line in zip(STAGES, ("--", "-"), strict=True):
                 points = sorted(points_of(found[found["stage"] == stage]))
                 if points:
-                    label = method if stage == found["stage"].iloc[-1] else None
-                    filled = colour if stage == "healed" else "white"
+                    healed = stage == "healed"
+                    if healed:
+                        filled = colour
+                    else:
+                        filled = "white"
                     panel.plot(
                         *zip(*points, strict=True),
                         line,
@@ -112,8 +115,9 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
                         ms=5,
                         mfc=filled,
                         color=colour,
-                        label=label,
+                        label=method if healed else None,
                     )
+        panel.locator_params("x", nbins=5)
         panel.set_yscale("log")
         low, high = panel.get_ylim()
         panel.set_yticks([tick for tick in TICKS if low < tick < high], minor=False)
