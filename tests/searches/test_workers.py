@@ -24,8 +24,8 @@ from pathlib import Path
 from surgeon.searches.workers import given_to_worker
 index, given = given_to_worker()
 folder, what = Path(given["folder"]), given["what"]
-(folder / str(index)).write_text(" ".join([os.environ["OMP_NUM_THREADS"], what, *sys.argv[1:]]))
-try:
+try:  # whoever sees the file may interrupt
+    (folder / str(index)).write_text(" ".join([os.environ["OMP_NUM_THREADS"], what, *sys.argv[1:]]))
     if what == "sleep": time.sleep(60)
     if what == "fail" and index == 2: sys.exit("error: no such model")
 except KeyboardInterrupt:
