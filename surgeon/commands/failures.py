@@ -13,7 +13,6 @@ from pathlib import Path
 from surgeon.errors import full_place, is_full_disk, is_out_of_memory
 
 MENDABLE = 1
-USAGE = 2
 INTERNAL = 70
 INTERRUPTED = 130
 CLOSED_PIPE = 141

@@ -19,7 +19,6 @@ times in seconds. Types validate files; hardware made in code is not checked aga
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
@@ -325,20 +324,6 @@ SUFFIX = ".yaml"
 def known_hardware() -> list[str]:
     """List the hardware described in files of this package."""
     return sorted(path.stem for path in MACHINES.glob(f"*{SUFFIX}"))
-
-
-def hardware_of(device: str) -> str | None:
-    """Name the description of a GPU by its driver's name for it ("NVIDIA H100 80GB HBM3"); None without one.
-
-    Of chips that also come on cards, the names of cards say so (PCIe, NVL); laptops' are others.
-    """
-    words = {*re.split(r"[^a-z0-9]+", device.lower())}
-    for name in known_hardware():
-        parts = {*name.split("-")}
-        is_card = bool(words & {"pcie", "nvl"})
-        if parts - {"sxm"} <= words and not ("sxm" in parts and is_card) and "laptop" not in words:
-            return name
-    return None
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:

@@ -11,7 +11,6 @@ from surgeon.cost.hardware import (
     MACHINES,
     Hardware,
     Interconnect,
-    hardware_of,
     known_hardware,
     load_hardware,
 )
@@ -91,26 +90,3 @@ def test_nvlink_is_the_first_link_and_faster_than_none(name: str) -> None:
     rings = replace(off, algorithms=tuple(one for one in off.algorithms if one.kind != "sharp"))
     assert fastest(hardware.link()) > 4 * fastest(rings)
     assert fastest(hardware.link()) > fastest(hardware.link(between_nodes=True))
-
-
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA H100 NVL", None),
-        ("NVIDIA H200", "h200-sxm"),
-        ("NVIDIA A100-SXM4-80GB", "a100-sxm"),
-        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", None),
-        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA RTX A6000", "rtx-a6000"),
-        ("NVIDIA B200", "b200-sxm"),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("NVIDIA GeForce RTX 3080", None),
-    ],
-)
-def test_gpus_are_known_by_what_drivers_call_them(device: str, name: str | None) -> None:
-    assert hardware_of(device) == name
