@@ -123,7 +123,7 @@ class Model(StoredModel):
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer, every token of which has a row in the embedding."""
-        # Takes transformers' tokenizers, which take a second.
+        # Importing transformers' tokenizers takes a second.
         from surgeon.checkpoint.texts import open_tokenizer
 
         return open_tokenizer(self)

@@ -20,7 +20,7 @@ from surgeon.language.operations.within import changed_within
 from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes
 
-# Unless others are asked for.
+# The maps of a scan that names none.
 SCANNED = tuple(name for name, heatmap in HEATMAPS.items() if heatmap.paper)
 ALL = "all"
 

@@ -84,7 +84,7 @@ def most_important(
 ) -> FactorSource | None:
     """The source of units of programs that are measured on a text: those that matter most on it, by Wanda."""
     own: Program = vars(model).get("own_program") or program_of(model)
-    # As narrow: there is nothing to choose.
+    # Layers stored as narrow as asked leave nothing to choose.
     stored = {(one.parts[0], one.width) for one in own.sublayers()}
     sublayers = (one for program in programs for one in program.sublayers() if one.width is not None)
     narrowed = {one.parts[0] for one in sublayers if (one.parts[0], one.width) not in stored}

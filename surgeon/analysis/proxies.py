@@ -31,7 +31,7 @@ from surgeon.language.operations.declare import HEATMAPS
 from surgeon.quality.summary import Values
 
 DAMAGES = ("divergence", "log_perplexity_ratio")
-# Of sensitivity.csv.
+# Columns of sensitivity.csv.
 PAIR_COLUMNS = ("bound", "relative_bound", "relative_first_order", "relative_error")
 LAYER_SUMS = ("block_influence", "attention_size", "mlp_size")
 

@@ -77,7 +77,7 @@ def pair_terms(
     update = passed.update
     in_sequence = walk.dense_layer(following, passed.after)
     attention_at_x = walk.attention(following, x)
-    # What the feed-forwards of the LP pair read.
+    # The input of both feed-forwards of the LP pair.
     shared = x if walk.reads_same else passed.middle + attention_at_x
 
     attention = partial(walk.attention, following)
@@ -329,7 +329,7 @@ class Lanczos:
         """
         dims = (-1,) if by_token else tuple(range(point.dim()))
         size = point.shape[-1] if by_token else point.numel()
-        # Of one risk for all blocks.
+        # All blocks share one risk.
         exponent = math.log(1.648 * math.sqrt(size) * (point.numel() // size) / _RISK)
         enough = math.ceil((exponent / math.sqrt(1 - (1 + self.tolerance) ** -2) + 1) / 2)
         iterations = min(enough, self.iterations)

@@ -304,7 +304,7 @@ class _Work:
         if not np.isfinite(reference.nll()).all():
             again = ProgramRun(self.model, self.program, windows.ids)
             for node in self.program.nodes:
-                # Says of which matrix the inputs are not finite.
+                # Raises with the name of the matrix whose inputs are not finite.
                 _whitenings(again, matrices_in(node, self.all))
             raise ValueError(HEAD_NOT_FINITE)
         return reference

@@ -21,7 +21,7 @@ from surgeon.language.yaml import read_yaml
 from surgeon.words import first_few
 
 GENERATION = "generation_config.json"
-# Of which GGUF file a folder was made (its name, SHA-256, types), and its files.
+# The GGUF file that a folder was made of (name, SHA-256, types), and the folder's files.
 GGUF_RECORD = "gguf.json"
 REPORT_FILE = "surgeon.json"  # in which a checkpoint says what it was made of
 CODAS = "codas"  # where racks' codas lie (see codas.py)

@@ -199,7 +199,7 @@ def _tensor_names(one: Surgery) -> dict[str, str]:
     names = one.stored.weights.names
     embedding = f"{family.embedding}.weight"
     head = f"{family.head}.weight"
-    # Whatever name they are stored under.
+    # Files may store either under the other's name.
     alike = {names.of(head): head, names.of(embedding): names.own(embedding)}
     pattern = re.compile(rf"{re.escape(names.layers)}(\d+)\.(.+)")
     found = {}

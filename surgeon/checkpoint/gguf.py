@@ -239,7 +239,7 @@ def _config_of(
     family_named(entries["model_type"])
     entries.pop("_model_name_or_path", None)
     entries = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | entries
-    # Which may lie in another part than the first.
+    # The output head may lie in another part than the first.
     entries["tie_word_embeddings"] = "output.weight" not in tensors
     mapping: Any = GGUF_TO_TRANSFORMERS_MAPPING["config"]
     read = {key for group in mapping.values() for key in group}

@@ -96,7 +96,7 @@ def _is_quality(value: Any) -> bool:
     return all(number is None or type(number) in (int, float) for number in numbers)
 
 
-# By kind and number of a stored layer: the original's layers.
+# The original's layers, by kind and number of a stored layer.
 Whose = dict[tuple[str, int], tuple[int, ...]]
 
 

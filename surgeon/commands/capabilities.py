@@ -61,7 +61,7 @@ ADAPTER_RANK = 16
 PAIRS = "lp"
 FACTORS = "lowrank"  # maps
 
-# What there is to say of what works, with the memory that it takes.
+# A statement on something that works, perhaps with the memory that it takes.
 Said = str | tuple[str, float] | Verdict
 Question = tuple[str, Callable[[], Said]]
 
@@ -237,7 +237,7 @@ class Capabilities:
 
     def _form(self, program: Program) -> str:
         layout = layout_of(self.model, program)
-        # Which refuses those that are none of it.
+        # The form refuses layouts that it cannot store.
         layout.form.tensors(self.model, layout, None, RandomFactors("meta"))
         return f"{layout.form} form"
 

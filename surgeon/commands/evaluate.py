@@ -117,7 +117,7 @@ def evaluate(
     if data is not None and against is not None:
         original = open_edited(against)
     elif data is not None and candidate.asked is not None and candidate.model.own is not None:
-        # It runs a program itself, not the stored layers.
+        # A checkpoint with a program of its own runs that, and not its stored layers.
         original = EditedModel(candidate.model.name, candidate.model)
     positions = candidate.model.positions
     asked = None

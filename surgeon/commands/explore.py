@@ -61,7 +61,7 @@ def explore(
         )
     begun = time.monotonic()
     opened = open_model(model)
-    # What a model can spare is another thing on every kind of text.
+    # A model can spare other layers on other kinds of text.
     if data is None and opened.name != DEMO:
         raise ValueError(
             f"no text was given to explore {opened.name} on; give one of the kind that the model is for, a few pages "

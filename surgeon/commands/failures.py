@@ -88,7 +88,7 @@ def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     lines = str(error).strip().splitlines()
-    # Of another process: its last line is the error.
+    # A traceback of another process ends in the error.
     if any(line.startswith("Traceback ") for line in lines):
         lines = lines[-1:]
     return " ".join(" ".join(lines).split()) or type(error).__name__

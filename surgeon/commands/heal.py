@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from surgeon.training.self_text import SelfText
     from surgeon.training.settings import TrainSettings
 
-# Of the streams beside the logits: in three of three edits it left a lower divergence than 1.
+# Weight of the streams beside the logits: in three of three edits it left a lower divergence than 1.
 HIDDEN_WEIGHT = 10.0
 
 

@@ -38,7 +38,7 @@ def sweep_cells(
 ) -> list[SweepCell]:
     """Predict all candidates for all combinations; arguments as of `predict`, `load` is prompt and new tokens."""
     deployment = ranks if isinstance(ranks, Deployment) else Deployment(ranks)
-    # As its weights have it.
+    # The default is the dtype of the weights.
     dtype = deployment.dtype or hardware.dtype(candidates[0].model.shapes.dtype)
     positions = min(candidate.model.positions for candidate in candidates)
     workload = Workload.within(positions, 1, *load)

@@ -99,7 +99,7 @@ from surgeon.threads import wait_asleep
 DEFAULT_STUDY = "search"
 HEALED = "healed"  # folder of checkpoints of finalists
 SEARCH_FORMAT = 3  # of studies; those of 0.2.0 say none, and are begun anew
-# Not from the current folder, in which anything may lie.
+# -P imports nothing from the current folder, in which anything may lie.
 WORKER = ("-P", "-m", "surgeon.commands.searching")
 
 
@@ -209,7 +209,7 @@ def _text_before_rest(model: str | Path | Model, options: Question) -> Question:
     if options.holdout is not None or options.holdout_data is not None:
         return options
     opened = open_model(model)
-    # What others decomposed is known by its tensors, and refused before a text is read.
+    # Models that others decomposed are recognised by their tensors, and refused before a text is read.
     options.mixture(opened)
     data = DEMO if options.data is None else options.data
     window = window_for(opened.config, options.window)

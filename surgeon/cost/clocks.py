@@ -88,7 +88,7 @@ class Costs(Protocol):
         """The reduction of a part, as each rank of a group sees it; nothing where ranks do not wait for each other."""
 
 
-# When a rank can read the result of a collective, and when it has it by its own line.
+# Times at which a rank can read a collective's result: by the shared channel, and by its own line.
 Arrival = tuple[float, float]
 
 

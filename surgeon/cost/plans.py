@@ -24,7 +24,7 @@ from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import Plan
 
 PLANS = 16  # plans of which it is remembered what is the same for all batches
-# Of a device's memory, an estimate; the rest is the driver's, the libraries' and lost between tensors.
+# Usable share of a device's memory, an estimate; driver, libraries and gaps between tensors take the rest.
 USABLE = 0.92
 _footprint = lru_cache(maxsize=PLANS)(footprint)
 

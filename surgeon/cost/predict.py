@@ -145,7 +145,7 @@ def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
     return program, [[(work, number(work)) for work in each] for each in by_rank]
 
 
-# What a rank does of a step, and the collectives inside it.
+# A rank's part of a step, and the collectives inside it.
 Timed = tuple[list[Burst | Transfer], Counts]
 
 

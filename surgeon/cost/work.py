@@ -204,7 +204,7 @@ class RankWork:
         maps = _Maps(self, part, sublayer, work, forward.tokens)
         stream = forward.tokens * self.plan.hidden
         normed = "norm" in self.plan.family.spec(sublayer.kind, sublayer.layers[0]).stream_norms
-        # To the stream, which is read and written, too.
+        # Adding to the stream reads and writes it, too.
         adds = self.adding and normed and part is work.parts[0]
         items: list[Item] = [self.numbers.copy("norm", (4 if adds else 2) * stream)] if normed else []
         if sublayer.kind == ATTENTION:

@@ -33,7 +33,7 @@ from surgeon.models.families import FAMILIES, Family, family_of
 from surgeon.models.families.fused import FUSED, POSITIONS
 from surgeon.models.weights import ModelWeights, packed
 
-# What configurations call having them.
+# Entries by which configurations say that there are biases.
 BIAS_SWITCHES = ("attention_bias", "use_bias", "bias", "enable_bias")
 # How many sublayers of each kind lie side by side in a layer of a fused checkpoint.
 Parts = dict[str, int]
@@ -101,7 +101,7 @@ def _config_of(stored: StoredModel, program: Program) -> Any:
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
     said = stored.config.to_dict()
     for key, value in fused_config(family, config, layout, shapes).items():
-        # As transformers reads it, or as it is stored.
+        # The value may stand as transformers reads it, or as it is stored.
         if value not in (said.get(key), checkpoint.config.get(key)):
             reason = f"{family.name} would have {key}: {value} in the fused form, and config.json has {said.get(key)}"
             raise ValueError(_advice(checkpoint.where, reason))

@@ -57,7 +57,7 @@ _BOTTOM = 40.0
 _WIDEST = 1700.0  # of a file's picture, in points
 POINTS = 72.0  # to the inch
 
-# What is said of each of a line's points.
+# Tips of each of a line's points.
 TIPS: WeakKeyDictionary[Artist, Sequence[str]] = WeakKeyDictionary()
 
 

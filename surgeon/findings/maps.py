@@ -27,7 +27,7 @@ COLOURS = "viridis"
 BEYOND = "#fff6c2"  # paler than the scale's last colour, so that a capped cell is seen to be one
 CAP = 3.0  # colours end at this multiple of the base perplexity, at the latest
 LEAST_CAP = 1.1
-# Where a few cells are beyond the cap, colours tell this share of the cells apart, with some room.
+# Share of the cells that colours tell apart, with some room, if a few cells are beyond the cap.
 MOST = 0.85
 _ROOM = 1.4
 MANY_LAYERS = 48  # beyond, a map needs more room on the page

@@ -50,7 +50,7 @@ _OF_THE_PAGE |= {colour: f"var(--q{number})" for number, colour in enumerate(ORD
 _LEFT_OUT = {"metadata", "style", "clipPath"}
 _UNUSED = {"id", "clip-path", "font-family", "stroke-dashoffset", "width", "height"}
 _SHEET = "#fdfdfc"
-# What XML cannot hold.
+# Characters that XML cannot hold.
 _NO_TEXT = re.compile("[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\ud800-\\udfff\\ufffe\\uffff]")
 _PRECISE = re.compile(r"-?\d+\.\d{3,}")
 
@@ -98,7 +98,7 @@ def inline_svg(figure: Figure, title: str = "", name: str = "", themed: bool = T
         "stroke-linejoin": "round",
     }
     head |= {"role": "img", "aria-label": title} if title else {"aria-hidden": "true", "class": "key"}
-    # Where the cells lie, for the page's script, and which is pointed at.
+    # The page's script needs the places of the cells to find the one under the pointer.
     if figure.axes and figure.axes[0].images:
         box = figure.axes[0].get_position()
         down, across = figure.axes[0].images[0].get_size()

@@ -286,7 +286,7 @@ class RunResult:
 
     def pictures(self) -> dict[str, Picture]:
         """All pictures, by the name of their file without ending; the main one first."""
-        # Who reads results alone does without matplotlib.
+        # Reading results needs no matplotlib.
         from surgeon.findings.drawing import pictures_in
 
         return dict(pictures_in(self.section()))

@@ -21,7 +21,7 @@ from surgeon.quality.summary import Quality
 from surgeon.words import interval, known, number, plural
 
 _INTERVALS = tuple(f"{name}_{end}" for name in ("perplexity", "divergence") for end in ("low", "high"))
-# Of a distillation's loss.
+# Parts of a distillation's loss.
 PARTS = {"logits": "logits' part", "hidden": "hidden states' part", "text": "text's part"}
 UNITS = {"divergence": "divergence (nats per token)", "perplexity": "perplexity"}
 _MOST_BANDS = 3  # curves whose intervals can be told apart as areas

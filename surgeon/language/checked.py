@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from surgeon.errors import did_you_mean, shown
 from surgeon.language.yaml import Path, YamlError, line_of
 
-# Of a model, of a dataclass, of any.
+# Pydantic's errors for unknown keys of a model, of a dataclass, and of other types.
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument", "invalid_key")
 MESSAGES = {
     **dict.fromkeys(UNKNOWN, "unknown key {key}; {known}"),

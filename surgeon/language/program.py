@@ -206,7 +206,7 @@ class Program:
         return _sync_points(self.nodes, ranks)
 
 
-# So that nodes of unedited layers are mostly the same objects, which are soon compared.
+# Cached nodes of unedited layers are mostly the same objects, which compare fast.
 @lru_cache(maxsize=4096)
 def layer_nodes(layer: int, steps_per_layer: int = 2) -> tuple[Node, ...]:
     """The nodes of one unedited layer."""

@@ -10,7 +10,7 @@ FEED_FORWARD = "F"
 KINDS = (ATTENTION, FEED_FORWARD)
 # What each kind's matrices are called, in the order in which a program's text names them.
 ROLES = {ATTENTION: ("q", "g", "k", "v", "o"), FEED_FORWARD: ("gate", "up", "down")}
-# Of experts beside a mixture's, which every token goes through.
+# Matrices of shared experts, which every token goes through.
 SHARED = ("shared_gate", "shared_up", "shared_down")
 NO_AVERAGE = (
     "experts of different layers are not averaged, as each layer's router numbers them by itself; leave some of them "

@@ -273,7 +273,7 @@ class EditedLayers(nn.Module):
     def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
         """Run the program; `arguments` are the decoder's keyword arguments for each attention."""
         cache = next((arguments[-1][name] for name in CACHES if name in arguments[-1]), None)
-        # Which the decoder asks at which position the next token stands.
+        # The decoder asks this cache at which position the next token stands.
         if self.counts_apart and cache is not None:
             nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
             cache.update(nothing, nothing, len(arguments) - 1)

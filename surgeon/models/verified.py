@@ -70,7 +70,7 @@ class VerifiedKeys:
                 f"attentions of {name} cannot be given keys and values from elsewhere, as those of a draft are; take "
                 "it as a model of its own"
             )
-        # Without a configuration: it keeps all of what attentions with a window have.
+        # Without a configuration the cache keeps all tokens of attentions with a window.
         cache = DynamicCache()
         with torch.no_grad():
             found: Tensor = original(input_ids=ids, use_cache=True, past_key_values=cache)[0]

@@ -17,7 +17,7 @@ Entries = dict[str, Any]  # of a config.json
 # What names of tensors begin with, in files and in the text model alone; the first pair that fits counts.
 Prefixes = tuple[tuple[str, str], ...]
 
-# As most checkpoints on the hub have it, and transformers writes it.
+# Most checkpoints on the hub have this prefix, and transformers writes it.
 _BEFORE_ALL = (("language_model.", ""),)
 _INSIDE = (("model.language_model.", "model."), ("lm_head.", "lm_head."))
 # Of the whole model, where config.json says it of the text decoder, too.

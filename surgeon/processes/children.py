@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-# Of an end by SIGKILL that nobody is known to have sent.
+# Explains a SIGKILL that nobody is known to have sent.
 LIKELY_MEMORY = ", as the system does when memory runs out"
 
 
@@ -85,7 +85,7 @@ class Child:
         self.process.kill()
 
     def said(self) -> str:
-        # Its folder may have been removed by now.
+        # The log's folder may have been removed by now.
         with suppress(FileNotFoundError), self._log.open("rb") as file:
             file.seek(self._begin)
             return file.read().decode(errors="replace")

@@ -54,7 +54,7 @@ def whole_file(path: Path, durable: bool = False) -> Iterator[Path]:
             error.filename = str(path)
         raise
     finally:
-        # As of a disk that may only be read, of which the error before says more.
+        # A disk may be read-only, and the earlier error says more of it.
         with suppress(OSError):
             beside.unlink()
 

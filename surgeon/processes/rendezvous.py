@@ -70,7 +70,7 @@ def serve_store(listening: socket.socket, timeout: timedelta = STORE_TIMEOUT) ->
 
 def open_store(torchrun: TorchrunEnvironment) -> PrefixStore:
     """Open the store in this process, as rank 0 does where torchrun has none."""
-    # So that an address that is not this machine's is not taken for a port in use.
+    # Listening first tells an address of another machine from a port in use.
     listen(torchrun).close()
     listening = listen(torchrun, torchrun.port)
     return PrefixStore(
@@ -111,7 +111,7 @@ def unfound(torchrun: TorchrunEnvironment) -> str:
 
 
 Purpose = Literal["lifeline", "commands", "channel"]
-# In the order in which they are made.
+# Connections in the order in which they are made.
 PURPOSES: tuple[Purpose, ...] = ("lifeline", "commands", "channel")
 KEY = "rank0"  # where the store has rank 0's port and the secret
 

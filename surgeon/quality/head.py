@@ -145,7 +145,7 @@ class OutputHead:
             log_p = functional.log_softmax(logits, dim=-1)
             nll[rows] = -log_p.gather(-1, targets[rows, None])[:, 0]
             p = log_p.exp()
-            # It is off by 1e-7 on average, which times the logits biases the divergence.
+            # The sum is off by 1e-7 on average, which times the logits biases the divergence.
             p /= p.sum(-1, keepdim=True)
             entropy = -(p * log_p).sum(-1)
             if self.softcap is None:
@@ -283,7 +283,7 @@ class TextReferences:
         self.sampled = sampled
         self.names = (*_NAMES, _NORMED) if sampled else _NAMES
         self.known = [False] * len(ids)
-        # By window, in one piece each, so that neighbouring windows need no copy.
+        # Tensors of all windows in one piece each, so that neighbouring windows need no copy.
         self.tensors: Tensors = {}
 
     def __getitem__(self, windows: range) -> ReferencePredictions:

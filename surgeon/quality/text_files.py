@@ -193,7 +193,7 @@ def read_json_lines(path: Path, reading: Reading | None = None) -> Iterator[tupl
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
             try:
-                # Where files with such marks have been joined.
+                # Joined files have byte order marks inside.
                 text = line.decode().removeprefix("\ufeff")
                 row = None
                 if text.strip():

@@ -104,7 +104,7 @@ class Conversation(AbstractContextManager["Conversation"]):
     def stop(self) -> None:
         """End the answer after the current pass; from any thread or signal handler."""
         self._stopped = True
-        # By a thread, as what a signal interrupts may be sending to the ranks.
+        # A thread cancels, as the signal may have interrupted a message to the ranks.
         if self._request is not None:
             threading.Thread(target=self.service.cancel, args=(self._request,)).start()
 

@@ -73,7 +73,7 @@ def is_lost(own: Values, best: Values, blocks: int = 1) -> bool:
     return error == 0 or float(stats.t.sf(mean / error, len(above) - 1)) < ALPHA
 
 
-# Of the memory that is free, what states of earlier trials take where no limit is given.
+# Share of the free memory for states of earlier trials if no limit is given.
 KEPT_SHARE = 0.125
 _OVERHEAD = 0.8  # of the room under a limit, what they take by count: the allocator has gaps
 FIRST_TOKENS = {"cpu": 512, "cuda": 8192}  # in the first windows of a race; fewer would run no faster

@@ -52,7 +52,7 @@ from surgeon.searches.terms import Terms, TermsPlan
 PASSES = (Scan, Spectrum, Similarity, Sensitivity)  # that a search has a use for
 MOST_COMPARED = 64  # edits that are known, and run for what they do together
 FEW = 8  # edits of a kind, which are all measured
-# What a layer's leaving takes away.
+# The proxy for leaving out a layer, or its attention or MLP.
 _PARTS = {"": "block_influence", "attention": "attention_size", "mlp": "mlp_size"}
 # Spaces whose layers miss what the one before adds. Ladders miss it, too, but what an order of them by that leaves
 # unmeasured is as good as chance (docs/measured-searches.md), so that all of them are measured.

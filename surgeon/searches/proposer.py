@@ -36,7 +36,7 @@ from surgeon.searches.optimise import (
 from surgeon.searches.terms import Terms
 
 Value = Callable[[Trial], float]
-# What a program of some divergence may be worth; less is better.
+# Rates a program with a predicted divergence; less is better.
 Promise = Callable[[Program, float], float]
 
 _POOL = 60  # candidates of each kind for a goal
@@ -48,11 +48,11 @@ _HOPELESS = 10.0  # times the best: what is worse teaches nothing about where th
 # How many standard deviations below its prediction a candidate is taken for: from trusting the prediction to curiosity.
 _CURIOSITY = (0.0, 0.5, 1.0, 2.0)
 _UNSURE = 8  # trials of a goal, before which none is ruled out
-# Of a prediction: it is not off by more, or choices that break the model would look interesting.
+# Largest error granted to a prediction; with more, choices that break the model would look interesting.
 _TRUSTED = 0.3
 
 
-# What a program costs of each limited quantity; less is better.
+# Costs of a program in each limited quantity; less is better.
 Prices = Callable[[Program], tuple[float, ...]]
 
 ANY = 1e300  # of a price that a goal does not limit
@@ -253,7 +253,7 @@ class Proposer:
         limited = need > 1e-9 * np.abs(self._dense)
         if not limited.any():
             return []
-        # What edits save together need not be the sum of what they save alone.
+        # Savings of edits need not add up.
         for tighter in (1.0, 1.1, 1.25, 1.5):
             savings = Savings(self._savings[:, limited], tighter * need[limited])
             keeping = self._lost_attentions, self.mixture.most_lost

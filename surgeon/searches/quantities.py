@@ -207,7 +207,7 @@ QUANTITIES = {
             measure=lambda found, _: found.divergence,
             divides=False,
         ),
-        # On the text.
+        # Quality on the text.
         Quantity("perplexity", _positive, "{:.4g}".format, measure=lambda found, _: found.perplexity),
     )
 }

@@ -128,7 +128,7 @@ class Question:
         if self.space is not None:
             return self
         usual = usual_spaces({DEEPER if aspect.deep else aspect.name for aspect in self.aspects})
-        # This machine has to be measured first.
+        # Prices on this machine need measurements first.
         pricing = None if self.is_timed_here else self.pricing(model)
         able = []
         for name in usual:

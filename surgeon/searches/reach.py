@@ -173,7 +173,7 @@ def _by_integers(limits: Sequence[Limit], pricing: Pricing, mixture: Mixture) ->
 
 
 LEVELS = 10  # of a cost that is no depth, between the unedited model's and the least that can be reached
-# Of a pass of the model: as long as one of a draft may take, where others are faster.
+# Longest pass of a draft, as a share of the model's, if other drafts are faster.
 _SLOWEST_DRAFT = 0.8
 _TO_LIMIT = 4  # of them, where the cost is limited: as far as the limit
 

@@ -54,7 +54,7 @@ MEASURED = "measured"
 SUBLAYERS = "sublayers"
 _WORST = 100.0  # of a constraint
 _WORST_COST = 1e30  # as Optuna's tools can show it
-# What a sampler without constraints is told of programs outside the budget, beside how far.
+# Added to values of programs outside the budget for samplers without constraints.
 _OUTSIDE = 1e6
 
 
@@ -71,7 +71,7 @@ class Search:
     evaluator: Evaluator
     known_terms: Terms | None = None
     known: Known = field(default_factory=Known)
-    # For threads of one study: one asks or measures.
+    # One thread of a study asks or measures at a time.
     lock: Lock = field(default_factory=Lock, init=False, repr=False)
     # Known so far: trials by what is stored of them; the last round, with the trials that it was made of.
     _trials: dict[tuple[Any, ...], Trial] = field(default_factory=dict, init=False, repr=False)
@@ -378,7 +378,7 @@ class SurgerySampler(BaseSampler):
                 (SOURCE, proposal.source),
                 (LEVEL, proposal.level),
             ):
-                # As Optuna's samplers keep theirs.
+                # Optuna's samplers keep their attributes in the storage, too.
                 study._storage.set_trial_user_attr(trial._trial_id, name, value)
         return self.search.question.mixture.values(proposal.choice)
 

@@ -88,7 +88,7 @@ def open_storage(address: str | None, output: Path) -> StudyStorage:
     """
     if address is None:
         make_folder(output)
-        # Of which a trial costs a 20th of what it costs SQLite.
+        # A trial costs a journal a 20th of the time that it costs SQLite.
         return _open_journal(output / JOURNAL_FILE)
     kind, _, rest = address.partition(":")
     if kind == "journal":

@@ -27,9 +27,9 @@ from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.optimise import Counts, Damage, Flags, Numbers
 
-# Of the original on all of the text, as many sublayers as which all edits together run at most.
+# Limit of all single edits' sublayers, in runs of the original on all of the text.
 _RUNS = 15
-# Of the text, that each of them runs on where there is room: trials correct what these get wrong.
+# Tokens that each single edit runs on if there is room; trials correct its error.
 _TOKENS = 2048
 # Of these, the tokens that covariances are taken over.
 _SAMPLE = 512
@@ -180,7 +180,7 @@ class TermsPlan:
 
     def work(self, ids: Tensor) -> float:
         """Count the sublayers to run, in passes over all of the text."""
-        # Of the text, that is run of each window.
+        # Share of each window that is run.
         part = min(self.tokens(ids), ids.shape[1]) / ids.numel()
         return sum(
             share(programs).total_sublayers * len(run) * part for run, programs in self.runs(ids).items()

@@ -20,7 +20,7 @@ from surgeon.threads import threads_per_rank
 
 Say = Callable[[str], None]
 FOLDER = "workers"  # in the output folder: what they say
-# Of a worker's environment, which others cannot read: addresses may have passwords.
+# Variable of a worker's environment, which others cannot read, as addresses may have passwords.
 GIVEN = "SURGEON_WORKER"
 SECONDS_TO_END = 20.0  # when all is done
 SECONDS_TO_STOP = 10.0  # when they are told to stop
@@ -127,7 +127,7 @@ def interruptible(index: int) -> Iterator[None]:
     if index:
         main = threading.main_thread().ident
         assert main is not None
-        # To that thread, as it may be asleep.
+        # The signal goes to that thread, as it may be asleep.
         when_parent_ends(lambda: signal.pthread_kill(main, signal.SIGINT))
     try:
         yield

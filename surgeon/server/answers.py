@@ -337,7 +337,7 @@ async def _answer(
     choices = Choices(state, body.prompt_field)
     await choices.submit(asks)
     try:
-        # Only now are the prompts known to be what the model takes.
+        # Until here the model might have refused the prompts.
         if body.wanted_prompt_logprobs is not None:
             located = await asyncio.to_thread(
                 lambda: [state.texts.located(prompt) for prompt in prompts]

@@ -282,7 +282,7 @@ class _Server(uvicorn.Server):
         """Limit the wait for answers that are being written at the end."""
         self.config.timeout_graceful_shutdown = seconds
         if not seconds:
-            # What is cut off is meant to be.
+            # Connections are cut off on purpose here.
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
 
     async def on_tick(self, counter: int) -> bool:

@@ -77,7 +77,7 @@ class FormContract:
         )
         model: PreTrainedModel = LlamaForCausalLM(config).eval()
         with torch.no_grad():
-            # So that leaving one out, or taking another layer's, is seen.
+            # Distinct values show a parameter that is left out or taken from another layer.
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn(parameter.shape))
         return model

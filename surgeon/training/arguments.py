@@ -143,7 +143,7 @@ def training_arguments(
                     "sync_each_batch of gradient_accumulation_kwargs"
                 )
         arguments = OneDevice(**given | decided)
-        # By which ZeRO 3 would share out all models that are read, an original, too.
+        # With this config ZeRO 3 would shard every model that is read, an original, too.
         unset_hf_deepspeed_config()
     except (ImportError, TypeError) as error:
         raise ValueError(f"transformers does not take these arguments ({first_line(error)})") from error

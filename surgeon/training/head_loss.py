@@ -363,7 +363,7 @@ class _KnownGradient(torch.autograd.Function):
         kind = stream.device.type
         dtype = weight.dtype
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
-            # Not so with float16: the gradient, which is not scaled yet, would be too small.
+            # float16 is left out, as an unscaled gradient would underflow.
             dtype = torch.bfloat16
         with torch.autocast(kind, enabled=False):
             sums, gradients = _gradients(stream, weight, bias, head, task, dtype, ctx.needs_input_grad)

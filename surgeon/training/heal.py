@@ -116,7 +116,7 @@ def check_shapes(
     Raises:
         ValueError: as the code that trains and writes it.
     """
-    # What an edited checkpoint can become, its own layers say once they are read.
+    # An edited checkpoint's own layers decide the form once they are read.
     if edited.asked is None:
         return
     shapes_to_train(edited.model, edited.asked, settings)

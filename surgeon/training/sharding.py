@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from surgeon.language.program import Program
 from surgeon.models.edited_layers import EditedLayers
 
-# What accelerate launch says of FSDP.
+# Variables that accelerate launch sets for FSDP.
 LAUNCHED, ON_ONE = "ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"
-# Of a checkpoint, as accelerate writes it.
+# Names of accelerate's sharded folder and whole file in a checkpoint.
 _SHARES, _WHOLE_FILE = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"
 _TAKEN = {"version", "reshard_after_forward", "cpu_offload", "state_dict_type"}
 
@@ -177,7 +177,7 @@ def follow_checkpoint(accelerator: Accelerator, checkpoint: Path) -> None:
         )
     if sharded:
         plugin = accelerator.state.fsdp_plugin
-        # What goes with the kind that was asked for.
+        # The configurations of the kind asked for before do not fit another kind.
         plugin.state_dict_config = plugin.optim_state_dict_config = None
         plugin.set_state_dict_type(there[0])
 

@@ -431,7 +431,7 @@ class RunOrder:
         self._first = [
             sum(part.windows for part in self.parts[:number]) for number in range(len(self.parts))
         ]
-        # Of each text the epoch that was drawn last, and its order.
+        # Last epoch drawn of each text, and its order.
         self._drawn = dict[int, tuple[int, Tensor]]()
         if len(self.parts) > 1:
             self._text, self._turn = _order_turns([part.weight for part in self.parts], self.count)

@@ -163,7 +163,7 @@ class Packer:
         if self.documents == "joined":
             return {"input_ids": ids}
         place = np.arange(self.window, dtype=np.int32)
-        # Of the document that each token is of, in the window.
+        # Start of each token's document in the window.
         start = np.maximum.accumulate(np.where(first, place, 0))
         labels = np.where(answer.astype(bool) & (first == 0), ids, np.int32(IGNORED))
         return {"input_ids": ids, "position_ids": place - start, "labels": labels}

@@ -77,7 +77,7 @@ class ModelTrainer(Trainer):
         self.held_out = held_out
         self.towards = towards
         self.balance = ExpertBalance(model)
-        # Of the loss, summed over so many micro-batches since the last log.
+        # Parts of the loss, summed over the micro-batches since the last log.
         self._parts: dict[str, Tensor] = {}
         self._counted = 0
         self._loss = torch.zeros(())  # of a step

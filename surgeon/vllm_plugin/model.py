@@ -81,7 +81,7 @@ class ProgramForCausalLM(nn.Module):
         attentions = self.rank_program.attentions()
         self.rotaries = [plan.arithmetic.rotary_of(attention) for attention in attentions]
         widths = [self._width(attention) for attention in attentions]
-        # By slot; vLLM's attentions hold on to them, and `load_weights` fills them.
+        # Sinks by slot; vLLM's attentions hold on to them, and `load_weights` fills them.
         self.sinks: list[Tensor] = []
         # vLLM wants a cache on every rank, also where a rank's part of the program has no attention.
         self.slots = nn.ModuleList(

@@ -47,7 +47,7 @@ def connect(way: str, program: Program) -> Collectives:
     asynchronous: Collectives
     if all(in_the_same_node_as(ranks.cpu_group)):
         asynchronous = _shared_memory(ranks)
-        # Then vLLM's ranks share no memory.
+        # Without tensor dictionaries vLLM's ranks share no memory.
         late = late or not ranks.device_communicator.supports_tensor_dict
     else:
         asynchronous = GroupCollectives(ranks)

@@ -22,7 +22,7 @@ from surgeon.models.edited_layers import EditedLayers, ModelMachine
 from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource, ModelWeights, Tensors, module_with, stored_tensors
 
-# What a decoder hands its layers is seen by standing in for them, which one thread at a time can.
+# A stand-in for the layers sees the decoder's arguments; one thread at a time can put it there.
 _LOOKING = Lock()
 
 

@@ -173,7 +173,7 @@ def _choice(kind: str, parameters: Mapping[str, Any]) -> UnitSource | Criterion:
         return by
     if by == "random":
         return RandomUnits(parameters.get("seed") or 0)
-    # Of KV groups both are the same.
+    # Both give the same order of KV groups.
     return Magnitude() if by == "magnitude" and kind == FEED_FORWARD else Untold()
 
 

@@ -29,9 +29,9 @@ from surgeon.quality.head import OutputHead, join_measures
 from surgeon.quality.summary import Values
 
 Renaming = Callable[[Sublayer], Sublayer]
-# Gets a matrix and its inputs, (..., in); of experts, too, who is sent to which (EXPERTS).
+# Receives a matrix and its inputs, (..., in); for experts also the routing (EXPERTS).
 Seen = Callable[..., None]
-# Stands for the role of a matrix where a mixture's experts together get their inputs.
+# The role under which a mixture's experts together receive their inputs.
 EXPERTS = "experts"
 S = TypeVar("S", bound=Any)  # sums over inputs, with a method `add`
 
@@ -183,7 +183,7 @@ class _Tapping(ModelMachine):
         owner = super().owner(sublayer)
         spec = self.layers.family.spec(sublayer.kind, sublayer.layers[0])
         for matrix in self.watched:
-            # Who is sent to which they are told, or not.
+            # Some readers take the routing, others do not.
             if matrix.role == EXPERTS and spec.mixture is not None:
                 if spec.mixture.weighs_inputs:
                     path = spec.module

@@ -175,7 +175,7 @@ class Form(ABC):
 
     def model_class(self, stored: StoredModel) -> Any:  # noqa: ARG002
         """Return the class that `surgeon.load` builds, whose code is never the folder's own."""
-        # Takes seconds, and who only reads configurations does without.
+        # This import takes seconds, and reading a configuration needs none of it.
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM

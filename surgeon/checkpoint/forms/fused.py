@@ -43,7 +43,7 @@ from surgeon.models.families.positions import long_rotary_angles, rotated_layers
 from surgeon.models.families.specs import Clamp, Growth, Unit
 from surgeon.models.weights import FactorSource, ModelWeights
 
-# That are computed at a time: they stay in the second cache, and the heap keeps them for the next ones.
+# Rows computed at a time: they stay in the second cache, and the heap reuses their memory.
 ROWS = 64
 
 
@@ -237,7 +237,7 @@ def _as(
 # The config.json of the layers one beside the other, as their architecture has it.
 ORIGINAL_KEY = "surgeon_original"
 WIDTHS_KEY = "per_layer_config"
-# Lets transformers read the other layers' widths.
+# An entry that lets transformers read the other layers' widths.
 GLOBAL_WIDTHS_KEY = "allow_global_per_layer_attribute_access"
 
 KIND_NAMES = {ATTENTION: "attention", FEED_FORWARD: "mlp"}  # as layers say that they skip it
@@ -360,7 +360,7 @@ class Fused(Form):
 
     def model_class(self, stored: StoredModel) -> Any:
         found = self.shipped.model_class(stored.config.model_type)
-        # So that save_pretrained writes the modeling file, too.
+        # With it save_pretrained writes the modeling file, too.
         found.register_for_auto_class("AutoModelForCausalLM")
         return found
 

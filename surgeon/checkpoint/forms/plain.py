@@ -74,7 +74,7 @@ class Plain(Form):
         entries = super().config(original, layout, tensors) | widths
         for key, value in _experts(layout.layers, original.family, original.config).items():
             names = {key, original.config.attribute_map.get(key, key)}
-            # By any name that software knows.
+            # Software knows the entry under any of these names.
             entries |= dict.fromkeys(names & entries.keys() or names, value)
         return entries
 

@@ -266,7 +266,7 @@ class FusedLayer(GradientCheckpointingLayer):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         attended = hidden_states
         if "attention" in self.skip:
-            # Which says at which position the next token stands.
+            # The cache says at which position the next token stands.
             if (cache := kwargs.get(CACHE)) is not None:
                 nothing = hidden_states.new_zeros(len(hidden_states), 1, hidden_states.shape[1], 1)
                 cache.update(nothing, nothing, self.layer_idx)

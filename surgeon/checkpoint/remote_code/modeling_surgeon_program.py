@@ -54,26 +54,25 @@ CACHES = ("cache", "past_key_values", "layer_past")
 class Family(NamedTuple):
     """An architecture: where a layer has its sublayers (paths from the layer), and how the decoder calls layers."""
 
-    # Of each kind: "called", norms and modules in order; "module", the one that.
+    # Each kind of attention: "called", norms and modules in order; "module", the one that gets the decoder's arguments;
+    # "slot", the attribute with the number of its entry in the cache; "renamed", arguments under another name, or
+    # (null) without one; "counted_by", the entry of lists to count tokens by, where its own counts none.
     attentions: tuple[dict[str, Any], ...]
-    # gets the decoder's arguments; "slot", the attribute that says which entry of the cache it uses; "renamed",
-    # arguments that it calls otherwise, or (null) lacks; "counted_by", where its entry counts no tokens, what lists
-    # have for one
     feed_forward: tuple[str, ...]  # norms and modules, in order
     reads: tuple[str, ...]  # projections of the normed stream: a slice has some of their output features
     writes: tuple[str, ...]  # projections to the stream: a slice has some of their input features
-    # What programs call a projection, and its path; those of one path are packed so.
+    # A projection's name in programs, and its path; those of one path are packed in this order.
     roles: tuple[list[str], ...]
-    # Where they are packed head by head, or KV group by KV group: how wide a head is.
+    # Width of a head, by path, of projections packed head by head or KV group by KV group.
     turns: dict[str, int]
     packed: dict[str, list[int]]  # several in one: how wide each is, in proportion
     groups: int  # KV heads of a layer
-    # Of queries and keys: they have a gain for each head, or for each of its features.
+    # Norms of queries and keys with a gain for each head, or for each of its features.
     feature_norms: tuple[str, ...]
     sinks: str | None  # a parameter with a number for each head
-    # Where a layer has a mixture of experts: "experts", the module of their matrices,.
+    # A layer's mixture of experts: "experts", the module of their matrices, "roles", the names of these in programs and
+    # their parameters, "rows", tensors with a row of each expert, "counts" and "top_k".
     mixture: dict[str, Any] | None
-    # "roles", what programs call those, and their parameters, "rows", what has a row of each, "counts" and "top_k"
     counts: tuple[str, ...]  # attributes that count heads or their features: less in a slice
     # Config attributes with an item per layer that says something of its attention.
     layer_lists: tuple[str, ...]
@@ -81,9 +80,9 @@ class Family(NamedTuple):
     output_scale: float | None  # what sublayer outputs are multiplied by
     arguments: tuple[str, ...]  # what the decoder hands a layer by position after the stream
     returns_tuple: bool  # whether a layer returns (stream, attention weights)
-    # Of a layer of the unedited model: 2, or 1 where attention and feed-forward read the same stream.
+    # Steps of a layer of the unedited model: 2, or 1 where attention and feed-forward read the same stream.
     steps: int
-    # Of a text decoder inside another model: the config's entry, and the path.
+    # The config's entry and the path of a text decoder inside another model.
     inside: tuple[str, str] | None
 
 
@@ -609,7 +608,7 @@ class ProgramLayers(nn.Module):
         arguments.append(dict(zip(self.family.arguments, by_position, strict=False)) | by_name)
         if len(arguments) == len(self):
             cache = next((arguments[-1][name] for name in CACHES if name in arguments[-1]), None)
-            # Which the decoder asks where the next token stands.
+            # The decoder asks this cache where the next token stands.
             if self.counts_apart and cache is not None:
                 nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
                 cache.update(nothing, nothing, len(self) - 1)

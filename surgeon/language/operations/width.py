@@ -22,7 +22,7 @@ from surgeon.language.sublayer import (
 )
 from surgeon.words import layer_list
 
-# What goes by text: surgeon.analysis.importance describes them.
+# Criteria that need a text; surgeon.analysis.importance describes them.
 Criterion = Literal["activation", "wanda"]
 By = Literal["magnitude", "random", Criterion]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)

@@ -326,7 +326,7 @@ def factorise(
         raise ValueError(
             f"the rank of a matrix of {size} must be from 1 to the lesser of these, not {rank}"
         )
-    # Without the rest of a large one.
+    # A clone frees the rest of a large matrix.
     left = decomposer(method, statistics, alpha)(matrix).left[:, :rank].clone()
     return factors_by(matrix, left, rank)
 

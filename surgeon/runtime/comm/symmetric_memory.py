@@ -23,7 +23,7 @@ from surgeon.runtime.comm.collectives import Around, Collectives, Counts, TorchC
 MOST_BYTES = 4 << 20
 ONE_SHOT_BYTES = 256 << 10  # an estimate, for more than two ranks
 DTYPES = torch.float32, torch.bfloat16  # of which these operations take operands
-# Of an operand in that memory, the group's name, and the result.
+# Takes an operand in symmetric memory, the group's name, and the result.
 Operation = Callable[[Tensor, str, Tensor], object]
 
 

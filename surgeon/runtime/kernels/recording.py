@@ -37,7 +37,7 @@ class Arena:
         """Room for float32 numbers of this shape, free again when nobody has the tensor or a view of it."""
         count = math.prod(shape)
         buffer = next((one for one in self._buffers if one.numel() >= count and _users(one) == 0), None)
-        # Of a power of two, so that all sizes of passes together need twice what the largest needs.
+        # Sizes are powers of two, so that all sizes of passes together need twice the memory of the largest.
         if buffer is None:
             buffer = torch.empty(max(LEAST, 1 << (count - 1).bit_length()))
             self._buffers = sorted([*self._buffers, buffer], key=Tensor.numel)

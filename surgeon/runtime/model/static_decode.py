@@ -226,7 +226,7 @@ class StaticDecode(Way):
     def __init__(self, model: RankModel, recorder: GraphRecorder | None) -> None:
         self._model = model
         self._recorder = recorder
-        # Of all positions: recordings hold their address.
+        # Angles of all positions, as recordings hold their address.
         self._angles = model.angles_up_to(model.plan.max_tokens)
         # By cache, because recordings hold its address.
         self._passes: WeakKeyDictionary[PagedCache, dict[PassSize, StaticPass]] = WeakKeyDictionary()

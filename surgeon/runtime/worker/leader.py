@@ -65,7 +65,7 @@ class Leader:
         catches_up = draft is not None and draft.keeps_own
         self.scheduler = Scheduler(BlockPool(blocks, windows=cache.windows), limits, catches_up)
         self._sender = sender
-        # Where the likeliest token is not enough.
+        # Used where the likeliest token is not enough.
         self._sampler = Sampler(engine.plan.vocabulary, engine.device)
 
     def record_ahead(self, seconds: float = RECORDING_SECONDS) -> None:

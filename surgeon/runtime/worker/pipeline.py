@@ -173,7 +173,7 @@ def join(rank: Rank, addresses: list[str | tuple[str, int]], secret: bytes) -> N
     rank.ring = Ring(onward, inward, rank.settings.options.link)
 
 
-# Of tokens, whose stream lies always in the same memory, which recorded passes have the address of.
+# Rows of the stream's buffer, whose address recorded passes hold.
 ROWS = 1024
 
 

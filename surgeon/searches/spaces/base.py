@@ -23,10 +23,10 @@ if TYPE_CHECKING:  # who lists the spaces does without torch, which takes second
     from surgeon.opened import Model
 
 S = TypeVar("S", bound="type[Space]")
-# What of a layer: how its steps stand in the program, say, or whether its attention is late.
+# A property of a layer that an edit changes: the order of its steps, say, or a late attention.
 Claim = tuple[str, int]
 
-# Of a layer, by an edit's option.
+# Kinds of a layer's sublayers, by an edit's option.
 HALVES = {"": KINDS, "attention": (ATTENTION,), "mlp": (FEED_FORWARD,)}
 SHAPE = "the steps"  # how they stand in the program
 TIMES = ("latency", "speedup", "draft_pass")  # quantities

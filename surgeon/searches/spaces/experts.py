@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Orders = Mapping[int, Sequence[int]]  # of layers' experts, the most salient first
 
 SHARES = (0.75, 0.5)  # of its experts that a mixture keeps, where no numbers are named
-# Of the experts that are kept, so many of the least salient may give way to as many of those left out.
+# So many of the least salient kept experts may be exchanged for left-out ones.
 EDGE = 2
 
 

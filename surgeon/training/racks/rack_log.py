@@ -181,7 +181,7 @@ def paced_loss(loss: LossParts, pace: RackPace, log: RackLog) -> LossParts:
 
         parts = loss(model, inputs)
         engine: Any = Variable._execution_engine
-        # When the backward pass is through.
+        # The callback runs at the end of the backward pass.
         parts["loss"].register_hook(lambda _: engine.queue_callback(rest))
         return parts
 

@@ -314,7 +314,7 @@ def _narrow_model(config: ScratchConfig, scale: float) -> dict[str, Any]:
         | family.entries.follow_width(full, stream)
     )
     for name in layer_of_each_width(full, family):
-        # As GPT-2 fills it in.
+        # GPT-2 fills in the same default.
         narrow[name] = _round_width(scale * (getattr(full, name) or 4 * full.hidden_size))
     same: dict[str, str] = full.attribute_map  # names that entries have beside their own
     given = {same.get(name, name): name for name in entries}

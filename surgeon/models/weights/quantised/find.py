@@ -93,7 +93,7 @@ def _refuse_the_rest(store: Store, found: Mapping[str, Quantised], why: str) -> 
     for name in store.names():
         if name in owned or name.endswith(ACTIVATIONS):
             continue
-        # Of attention, in old checkpoints.
+        # Old checkpoints store attention masks under this name.
         is_mask = name.endswith(".bias") and len(store.shape(name)) == 4
         steps = name.split(".")
         inside = any(

@@ -32,7 +32,7 @@ def codes_of(words: Tensor, bits: int, dim: int, places: Sequence[int] | None = 
 
 def pairs_of(packed: Tensor, table: Tensor, high_first: bool) -> Tensor:
     """Look up the two codes of four bits in each byte, (..., n) to (..., 2 n), in float32."""
-    # Of every byte, that of its high bits first.
+    # Both values of every byte, that of its high bits first.
     both = torch.cartesian_prod(table.float(), table.float())
     # Two numbers, looked up as one.
     one = torch.view_as_complex((both if high_first else both.flip(-1)).contiguous())

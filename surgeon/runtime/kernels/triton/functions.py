@@ -22,7 +22,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "tanh_gelu",
     "relu": "relu",
 }  # of gates, by what transformers calls them
-# Of the keys that a program of `attend` has in shared memory at a time, and of the values.
+# Bytes of keys that a program of `attend` has in shared memory at a time, and as many of values.
 TILE_BYTES = 16384
 # Keys at a time; a product of matrices has 16 rows and columns at least
 LEAST = 16
