@@ -396,7 +396,10 @@ def fit(calibration: MachineCalibration, ranks: int, one: Round) -> RankFigures:
     flops = dict(zip(computing, rates, strict=True))
     moved = plan.dtype_bytes * (numbers + sum(width + plan.hidden for width in matrices))
     links = {way: _link(calibration, ranks, way, one) for way in calibration.ways if ranks > 1}
-    starting = one.starting[calibration.ways[0], SIZES[0]] if ranks > 1 else 0.0
+    if ranks > 1:
+        starting = one.starting[calibration.ways[0], SIZES[0]]
+    else:
+        starting = 0.0
     asynchronous = calibration.device == "cuda"
     host = Host(
         _round(one.launches["operation"]), 0.0, _round(starting), Figure.constant(0.0), asynchronous
@@ -412,7 +415,9 @@ def _link(calibration: MachineCalibration, ranks: int, way: str, one: Round) -> 
     shortest = one.starting[way, least] + one.waiting[way, least]
     slope = _beyond(one.starting[way, most] + one.waiting[way, most], shortest) / (most - least)
     # How often an operand's bytes are moved.
-    often = ranks + 1 if way == "shm" else 2 * (ranks - 1) / ranks
+    often = 2 * (ranks - 1) / ranks
+    if way == "shm":
+        often = ranks + 1.0
     return max(0.0, shortest - one.starting[calibration.ways[0], least]), often / slope
 
 
