@@ -44,6 +44,7 @@ from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts
 from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.memory import imbalance
 from surgeon.runtime.plan.specification import HalvesMode, Plan, Ways, require_low_rank
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.ranks import Ranks
@@ -133,6 +134,7 @@ class Result:
 
     Attributes:
         connected: whether its ranks wait for each other; without, their results are wrong.
+        imbalance: the weights that the busiest rank reads, times an even share.
     """
 
     name: str
@@ -141,6 +143,7 @@ class Result:
     connected: bool = True
     rounds: list[Measurement] = field(default_factory=list)
     runs: list[list[RankRun]] = field(default_factory=list)
+    imbalance: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ class RankBench:
     ) -> list[Result]:
         """Run every program under every load in turn, over and over; `advance` is called after each run."""
         results = [
-            Result(name, plan, load, name not in self.unconnected)
+            Result(name, plan, load, name not in self.unconnected, imbalance=imbalance(plan))
             for load, (name, plan) in product(loads, self.plans.items())
         ]
         for result in results:
@@ -281,6 +284,7 @@ def _row(result: Result, first: Result) -> dict[str, object]:
         "batch": result.load.batch,
         "effective_depth": program.effective_depth(plan.family.steps_per_layer),
         "sync_points": program.sync_points(plan.ranks) if result.connected else 0,
+        "imbalance": result.imbalance,
     }
     for name in ("first_token", "prefill", "decode", "per_token"):
         row[f"{name}_ms"] = median(getattr(one, name) * MS for one in result.rounds)

@@ -13,12 +13,19 @@ from typing import Any
 
 from surgeon.cost.hardware import Hardware
 from surgeon.language.program import Program
-from surgeon.language.sublayer import FEED_FORWARD, Sublayer
+from surgeon.language.sublayer import FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.edit import check_layers
 from surgeon.models.shapes import ModelShapes
-from surgeon.models.weights import require_sliceable
+from surgeon.models.weights import require_sliceable, unit_bounds
+from surgeon.models.weights.layout import Units
 from surgeon.runtime.batching.windows import blocks_for
-from surgeon.runtime.plan.division import cached_latent, check_division, different, shared_units, why_not
+from surgeon.runtime.plan.division import (
+    balance_of,
+    cached_latent,
+    check_ranks,
+    check_slices,
+    shared_units,
+)
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import Plan
@@ -42,8 +49,8 @@ def plan_on_paper(
     """Plan ranks of a model; what decides about numbers and not about costs is left out.
 
     Raises:
-        ValueError: if the program names what the model does not have, heads or neurons do not divide among the
-            ranks, or texts are longer than the model's positions.
+        ValueError: if the program names what the model does not have, ranks are more than heads and neurons, or texts
+            are longer than the model's positions.
     """
     check_layers(program, shapes.layers)
     shapes.family.require_ranked(program)
@@ -56,8 +63,14 @@ def plan_on_paper(
         # Refuses ranks above those of the matrices.
         replace(sublayer, piece=None).parameters(shapes.layer_shapes)
     mixtures = mixtures_of(shapes)
-    units = shared_units(shapes.units, shapes.latent)
-    check_division(different(program, units, mixtures), units, ranks, mixtures, sliced)
+    check_slices(program, shared_units(shapes.units, shapes.latent))
+    # Not of the program: it may be a part of one, of attentions alone.
+    mixture = shapes.layer_shapes.mixture
+    check_ranks(ranks, shapes.heads, shapes.neurons * (1 if mixture is None else mixture.experts))
+    balance = None
+    if shapes.latent is None and not mixtures.sizes and not shapes.layer_shapes.others:
+        sizes = (shapes.units(Sublayer(kind, (0,))) for kind in KINDS)
+        balance = balance_of(shapes.family, shapes.hidden, shapes.head_dim, *sizes)
     if max_tokens > shapes.positions:
         raise ValueError(
             f"prompt and output together are {max_tokens} tokens, and {shapes.name} has {shapes.positions} positions; "
@@ -81,14 +94,8 @@ def plan_on_paper(
         mixtures=mixtures,
         latent=cached_latent(shapes.latent),
         sliced=sliced,
+        balance=balance,
     )
-
-
-def divides(shapes: ModelShapes, program: Program, ranks: int) -> bool:
-    """Tell whether heads and neurons divide among so many ranks."""
-    mixtures = mixtures_of(shapes)
-    units = shared_units(shapes.units, shapes.latent)
-    return why_not(different(program, units, mixtures), units, ranks, mixtures) is None
 
 
 def mixtures_of(shapes: ModelShapes) -> Mixtures:
@@ -150,10 +157,11 @@ def activation_bytes(shapes: ModelShapes, plan: Plan, texts: int, tokens: int) -
     The stream, its normed copy, what is pending, the widest sublayer's own; and the logits of the texts' last tokens.
     """
     mixture = shapes.layer_shapes.mixture
-    neurons = shapes.neurons * (1 if mixture is None else mixture.top_k)
-    own = (
-        2 * neurons // plan.ranks + 2 * (shapes.heads + shapes.kv_heads) * shapes.head_dim // plan.ranks
-    )
+    neurons = -(-shapes.neurons // plan.ranks) * (1 if mixture is None else mixture.top_k)
+    units: Units = {"heads": shapes.heads, "kv_heads": shapes.kv_heads}
+    last = plan.ranks - 1, plan.ranks  # none has more
+    heads = sum(end - first for first, end in (unit_bounds(units, unit, last) for unit in units))
+    own = 2 * neurons + 2 * heads * shapes.head_dim
     logits = 4 * texts * -(-shapes.vocabulary // plan.ranks)
     return plan.dtype_bytes * tokens * (4 * shapes.hidden + own) + logits
 

@@ -131,7 +131,9 @@ class PredictedRanks:
 def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
     """A plan's program, and every rank's work, with one number for steps that differ in layers only."""
     program = Program.parse(plan.program)
-    by_rank = [rank_work(program, rank, plan.ranks, plan.sliced) for rank in range(plan.ranks)]
+    by_rank = [
+        rank_work(program, rank, plan.ranks, plan.sliced, plan.balance) for rank in range(plan.ranks)
+    ]
     numbers: dict[object, int] = {}
 
     def number(work: Work) -> int:
@@ -139,7 +141,9 @@ def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
             (replace(one, layers=(0,)), plan.mixtures.size(one), plan.window(one))
             for one in work.step.sublayers
         )
-        parts = tuple((part.index, part.sublayer.piece, part.sharers) for part in work.parts)
+        parts = tuple(
+            (part.index, part.sublayer.piece, part.sublayer.span, part.sharers) for part in work.parts
+        )
         return numbers.setdefault((sublayers, parts), len(numbers))
 
     return program, [[(work, number(work)) for work in each] for each in by_rank]

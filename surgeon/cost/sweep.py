@@ -13,12 +13,13 @@ import pandas as pd
 from surgeon.cost.candidates import Candidate
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.plans import divides, most_texts, plan_on_paper, room
+from surgeon.cost.plans import most_texts, plan_on_paper, room
 from surgeon.cost.predict import Prediction, predict
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.findings.prediction import AXES, PARTS, SPEEDUPS, TOO_LARGE
 from surgeon.memory import show_size
+from surgeon.runtime.plan.memory import imbalance
 from surgeon.words import plural
 
 MOST_RANKS = 64  # that are looked at for those that have room
@@ -158,8 +159,6 @@ def ranks_with_room(cell: SweepCell, hardware: Hardware) -> Iterator[int]:
         try:
             shapes = cell.candidate.model.shapes
             program = cell.candidate.program(ranks)
-            if not divides(shapes, program, ranks):  # without looking for numbers that would do
-                continue
             length = cell.workload.length
             dtype = cell.prediction.plan.dtype
             plan = plan_on_paper(shapes, program, ranks, length, dtype, "auto", cell.deployment.kv)
@@ -204,4 +203,5 @@ def _row(cell: SweepCell) -> dict[str, object]:
             values |= asdict(cost.layers)
             values["vocabulary_collectives"] = cost.vocabulary.all_reduces + cost.vocabulary.all_gathers
             row |= {f"{phase}_{name}": value for name, value in values.items()}
+    row["imbalance"] = imbalance(found.plan, cell.candidate.model.shapes)
     return row | {f"{name}_bytes": getattr(found.memory, name) for name in SIZES}

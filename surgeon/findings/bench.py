@@ -21,6 +21,8 @@ from surgeon.words import hanging, number, times, with_intervals
 COLUMNS = ("first_token_ms", "prefill_ms", "decode_ms", "per_token_ms", "tokens_per_second")
 RATIOS = ("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup")
 
+LEAST_IMBALANCE = 1.005  # that is shown
+
 
 @dataclass(frozen=True, repr=False)
 class Benchmark(RunResult):
@@ -74,6 +76,9 @@ class Benchmark(RunResult):
             yield Table(
                 caption, [*begin, "depth", "syncs", "first", "per token", "range", "tokens/s"], body
             )
+        uneven = uneven_shares(table)
+        if uneven is not None:
+            yield uneven
         if "divergence" in table:
             measured = table.drop_duplicates("program").dropna(subset=["divergence"])
             body = [
@@ -92,6 +97,22 @@ class Benchmark(RunResult):
                 [_chart(f"batch {n}", own, phase) for n, own in self.speeds.groupby("batch", sort=False)]
             )
         }
+
+
+def uneven_shares(speeds: pd.DataFrame) -> Table | None:
+    """Table the share of a pass on the busiest rank, where ranks have unequal parts of a program."""
+    if "imbalance" not in speeds:  # not in older files
+        return None
+    found = speeds.drop_duplicates(["program", "imbalance"]).dropna(subset=["imbalance"])
+    rows = [
+        [row["program"], f"{row['imbalance']:.2f}"]
+        for _, row in found.iterrows()
+        if row["imbalance"] >= LEAST_IMBALANCE
+    ]
+    if not rows:
+        return None
+    caption = "Weights that the busiest rank reads, which others wait for; 1 is an even share"
+    return Table(caption, ["program", "times an even share"], rows)
 
 
 def passes_table(

@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
-from surgeon.findings.bench import passes_table
+from surgeon.findings.bench import passes_table, uneven_shares
 from surgeon.findings.blocks import Block, Finding, Paragraph, Table
 from surgeon.findings.drawing import Chart, Picture, bars, points, scale
 from surgeon.findings.maps import Legend, Map, map_cells
@@ -75,6 +75,9 @@ class Predictions(RunResult):
                 ]
                 head = ["program", "batch", "first token", "per token", "tokens/s"]
                 tables.append(Table(f"Times as fast as {speeds['program'].iloc[0]}", head, ratios))
+        uneven = uneven_shares(speeds)
+        if uneven is not None:
+            tables.append(uneven)
         if "refused" in self.record:
             tables.append(self._drafting_table())
         return "\n\n".join([hanging("", self.heading), *map(str, tables)])

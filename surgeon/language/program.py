@@ -227,17 +227,14 @@ def steps_of(nodes: tuple[Node, ...]) -> Iterator[Step]:
                 yield from steps_of(branch)
 
 
-def ranks_per_branch(fork: Fork, ranks: int) -> int:
-    """Number of ranks that share a branch: 1 when every rank takes one or several whole branches in turn."""
+def ranks_of_branches(fork: Fork, ranks: int) -> list[range]:
+    """The ranks that share each branch: one where there are as many branches, which ranks take in turn."""
     branches = len(fork.branches)
     if branches >= ranks:
-        return 1
-    if ranks % branches:
-        raise ValueError(
-            f"a fork of {branches} branches does not spread evenly over {ranks} ranks; "
-            f"use a number of ranks that {branches} divides, or at most {branches}"
-        )
-    return ranks // branches
+        return [range(branch % ranks, branch % ranks + 1) for branch in range(branches)]
+    return [
+        range(branch * ranks // branches, (branch + 1) * ranks // branches) for branch in range(branches)
+    ]
 
 
 def _rename(nodes: tuple[Node, ...], rename: Callable[[Sublayer], Sublayer]) -> tuple[Node, ...]:
@@ -264,8 +261,11 @@ def _sync_points(nodes: tuple[Node, ...], ranks: int) -> int:
     for node in nodes:
         count += 1
         if isinstance(node, Fork):
-            group = ranks_per_branch(node, ranks)
-            count += max(_sync_points(branch, group) for branch in node.branches)
+            groups = ranks_of_branches(node, ranks)
+            count += max(
+                _sync_points(branch, len(group))
+                for branch, group in zip(node.branches, groups, strict=True)
+            )
     return count
 
 

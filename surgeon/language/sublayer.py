@@ -31,6 +31,7 @@ class Sublayer:
         kind: "A" for attention, "F" for feed-forward.
         layers: the layers whose weights it has; more than one means their plain average.
         piece: (index, count), the slice of the heads or neurons, or None for the whole.
+        span: how many slices that lie side by side it is, from that one on; programs name single ones.
         ranks: (role, rank) of every matrix that is the product of two factors, of the whole sublayer's before it is
             sliced, in the order of ROLES; a role that is not named is a whole matrix.
         width: the number of its KV groups (each a KV head with all heads that share it), or of its neurons; None for
@@ -47,6 +48,7 @@ class Sublayer:
     ranks: tuple[tuple[str, int], ...] = ()
     width: int | None = None
     experts: tuple[int, ...] | None = None
+    span: int = 1
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -106,6 +108,8 @@ class Sublayer:
             text += f"#{self.width}"
         if self.piece is not None:
             text += f"/{self.piece[1]}:{self.piece[0]}"
+        if self.span > 1:
+            text += f"+{self.span}"
         if self.ranks:
             text += "@" + ",".join(f"{role}{rank}" for role, rank in self.ranks)
         return text

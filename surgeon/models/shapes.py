@@ -121,7 +121,7 @@ class ModelShapes:
     def matrix(self, sublayer: Sublayer, role: str) -> MatrixShape:
         """Return the shape of a matrix of a sublayer, of an expert or of a slice, be it whole or two factors."""
         projection: Projection = self.family.spec(sublayer.kind, sublayer.layers[0]).projection(role)
-        first, end = unit_bounds(self.units(sublayer)[projection.unit], sublayer.piece)
+        first, end = unit_bounds(self.units(sublayer), projection.unit, sublayer.piece, sublayer.span)
         divided = (end - first) * (1 if projection.unit in NEURONS else self.head_dim)
         return MatrixShape((divided, self.hidden) if projection.reads_stream else (self.hidden, divided))
 

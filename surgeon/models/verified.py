@@ -91,7 +91,7 @@ class VerifiedKeys:
             return arguments
         (layer,) = attention.layers
         keys, values = self._layers[layer]
-        first, end = unit_bounds(keys.shape[1], attention.piece)
+        first, end = unit_bounds({"kv_heads": keys.shape[1]}, "kv_heads", attention.piece)
         joined = _Joined(keys[:, first:end], values[:, first:end])
         return arguments | {name: joined, "attention_mask": self._mask(layer, keys)}
 

@@ -94,11 +94,12 @@ class ProgramForCausalLM(nn.Module):
     def _width(self, attention: Sublayer) -> tuple[int, int, int | None]:
         """This rank's heads and KV heads of an attention, and its window."""
         units = shared_units(self.source.units, self.plan.latent)(attention)
-        counts = units["heads"], units.get("kv_heads", units["heads"])
-        heads, kv_heads = (
-            end - first for first, end in (unit_bounds(count, attention.piece) for count in counts)
-        )
-        return heads, kv_heads, self.plan.window(attention)
+        first, end = unit_bounds(units, "heads", attention.piece)
+        kv_heads = end - first
+        if "kv_heads" in units:
+            first_key, end_key = unit_bounds(units, "kv_heads", attention.piece)
+            kv_heads = end_key - first_key
+        return end - first, kv_heads, self.plan.window(attention)
 
     def _slot(
         self, vllm_config: Any, name: str, heads: int, kv_heads: int, window: int | None

@@ -315,8 +315,8 @@ def test_what_changes_nothing_is_said(endless: Path, capfd: pytest.CaptureFixtur
     ("options", "message"),
     [
         (
-            ["--tp", "3"],
-            "error: 3 ranks cannot share this model: the 4 heads and 2 KV heads of A0 .*; 1, 2 or 4 can",
+            ["--tp", "100"],
+            "error: 100 ranks cannot share this model, whose layers have 4 heads and .*; use at most .*",
         ),
         (["--program", "A0 B0"], "error: .*'B0'.*"),
         (["--program", "A0 F9"], "error: F9 is out of range: the model's layers are 0 to 3"),

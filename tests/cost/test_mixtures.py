@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.kernels import Kernel
-from surgeon.cost.plans import divides, plan_on_paper
+from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import PredictedRanks, predict
 from surgeon.cost.work import Forward, RankWork, divided_load, sliced_load
 from surgeon.cost.workload import Workload
@@ -223,13 +223,3 @@ def test_more_texts_read_more_experts() -> None:
         numbers += texts * (experts + 2 * 2) + 5 * texts * hidden  # the choice, norm and sum
         more = seconds("A0 F0", texts) - seconds("A0", texts)
         assert more == pytest.approx(4 * numbers / 1e9, rel=1e-6)
-
-
-def test_whether_ranks_can_share_it() -> None:
-    shapes = ModelShapes.of(
-        "tiny", AutoConfig.for_model("qwen3_moe", **MIXED | {"mlp_only_layers": [1]})
-    )
-    assert divides(shapes, Program.parse("A0 F0 A1 F1"), 4)
-    assert not divides(shapes, Program.parse("A0 F0 A1 F1"), 3)  # heads do not
-    assert divides(shapes, Program.parse("F0"), 3)  # eight experts, or neurons of each
-    assert not divides(shapes, Program.parse("F1"), 5)  # of the dense layer, whose neurons are 96

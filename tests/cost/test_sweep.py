@@ -50,5 +50,6 @@ def test_ranks_that_have_room_can_share_the_program() -> None:
     tight = hardware(memory="6e5")
     alone = cell(SMALL, tight, Deployment(1), LOAD)
     assert alone.refused == "does not fit into memory"
-    assert list(ranks_with_room(alone, tight)) == [2, 4, 8]
-    assert not any(cell(SMALL, tight, Deployment(ranks), LOAD).refused for ranks in (2, 4, 8))
+    found = list(ranks_with_room(alone, tight))
+    assert found[:4] == [2, 3, 4, 5]
+    assert not any(cell(SMALL, tight, Deployment(ranks), LOAD).refused for ranks in found[:8])

@@ -175,13 +175,13 @@ def test_thousands_of_programs_take_no_thousands_of_predictions(
 
 def test_what_ranks_cannot_run_costs_more_than_any_limit() -> None:
     pricing = priced(("depth", "syncs", "wire_bytes"), ranks=4)
-    assert pricing.prices(Program.parse("{A0 F0 | A1 F1 | A2 F2} A3 F3")) == (2, math.inf, math.inf)
+    assert pricing.prices(Program.parse("A0/3:0 F0 A1")) == (1.5, 3, math.inf)
 
 
 @pytest.mark.parametrize(
     ("ways", "load", "said"),
     [
-        ({"ranks": 3}, LOAD, "3 ranks cannot share this model"),
+        ({"ranks": 128}, LOAD, "128 ranks cannot share this model"),
         ({}, Workload(1, 4096, 4), "llama has 4096 positions"),
         ({}, Workload(1, 4, 1), "at least 2 new tokens"),
         ({"dtype": "float16"}, LOAD, "no figure of FLOP/s in float16"),

@@ -160,8 +160,8 @@ def test_what_ranks_cannot_run(
     assert "has bits None, and it has to be a whole number" in refusal(
         capsys, str(quantised), "--port", "0"
     )
-    assert refusal(capsys, str(chat_model), "--port", "0", "--tp", "3").startswith(
-        "3 ranks cannot share this model"
+    assert refusal(capsys, str(chat_model), "--port", "0", "--tp", "100").startswith(
+        "100 ranks cannot share this model"
     )
     assert "200KB" in refusal(capsys, str(chat_model), "--port", "0", "--memory", "200KB")
     assert "collectives none" in refusal(capsys, str(chat_model), "--port", "0", "--collectives", "none")

@@ -21,6 +21,7 @@ from surgeon.models.weights.layout import (
     require_sliceable,
     unit_bounds,
     unit_features,
+    unit_share,
 )
 from surgeon.models.weights.matrix import Averaged, Dense, WeightMatrix, mean
 from surgeon.models.weights.modules import (
@@ -87,6 +88,7 @@ __all__ = [
     "take_experts_apart",
     "unit_bounds",
     "unit_features",
+    "unit_share",
     "unit_source",
     "unstored",
 ]

@@ -102,13 +102,46 @@ def narrowed(sublayer: Sublayer, units: Units) -> Units:
     return {unit: count * sublayer.width // whole for unit, count in units.items()}
 
 
-def unit_bounds(size: int, piece: Bounds | None) -> Bounds:
-    """Return first and end of the units of one slice, (index, count).
+def unit_bounds(units: Units, unit: Unit, piece: Bounds | None, span: int = 1) -> Bounds:
+    """Return first and end of a slice's units of a kind, where slices are as equal as they can be.
 
-    Several slices hold the same unit where there are more of them (KV heads shared by many heads).
+    KV groups stay whole where there are as many as slices. Otherwise each slice belongs to one group, whose heads its
+    slices share out; those that have some hold the group's KV head, so that several may. A slice may have no units.
+
+    Args:
+        units: of the sublayer before it is sliced.
+        piece: the slice, (index, count); None for all.
+        span: of how many slices, from this one on.
     """
     index, count = piece or (0, 1)
-    return index * size // count, -(-(index + 1) * size // count)
+    if span > 1:
+        first, _ = unit_bounds(units, unit, (index, count))
+        _, end = unit_bounds(units, unit, (index + span - 1, count))
+        return first, end
+    size = units[unit]
+    groups = size
+    if unit == "heads":
+        groups = units.get("kv_heads", size)
+    if count <= groups:
+        each = size // groups
+        return index * groups // count * each, (index + 1) * groups // count * each
+    group = index * groups // count
+    first_slice = -(-group * count // groups)
+    slices = -(-(group + 1) * count // groups) - first_slice
+    each = units.get("heads", size) // groups
+    first = group * each + (index - first_slice) * each // slices
+    end = group * each + (index - first_slice + 1) * each // slices
+    if unit == "kv_heads":
+        return group, group + (end > first)
+    return first, end
+
+
+def unit_share(units: Units, unit: Unit, piece: Bounds | None) -> float:
+    """Return a slice's part of all units of a kind, those that several slices hold in equal parts."""
+    first, end = unit_bounds(units, unit, piece)
+    _, count = piece or (0, 1)
+    holders = sum(unit_bounds(units, unit, (index, count)) == (first, end) for index in range(count))
+    return (end - first) / units[unit] / holders
 
 
 def holds_output_bias(sublayer: Sublayer) -> bool:
@@ -116,20 +149,12 @@ def holds_output_bias(sublayer: Sublayer) -> bool:
     return sublayer.piece is None or sublayer.piece[0] == 0
 
 
-def indivisible(sublayer: Sublayer, units: Units, replicate: bool = False) -> str | None:
-    """Say why a sublayer cannot be cut into the slices of its `piece`; None if it can.
-
-    Args:
-        replicate: whether more slices than KV heads are fine (slices then hold copies of a KV head).
-    """
+def indivisible(sublayer: Sublayer, units: Units) -> str | None:
+    """Say why a sublayer cannot be cut into equal slices as its `piece` is one of; None if it can."""
     if sublayer.piece is None:
         return None
     count = sublayer.piece[1]
-
-    def divides(unit: Unit, size: int) -> bool:
-        return size % count == 0 or (replicate and unit == "kv_heads" and count % size == 0)
-
-    if all(divides(unit, size) for unit, size in units.items()):
+    if all(size % count == 0 for size in units.values()):
         return None
     whole = replace(sublayer, piece=None, ranks=())
     sizes = " and ".join(f"{size} {unit.replace('kv_', 'KV ')}" for unit, size in units.items())

@@ -119,6 +119,8 @@ class Averaged:
 
 def read_features(store: Store, name: str, indices: Tensor, dim: int) -> Tensor:
     """Read the elements of a stored tensor at ascending indices along one dimension, and those between them."""
+    if not len(indices):
+        return store.part(name, dim, 0, 0)
     first = int(indices[0])
     end = int(indices[-1]) + 1
     span = store.part(name, dim, first, end)

@@ -226,7 +226,7 @@ class ModelWeights(StoredWeights):
                 # One for each head of the slice, of those for one KV group of each turn.
                 units = self.units(sublayer)
                 count = units[spec.projection(role).unit]
-                first, end = unit_bounds(count, sublayer.piece)
+                first, end = unit_bounds(units, spec.projection(role).unit, sublayer.piece)
                 per_head = found[name].repeat_interleave(count // units["kv_heads"], dim=0)
                 found[name] = per_head.repeat(count // len(per_head), 1)[first:end]
         return found
@@ -321,7 +321,7 @@ class ModelWeights(StoredWeights):
     def _bounds(self, sublayer: Sublayer, projection: Projection) -> Bounds:
         """Return first and end of a slice's features of a projection, among those of the whole sublayer."""
         width = self.unit_width(sublayer.kind)
-        first, end = unit_bounds(self.units(sublayer)[projection.unit], sublayer.piece)
+        first, end = unit_bounds(self.units(sublayer), projection.unit, sublayer.piece, sublayer.span)
         return first * width, end * width
 
     def _kept_features(self, sublayer: Sublayer, projection: Projection) -> Kept:

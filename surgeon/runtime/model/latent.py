@@ -44,7 +44,7 @@ class LatentMaps:
         self._reading = LatentReading(stored, latent, heads)
         output = stored["o_proj.weight"].unflatten(1, (latent.heads, latent.value))[:, heads]
         written = {"o.weight": F.pad(output, (0, latent.width - latent.value)).flatten(1)}
-        if "o_proj.bias" in stored and heads.start == 0:  # of slices, one adds it
+        if "o_proj.bias" in stored and (piece is None or piece[0] == 0):  # of slices, one adds it
             written["o.bias"] = stored["o_proj.bias"]
         self._written = written
         self._scale = plan.arithmetic.output_scale
@@ -114,8 +114,10 @@ class LatentReading:
         expanded = self.expand(F.rms_norm(compressed, self.key_gain.shape, self.key_gain, EPSILON))
         keys, values = expanded.split([heads * (latent.width - latent.turned), heads * latent.value], -1)
         common = turned[:, None].expand(-1, heads, -1)
-        whole = torch.cat([common, keys.reshape(tokens, heads, -1)], -1).flatten(1)
-        filled = F.pad(values.reshape(tokens, heads, -1), (0, latent.width - latent.value)).flatten(1)
+        keys = keys.reshape(tokens, heads, latent.width - latent.turned)
+        whole = torch.cat([common, keys], -1).flatten(1)
+        values = values.reshape(tokens, heads, latent.value)
+        filled = F.pad(values, (0, latent.width - latent.value)).flatten(1)
         return torch.cat([queries, whole, filled], -1)
 
 

@@ -148,6 +148,7 @@ class Attention:
     A norm behind the sublayer (Gemma2) needs the whole sum.
 
     Attributes:
+        heads, kv_heads: of the slice, which has none where ranks are more than heads.
         rebuild: makes keys and values of the cache's numbers where the maps leave out the second factors of k and v.
     """
 
@@ -160,6 +161,7 @@ class Attention:
         window: int | None,
         rotary: int | None,
         sharing: Sharing | None = None,
+        shares: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """Take what the maps leave.
 
@@ -167,6 +169,7 @@ class Attention:
             window: in tokens.
             rotary: index among the plan's rotary positions, if it has any.
             sharing: the ranks that have slices of the same attention, if there are several.
+            shares: the slice's parts of all queries and of all keys.
         """
         self.qkv = maps.reading(["q", "k", "v"])
         self.o = maps.writing("o")
@@ -188,6 +191,7 @@ class Attention:
         self.rebuild: Rebuild | None = None
         self.joins_heads = spec.joins_heads
         self.sharing = sharing
+        self.shares = shares
         gains = self._head_gains(tensors, spec, plan)
         if {"k", "v"} <= maps.later:
             self.rebuild = Rebuild(tensors, plan, gains[1] if gains else None, rotary, self.bound)
@@ -216,8 +220,11 @@ class Attention:
         if self.bound is not None:
             here = qkv if self.rebuild is None else qkv[:, : self.heads * self.head_dim]
             here.clamp_(-self.bound, self.bound)
+        squares = self._squares(qkv)
+        if not self.heads:
+            return self.o(qkv[:, :0])
         angles = None if self.rotary is None else forward.angles[self.rotary]
-        placing = Placing(self.head_gain, self.epsilon, angles, self._squares(qkv))
+        placing = Placing(self.head_gain, self.epsilon, angles, squares)
         if self.query_factor is not None:
             queries = qkv[:, : self.heads * self.head_dim].unflatten(-1, (-1, self.head_dim))
             place_(queries, Placing(None, self.epsilon, forward.angles[self.query_factor]))
@@ -237,14 +244,17 @@ class Attention:
     def _squares(self, qkv: Tensor) -> Tensor | None:
         """Mean squares of all heads' queries and of their keys, (T, 2), where these are normed together.
 
-        Ranks that share the attention send each other their own, which are of as many features each.
+        Ranks that share the attention send each other their own, weighed by how many heads they have.
         """
         if not self.joins_heads:
             return None
-        own = mean_squares(qkv, self.heads * self.head_dim, self.kv_heads * self.head_dim)
+        if not self.heads:
+            own = qkv.new_zeros(len(qkv), 2, dtype=torch.promote_types(qkv.dtype, torch.float32))
+        else:
+            own = mean_squares(qkv, self.heads * self.head_dim, self.kv_heads * self.head_dim)
         if self.sharing is None:
             return own
-        return self.sharing.mean(own)
+        return self.sharing.sum_exactly(own * own.new_tensor(self.shares))
 
 
 class Rebuild:

@@ -54,10 +54,10 @@ class Sharing:
     def sum(self, part: Tensor) -> Tensor:
         return self.peers.groups[self.group].all_reduce(part, self.peers.counts.layers, at_once=True)()
 
-    def mean(self, part: Tensor) -> Tensor:
-        """The mean over all ranks, exact on its way."""
+    def sum_exactly(self, part: Tensor) -> Tensor:
+        """Sum over all ranks, on whatever wire."""
         exact = self.peers.groups[self.group].exact
-        return exact.all_reduce(part, self.peers.counts.layers, at_once=True)() * (1 / self.members)
+        return exact.all_reduce(part, self.peers.counts.layers, at_once=True)()
 
     def share(self, columns: int) -> slice:
         """This rank's part of the first factors' columns; the last ranks may have fewer."""

@@ -18,7 +18,7 @@ from surgeon.language.execute import Branch, Machine, Partial, Pending, State, i
 from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families import Projection
-from surgeon.models.weights import ModelWeights, Tensors
+from surgeon.models.weights import ModelWeights, Tensors, unit_share
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder, Recording
@@ -85,7 +85,10 @@ class RankProgram:
         self._ways: dict[tuple[object, ...], bool] = {}
         attended = program.attended
         before = Program(self.nodes[:attended])
-        self.attended = attended, len(rank_work(before, peers.rank, plan.ranks, plan.sliced))
+        self.attended = (
+            attended,
+            len(rank_work(before, peers.rank, plan.ranks, plan.sliced, plan.balance)),
+        )
         self.machine: Callable[[RankProgram, Pass, Group, WorkAhead], RankMachine] = RankMachine
 
     def load(self, source: ModelWeights, beside: Iterable[RankProgram] = ()) -> None:
@@ -175,10 +178,14 @@ class RankProgram:
         based = sublayer != part.sublayer
         maps = self._maps(work, part, tensors, later, based)
         if sublayer.kind == ATTENTION:
-            sharing = None
-            if not (len(part.sharers) == 1 or based):
-                sharing = Sharing(self.peers, part.sharers)
-            return Attention(tensors, maps, spec, plan, plan.window(sublayer), rotary, sharing)
+            window = plan.window(sublayer)
+            if len(part.sharers) == 1 or based:
+                return Attention(tensors, maps, spec, plan, window, rotary)
+            units = source.units(sublayer)
+            of_queries = unit_share(units, spec.projection("q").unit, sublayer.piece)
+            of_keys = unit_share(units, spec.projection("k").unit, sublayer.piece)
+            sharing = Sharing(self.peers, part.sharers)
+            return Attention(tensors, maps, spec, plan, window, rotary, sharing, (of_queries, of_keys))
         return FeedForward(tensors, maps, plan, norm_before(tensors, spec, plan))
 
     def _order_for_rotation(self, sublayer: Sublayer, tensors: Tensors) -> Tensors:

@@ -20,7 +20,7 @@ from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import did_you_mean, first_line, shown
 from surgeon.language.program import Program
-from surgeon.language.sublayer import ATTENTION, FEED_FORWARD
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS
 from surgeon.models.edit import check_layers
 from surgeon.models.families import Family
 from surgeon.models.families.positions import (
@@ -34,7 +34,13 @@ from surgeon.models.families.positions import (
 )
 from surgeon.models.families.specs import Growth
 from surgeon.models.weights import ModelWeights, require_sliceable
-from surgeon.runtime.plan.division import cached_latent, check_division, shared_units
+from surgeon.runtime.plan.division import (
+    Balance,
+    balance_of,
+    cached_latent,
+    check_division,
+    shared_units,
+)
 from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import (
     OWN_ACTIVATIONS,
@@ -86,9 +92,9 @@ def make_plan(
     Raises:
         FileNotFoundError: if there is no such model or a file of it is missing.
         ValueError: if the architecture or something in its configuration is not supported, the program names what the
-            model does not have, heads or neurons do not divide among the ranks (with the numbers of ranks that would
-            do), there is no such dtype or way of decoding, `kv` is "lowrank" and no attention has factors of k and
-            v, `halves` is "on" and there is one rank, or the text is longer than the model's positions.
+            model does not have, ranks are more than heads and neurons, there is no such dtype or way of decoding,
+            `kv` is "lowrank" and no attention has factors of k and v, `halves` is "on" and there is one rank, or the
+            text is longer than the model's positions.
     """
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"the number of ranks must lie in 1..{MOST_RANKS}, not {ranks}")
@@ -111,8 +117,7 @@ def make_plan(
     chosen = _all_ways({"halves": halves, **ways}, ranks)
     mixtures = Mixtures.of(partial(mixture_size, source), layers)
     latent = cached_latent(family.latent(config))
-    check_division(parsed, shared_units(source.units, latent), ranks, mixtures, sliced)
-
+    check_division(parsed, shared_units(source.units, latent), ranks, mixtures)
     positions = longest_text(family, config)
     if family.positions.embedding is not None:
         positions = source.shape(f"{family.positions.embedding}.weight")[0] - family.positions.offset
@@ -150,10 +155,24 @@ def make_plan(
         low_rank=chosen["low_rank"],
         kv=kv,
         sliced=sliced,
+        balance=None if latent or mixtures.sizes else _balance(parsed, source),
     )
     if kv == "lowrank":
         require_low_rank(plan)
     return plan
+
+
+def _balance(program: Program, source: ModelWeights) -> Balance | None:
+    """Return the balance of layers of one size."""
+    wholes = {replace(one, piece=None, width=None, ranks=()) for one in program.sublayers()}
+    sizes = []
+    for kind in KINDS:
+        found = [source.units(one) for one in wholes if one.kind == kind]
+        if not found or found.count(found[0]) < len(found):
+            return None
+        sizes.append(found[0])
+    hidden = source.shape(f"{source.family.embedding}.weight")[1]
+    return balance_of(source.family, hidden, source.head_dim, *sizes)
 
 
 def _text_length(max_tokens: int | None, positions: int) -> int:

@@ -1,19 +1,21 @@
-"""Division of a program's heads and neurons among ranks, and the numbers of ranks that would do."""
+"""Division of heads and neurons among ranks: what can be divided, and neurons that make up for unequal heads."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
+from itertools import accumulate
 
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, Sublayer
+from surgeon.models.families import Family
 from surgeon.models.families.specs import Latent
-from surgeon.models.weights import indivisible
+from surgeon.models.weights import indivisible, unit_bounds
 from surgeon.models.weights.layout import Units
-from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures
-from surgeon.runtime.plan.placement import rank_work
+from surgeon.runtime.plan.mixtures import Mixtures
 
-MOST_SUGGESTED = 64  # where numbers of ranks that would do are listed
+GRAIN = 64  # neurons that the kernels multiply side by side
 
 UnitsOf = Callable[[Sublayer], Units]  # how many heads and KV heads, or neurons, a sublayer has
 
@@ -39,65 +41,100 @@ def cached_latent(latent: Latent | None) -> Latent | None:
     return latent
 
 
-def check_division(
-    program: Program,
-    units_of: UnitsOf,
-    ranks: int,
-    mixtures: Mixtures = NO_MIXTURES,
-    sliced: bool = False,
-) -> None:
-    """Refuse slices, and numbers of ranks, that heads or neurons do not divide into."""
+def check_slices(program: Program, units_of: UnitsOf) -> None:
+    """Refuse slices that a program names and that would not be equal."""
     for sublayer in dict.fromkeys(program.sublayers()):
-        if sublayer.piece is None:
-            reason = None
-        else:
-            reason = indivisible(sublayer, units_of(sublayer), replicate=False)
-        if reason:
+        if reason := indivisible(sublayer, units_of(sublayer)):
             raise ValueError(reason)
-    reason = why_not(program, units_of, ranks, mixtures, sliced)
-    if reason is None:
-        return
-    alike = different(program, units_of, mixtures)
-    fits = [
-        str(n)
-        for n in range(1, MOST_SUGGESTED + 1)
-        if why_not(alike, units_of, n, mixtures, sliced) is None
-    ]
-    either = (
-        " or ".join([", ".join(fits[:-1]), fits[-1]] if len(fits) > 1 else fits) or "no number of ranks"
+
+
+def check_division(program: Program, units_of: UnitsOf, ranks: int, mixtures: Mixtures) -> None:
+    """Refuse slices that would not be equal, and more ranks than a program has heads and neurons."""
+    check_slices(program, units_of)
+    heads = 0
+    neurons = 0
+    for sublayer in dict.fromkeys(program.sublayers()):
+        units = units_of(sublayer)
+        if sublayer.kind == ATTENTION:
+            heads = max(heads, units.get("heads", 0))
+        else:
+            mixture = mixtures.size(sublayer)
+            neurons = max(neurons, units["neurons"] * (1 if mixture is None else mixture.experts))
+    check_ranks(ranks, heads, neurons)
+
+
+def check_ranks(ranks: int, heads: int, neurons: int) -> None:
+    """Refuse more ranks than heads and neurons of a layer together."""
+    if ranks > heads + neurons:
+        raise ValueError(
+            f"{ranks} ranks cannot share this model, whose layers have {heads} heads and {neurons} neurons to share; "
+            f"use at most {heads + neurons}"
+        )
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The sizes of a model's layers, by which ranks that have fewer heads than others get more neurons.
+
+    Only where attention and MLP are one sum, or where nobody waits for a sublayer's own: else equal parts are fastest.
+
+    Attributes:
+        heads, kv_heads: of an attention.
+        neurons: of a feed-forward.
+        head, kv_head, neuron: numbers in the matrices of one of each.
+    """
+
+    heads: int
+    kv_heads: int
+    neurons: int
+    head: int
+    kv_head: int
+    neuron: int
+
+    def cut(self, attentions: int, feed_forwards: int, members: int) -> tuple[int, ...] | None:
+        """Cut the neurons of each of some feed-forwards beside some attentions, all shared by as many members.
+
+        Returns:
+            Where each member's neurons end; None where equal parts do.
+        """
+        grain = GRAIN if self.neurons >= GRAIN * members else 1
+        units: Units = {"heads": self.heads, "kv_heads": self.kv_heads}
+        busy = []  # numbers of each member's attentions
+        for member in range(members):
+            first, end = unit_bounds(units, "heads", (member, members))
+            first_key, end_key = unit_bounds(units, "kv_heads", (member, members))
+            numbers = (end - first) * self.head + (end_key - first_key) * self.kv_head
+            busy.append(attentions * numbers)
+        if len(set(busy)) == 1 or self.neurons < grain * members:
+            return None
+        each = feed_forwards * self.neuron
+        level = (sum(busy) + self.neurons * each) / members
+        wanted = [max(0.0, level - own) for own in busy]
+        ends = list[int]()
+        for member, up_to in enumerate(accumulate(wanted), start=1):
+            rounded = round(up_to / sum(wanted) * self.neurons / grain) * grain
+            before = ends[-1] if ends else 0
+            # Everybody has some: the first of the slices adds the bias.
+            ends.append(min(max(rounded, before + grain), self.neurons - (members - member) * grain))
+        return (*ends[:-1], self.neurons)
+
+
+def balance_of(
+    family: Family, hidden: int, head_dim: int, attention: Units, feed_forward: Units
+) -> Balance | None:
+    """Return the balance of layers with such sublayers; None where ranks divide them alike or otherwise."""
+    heads = attention.get("heads", 0)
+    if not heads or "neurons" not in feed_forward:
+        return None
+    numbers = Counter[str]()
+    for spec in (family.attention, family.mlp):
+        for projection in spec.projections:
+            numbers[projection.unit] += hidden * (1 if spec is family.mlp else head_dim)
+    return Balance(
+        heads,
+        attention.get("kv_heads", heads),
+        feed_forward["neurons"],
+        numbers["heads"],
+        numbers["kv_heads"],
+        numbers["neurons"],
     )
-    raise ValueError(f"{ranks} ranks cannot share this model: {reason}; {either} can")
-
-
-def different(program: Program, units_of: UnitsOf, mixtures: Mixtures = NO_MIXTURES) -> Program:
-    """The nodes that differ in more than which layers they are of: each node is shared by itself."""
-    first: dict[str, tuple[int, ...]] = {}  # layers, by what counts
-
-    def as_first(sublayer: Sublayer) -> Sublayer:
-        counts = units_of(replace(sublayer, piece=None)), mixtures.size(replace(sublayer, experts=None))
-        return replace(sublayer, layers=first.setdefault(f"{sublayer.kind} {counts}", sublayer.layers))
-
-    return Program(tuple(dict.fromkeys(program.renamed(as_first).nodes)))
-
-
-def why_not(
-    program: Program,
-    units_of: UnitsOf,
-    ranks: int,
-    mixtures: Mixtures = NO_MIXTURES,
-    sliced: bool = False,
-) -> str | None:
-    """Say why so many ranks cannot share a program; None if they can."""
-    try:
-        works = (work for rank in range(ranks) for work in rank_work(program, rank, ranks, sliced))
-        parts = {(part.sublayer, len(part.sharers)) for work in works for part in work.parts}
-    except ValueError as error:  # a fork that does not spread over the ranks
-        return str(error)
-    reasons: dict[Sublayer, str | None] = {}
-    for part, members in sorted(parts, key=str):
-        units = units_of(part)
-        if mixtures.whole_experts(part, members) is not None:
-            units = {unit: count for unit, count in units.items() if unit != "neurons"}
-        reasons[part] = indivisible(part, units, replicate=True) or reasons.get(part)
-    first_of_kind = {part.kind: reason for part, reason in reversed(reasons.items()) if reason}
-    return " and ".join(first_of_kind[kind] for kind in sorted(first_of_kind)) or None

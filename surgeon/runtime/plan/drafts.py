@@ -55,9 +55,11 @@ def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str
 
     def make(sliced: bool) -> Plan:
         made = make_plan(stored, plan.ranks, plan.max_tokens, draft, sliced=sliced, **ways)
-        return replace(made, kv=kv)
+        return replace(made, kv=kv, balance=None)
 
-    return replace(plan, kv=kv, draft=draft_beside(replace(plan, kv=kv), stored.weights, make))
+    # Both programs read the same slices, which are in memory once.
+    plan = replace(plan, kv=kv, balance=None)
+    return replace(plan, draft=draft_beside(plan, stored.weights, make))
 
 
 def require_shared(draft: DraftPlan, why: str) -> Plan:

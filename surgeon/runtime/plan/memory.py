@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFiles
+from surgeon.language.program import Program, Step
 from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.memory import free_bytes, show_size
 from surgeon.models.shapes import ModelShapes
@@ -30,7 +31,7 @@ from surgeon.runtime.batching.windows import (
     pass_blocks,
     text_blocks,
 )
-from surgeon.runtime.plan.placement import computed_of, work_of
+from surgeon.runtime.plan.placement import computed_of, rank_work, work_of
 from surgeon.runtime.plan.specification import CodaPlan, Plan
 
 LEAST_SAVED = 0.1  # of a text's room, that a division is worth
@@ -277,7 +278,7 @@ def kv_heads(plan: Plan, source: Sizes, attention: Sublayer) -> tuple[int, int]:
         for p in source.family.spec(attention.kind, attention.layers[0]).projections
         if p.role == "k"
     )
-    return unit_bounds(source.units(attention)[unit], attention.piece)
+    return unit_bounds(source.units(attention), unit, attention.piece)
 
 
 def numbers_of(plan: Plan, source: Sizes, part: tuple[Sublayer, int]) -> int:
@@ -305,6 +306,32 @@ def numbers_of(plan: Plan, source: Sizes, part: tuple[Sublayer, int]) -> int:
         factors = of.rank(projection.role)
         numbers += count * (outputs * inputs if factors is None else factors * (outputs + inputs))
     return numbers
+
+
+def imbalance(plan: Plan, source: Sizes | None = None) -> float:
+    """Return how many numbers of matrices the busiest rank reads in a pass, times an even share.
+
+    Ranks wait for each other at every sum, so that the busiest one counts of every step, and of late steps and those
+    before them of all together.
+    """
+    source = source or open_weights(plan.folder, plan.family, plan.head_dim)
+    program = Program.parse(plan.program)
+    waited_for = 0.0
+    total = 0
+    together = [0] * plan.ranks
+    for number, node in enumerate(program.nodes):
+        for rank in range(plan.ranks):
+            work = rank_work(Program((node,)), rank, plan.ranks, plan.sliced, plan.balance)
+            parts = [(part.sublayer, len(part.sharers)) for one in work for part in one.parts]
+            together[rank] += sum(numbers_of(plan, source, part) for part in parts)
+        following = program.nodes[number + 1 : number + 2]
+        if not any(isinstance(one, Step) and one.late for one in following):
+            waited_for += max(together)
+            total += sum(together)
+            together = [0] * plan.ranks
+    if total == 0:
+        return 1.0
+    return waited_for * plan.ranks / total
 
 
 def choose_cache(

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from surgeon.language.program import Fork, Node, Program, Step, ranks_per_branch
+from surgeon.language.program import Fork, Node, Program, Step, ranks_of_branches
 from surgeon.language.sublayer import ATTENTION, Sublayer
+from surgeon.runtime.plan.division import Balance
 from surgeon.runtime.plan.mixtures import WholeExperts
 from surgeon.runtime.plan.specification import Plan
 
@@ -49,13 +50,15 @@ class Work:
         return all(part.sublayer == self.step.sublayers[part.index] for part in self.parts)
 
 
-def rank_work(program: Program, rank: int, ranks: int, sliced: bool = False) -> tuple[Work, ...]:
+def rank_work(
+    program: Program, rank: int, ranks: int, sliced: bool = False, balance: Balance | None = None
+) -> tuple[Work, ...]:
     """A rank's work, in the order in which the executor comes to it."""
     work: list[Work] = []
     slots = 0
     for step, group in _visits(program.nodes, rank, tuple(range(ranks))):
         parts = []
-        placed, sharing = placed_parts(step, group.index(rank), len(group), sliced)
+        placed, sharing = placed_parts(step, group.index(rank), len(group), sliced, balance)
         sharers = tuple(group[other] for other in sharing)
         for index, sublayer in placed:
             attends = sublayer.kind == ATTENTION
@@ -67,7 +70,7 @@ def rank_work(program: Program, rank: int, ranks: int, sliced: bool = False) -> 
 
 def work_of(plan: Plan, rank: int) -> tuple[Work, ...]:
     """A rank's work on a plan's program."""
-    return rank_work(Program.parse(plan.program), rank, plan.ranks, plan.sliced)
+    return rank_work(Program.parse(plan.program), rank, plan.ranks, plan.sliced, plan.balance)
 
 
 def computed_of(plan: Plan, work: Work, part: Part) -> Sublayer:
@@ -110,14 +113,14 @@ def norm_sums(plan: Plan) -> int:
 
 
 def placed_parts(
-    step: Step, member: int, members: int, sliced: bool = False
+    step: Step, member: int, members: int, sliced: bool = False, balance: Balance | None = None
 ) -> tuple[tuple[tuple[int, Sublayer], ...], range]:
     """A member's part of a step, with the numbers of the sublayers in it, and the members that share these.
 
     Sublayers of one kind are placed whole: on groups of members, one sublayer each, where there are fewer of them (an
     LP pair on two ranks: one layer per rank; on four: two ranks per layer), or several per member. Where neither
     divides, where the kinds differ (attention || MLP, whose costs differ), and if `sliced`, every member takes a slice
-    of each.
+    of each, of neurons as `balance` says.
     """
     sublayers = step.sublayers
     count = len(sublayers)
@@ -125,26 +128,30 @@ def placed_parts(
     if alike and members % count == 0:
         each = members // count
         index = member // each
-        return ((index, _slice(sublayers[index], member % each, each)),), range(
-            index * each, (index + 1) * each
-        )
+        part = _slice(sublayers[index], member % each, each)
+        if balance is not None and step.late:
+            part = _balanced(part, balance.cut(1, 1, each), member % each)
+        return ((index, part),), range(index * each, (index + 1) * each)
     if alike and count % members == 0:
         each = count // members
         own = range(member * each, (member + 1) * each)
         return tuple((index, sublayers[index]) for index in own), range(member, member + 1)
-    return tuple((index, _slice(one, member, members)) for index, one in enumerate(sublayers)), range(
-        members
-    )
+    ends = None
+    if balance is not None:
+        attentions = sum(one.kind == ATTENTION for one in sublayers)
+        if 0 < attentions < count:
+            ends = balance.cut(attentions, count - attentions, members)
+    parts = (_balanced(_slice(one, member, members), ends, member) for one in sublayers)
+    return tuple(enumerate(parts)), range(members)
 
 
 def assigned_branches(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[Node, ...], ...], Group]:
     """The branches of a fork that this rank computes or helps compute, and the group of ranks that computes each."""
-    each = ranks_per_branch(fork, len(group))
     member = group.index(rank)
-    if each == 1:
-        return fork.branches[member :: len(group)], (rank,)
-    first = member // each * each
-    return (fork.branches[member // each],), group[first : first + each]
+    shared = ranks_of_branches(fork, len(group))
+    own = [number for number, members in enumerate(shared) if member in members]
+    members = shared[own[0]]
+    return tuple(fork.branches[number] for number in own), group[members.start : members.stop]
 
 
 def groups_within(
@@ -172,6 +179,16 @@ def _slice(sublayer: Sublayer, index: int, count: int) -> Sublayer:
     if count == 1:
         return sublayer
     return replace(sublayer, piece=(outer_index * count + index, outer_count * count))
+
+
+def _balanced(part: Sublayer, ends: tuple[int, ...] | None, member: int) -> Sublayer:
+    """Return a member's neurons of a whole feed-forward in place of an equal part."""
+    if ends is None or part.kind == ATTENTION or part.piece != (member, len(ends)):
+        return part
+    if part.width is not None or part.ranks or part.experts is not None:
+        return part
+    first = ends[member - 1] if member else 0
+    return replace(part, piece=(first, ends[-1]), span=ends[member] - first)
 
 
 def _visits(nodes: tuple[Node, ...], rank: int, group: Group) -> Iterator[tuple[Step, Group]]:

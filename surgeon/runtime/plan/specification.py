@@ -15,6 +15,7 @@ from surgeon.models.routing import Routing
 from surgeon.runtime.batching.sequence import LongTexts
 from surgeon.runtime.batching.windows import blocks_for, power_of_two
 from surgeon.runtime.kernels.triton import used_on
+from surgeon.runtime.plan.division import Balance
 from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures
 
 # Decode passes are computed like all others (dynamic) or in a few fixed shapes (static); auto is dynamic on CPUs, and
@@ -165,6 +166,7 @@ class Plan:
         kv: what is cached of attentions whose k and v are two factors each.
         sliced: whether every rank takes a slice of each sublayer of a step, also where it could have whole ones: as the
             ranks have them of a program that runs beside.
+        balance: how neurons make up for unequal heads; None where parts are equal.
         coda: behind this program, a checkpoint's first rack, if it drafts tokens.
         draft: another program over the same weights that drafts tokens.
         stretches: after how many nodes of the program each rank's stretch ends, in a pipeline; empty where every rank
@@ -193,6 +195,7 @@ class Plan:
     low_rank: LowRankMode = "auto"
     kv: KvMode | Literal["fewer"] = "auto"
     sliced: bool = False
+    balance: Balance | None = None
     coda: CodaPlan | None = None
     draft: DraftPlan | None = None
     stretches: tuple[int, ...] = ()

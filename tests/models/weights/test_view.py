@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.language.program import Program
@@ -20,7 +22,9 @@ from surgeon.models.weights import (
     indivisible,
     stored_tensors,
     unit_bounds,
+    unit_share,
 )
+from surgeon.models.weights.layout import Units
 
 
 @pytest.fixture
@@ -223,21 +227,81 @@ def test_checkpoints_of_bare_decoders(tiny_model: Callable[..., Any], tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("text", "replicate", "reason"),
+    ("text", "reason"),
     [
-        ("A1", False, None),
-        ("A1/2:0", False, None),
-        ("A1/4:0", False, "the 4 heads and 2 KV heads of A1 do not divide into 4 slices"),
-        ("A1/4:0", True, None),
-        ("A1/3:0", True, "the 4 heads and 2 KV heads of A1 do not divide into 3 slices"),
-        ("A1~A2/8:0", True, "the 4 heads and 2 KV heads of A1~A2 do not divide into 8 slices"),
+        ("A1", None),
+        ("A1/2:0", None),
+        ("A1/4:0", "the 4 heads and 2 KV heads of A1 do not divide into 4 slices"),
+        ("A1/3:0", "the 4 heads and 2 KV heads of A1 do not divide into 3 slices"),
+        ("A1~A2/8:0", "the 4 heads and 2 KV heads of A1~A2 do not divide into 8 slices"),
     ],
 )
-def test_indivisible(text: str, replicate: bool, reason: str | None) -> None:
-    assert indivisible(sublayer(text), {"heads": 4, "kv_heads": 2}, replicate) == reason
+def test_indivisible(text: str, reason: str | None) -> None:
+    assert indivisible(sublayer(text), {"heads": 4, "kv_heads": 2}) == reason
 
 
-def test_bounds() -> None:
-    assert [unit_bounds(6, (i, 3)) for i in range(3)] == [(0, 2), (2, 4), (4, 6)]
-    assert [unit_bounds(2, (i, 4)) for i in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
-    assert unit_bounds(5, None) == (0, 5)
+@pytest.mark.parametrize(
+    ("units", "count", "heads", "kv_heads"),
+    [
+        ({"heads": 6, "kv_heads": 3}, 3, [(0, 2), (2, 4), (4, 6)], [(0, 1), (1, 2), (2, 3)]),
+        (
+            {"heads": 4, "kv_heads": 2},
+            4,
+            [(0, 1), (1, 2), (2, 3), (3, 4)],
+            [(0, 1), (0, 1), (1, 2), (1, 2)],
+        ),
+        # SmolLM2-135M on two ranks: one KV group and two.
+        ({"heads": 9, "kv_heads": 3}, 2, [(0, 3), (3, 9)], [(0, 1), (1, 3)]),
+        # On four: the last group's heads are shared out, and so is none of its keys.
+        (
+            {"heads": 9, "kv_heads": 3},
+            4,
+            [(0, 1), (1, 3), (3, 6), (6, 9)],
+            [(0, 1), (0, 1), (1, 2), (2, 3)],
+        ),
+        # More ranks than heads: some have none.
+        (
+            {"heads": 2, "kv_heads": 2},
+            4,
+            [(0, 0), (0, 1), (1, 1), (1, 2)],
+            [(0, 0), (0, 1), (1, 1), (1, 2)],
+        ),
+    ],
+)
+def test_bounds_of_heads(
+    units: Units, count: int, heads: list[tuple[int, int]], kv_heads: list[tuple[int, int]]
+) -> None:
+    assert [unit_bounds(units, "heads", (index, count)) for index in range(count)] == heads
+    assert [unit_bounds(units, "kv_heads", (index, count)) for index in range(count)] == kv_heads
+
+
+def test_bounds_of_neurons() -> None:
+    assert [unit_bounds({"neurons": 5}, "neurons", (index, 3)) for index in range(3)] == [
+        (0, 1),
+        (1, 3),
+        (3, 5),
+    ]
+    assert unit_bounds({"neurons": 5}, "neurons", None) == (0, 5)
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 40), st.integers(1, 4))
+def test_slices_are_all_of_it(groups: int, each: int, count: int, inner: int) -> None:
+    """Heads are in one slice each, as equal as groups leave them, with their KV heads; slices of slices are slices."""
+    units: Units = {"heads": groups * each, "kv_heads": groups}
+    found = [unit_bounds(units, "heads", (index, count)) for index in range(count)]
+    assert [head for first, end in found for head in range(first, end)] == list(range(groups * each))
+    assert max(end - first for first, end in found) <= -(-groups // count) * each
+    if count >= groups:
+        assert max(end - first for first, end in found) <= -(-each // (count // groups))
+    for index, (first, end) in enumerate(found):
+        kv_heads = unit_bounds(units, "kv_heads", (index, count))
+        assert set(range(*kv_heads)) == {head // each for head in range(first, end)}
+    shares = [unit_share(units, "kv_heads", (index, count)) for index in range(count)]
+    assert sum(shares) == pytest.approx(1)
+    if groups % count == 0:  # as slices of a program are
+        for index, (first, end) in enumerate(found):
+            parts = [
+                unit_bounds(units, "heads", (index * inner + part, count * inner))
+                for part in range(inner)
+            ]
+            assert [head for part in parts for head in range(*part)] == list(range(first, end))

@@ -1,4 +1,7 @@
-"""Numbers of every kind of program on 1, 2 and 4 ranks against one process of `transformers`."""
+"""Numbers of every kind of program on 1 to 5 ranks against one process of `transformers`.
+
+Three and five ranks divide neither heads nor neurons of most of these models.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ import torch
 from torch import Tensor
 
 from surgeon.exports.in_memory import edit
+from surgeon.language.execute import Branch
 from surgeon.language.operations import desync, fuse_attention_mlp, pair, repeat, tracks
-from surgeon.language.program import Node, Program, Step
+from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.models.families import FAMILIES
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
@@ -168,7 +172,7 @@ CASES = [
     if family not in NORMED_BEHIND or "/" not in PROGRAMS[name]  # their sublayers cannot be sliced
     if family in GROUPED or name != "one KV group of two"  # whose heads are two, for two ranks
 ]
-WAYS = [(1, "shm"), (2, "shm"), (4, "shm"), (2, "gloo"), (4, "gloo")]
+WAYS = [(1, "shm"), (2, "shm"), (4, "shm"), (2, "gloo"), (4, "gloo"), (3, "shm"), (5, "shm")]
 
 
 def is_default(way: tuple[int, str], family: str, name: str, at: int) -> bool:
@@ -181,8 +185,10 @@ def is_default(way: tuple[int, str], family: str, name: str, at: int) -> bool:
     """
     if way[1] == "gloo":
         return family == "llama" and (name == "dense" or (way[0] + at) % 6 == 0)
-    if way[0] > 1 and (family == "llama" or name == "dense"):
+    if way[0] in (2, 4) and (family == "llama" or name == "dense"):
         return way[0] == 2 or family not in (*SHORT, *ALIKE)
+    if way[0] in (3, 5) and name == "dense":
+        return (way[0] == 3) == bool(at % 2)
     return (WAYS.index(way) + at) % (3 if family == "gemma2" else 9) == 0
 
 
@@ -250,6 +256,13 @@ def test_every_supported_family_is_compared() -> None:
     assert set(OVERRIDES) == {*RANKED, "qwen3_next"}
 
 
+def branches_of(fork: Fork, ranks: int) -> list[tuple[Branch, int]]:
+    """A fork's branches, and how many ranks share each."""
+    count = len(fork.branches)
+    shares = [(place + 1) * ranks // count - place * ranks // count for place in range(count)]
+    return [(branch, max(1, share)) for branch, share in zip(fork.branches, shares, strict=True)]
+
+
 def outputs_reduced(nodes: tuple[Node, ...], ranks: int, norms_behind: bool) -> int:
     """How many streams' worth of outputs are reduced: one per step and fork.
 
@@ -266,8 +279,9 @@ def outputs_reduced(nodes: tuple[Node, ...], ranks: int, norms_behind: bool) -> 
             )
             count += len(node.sublayers) if norms_behind and not whole else 1
         else:
-            each = max(1, ranks // len(node.branches))
-            count += 1 + max(outputs_reduced(branch, each, norms_behind) for branch in node.branches)
+            count += 1 + max(
+                outputs_reduced(branch, each, norms_behind) for branch, each in branches_of(node, ranks)
+            )
     return count
 
 
@@ -283,8 +297,7 @@ def squares_exchanged(nodes: tuple[Node, ...], ranks: int) -> int:
             elif not alike or sublayers % ranks:
                 count += attentions
         else:
-            each = max(1, ranks // len(node.branches))
-            count += max(squares_exchanged(branch, each) for branch in node.branches) if each > 1 else 0
+            count += max(squares_exchanged(branch, each) for branch, each in branches_of(node, ranks))
     return count if ranks > 1 else 0
 
 
@@ -313,6 +326,39 @@ def test_logits_and_counts(
             == (outputs * plan.hidden + 2 * squares) * chunk.numel() * 4
         )
         assert all(count.all_gathers == 0 for count in counts)
+
+
+ALL_FORMS = "A0 F0 [A1 A2] {F1 F2 | A3} [A3 F3] >A0@q5,k4,v3,o6 >F0@gate5,up6,down4"
+SIZES = [(9, 3, 41), (10, 5, 24), (3, 3, 50), (12, 2, 7), (14, 2, 33), (15, 5, 40), (5, 1, 19)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [
+        case(
+            way,
+            sizes,
+            default=(WAYS.index(way) + at) % 2 == 0,
+            id=f"{way[0]}-{'-'.join(map(str, sizes))}",
+        )
+        for way in WAYS
+        if way[1] == "shm" and way[0] > 1
+        for at, sizes in enumerate(SIZES)
+    ],
+    indirect=["ranks"],
+)
+def test_numbers_without_a_common_divisor(
+    sizes: tuple[int, int, int], ranks: Ranks, tmp_path: Path
+) -> None:
+    heads, kv_heads, neurons = sizes
+    config = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 4 * heads}
+    model = tiny_model("llama", head_dim=8, intermediate_size=neurons, vocab_size=31, **config)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        wanted = edit(model, ALL_FORMS)(input_ids=IDS % 31, use_cache=False).logits
+    plan = make_plan(tmp_path, len(ranks.pids), IDS.shape[1], ALL_FORMS)
+    for logits, *_ in ranks.call(logits_in_chunks, plan, [chunk % 31 for chunk in CHUNKS]):
+        assert (logits - wanted).abs().max() < TOLERANCE * wanted.abs().max()
 
 
 SLICED = [(way, family, name) for way in WAYS[1:3] for family in MIXTURES for name in MIXED]

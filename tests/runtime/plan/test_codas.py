@@ -86,6 +86,6 @@ def test_what_cannot_draft(saved: Callable[..., Plan]) -> None:
         with_coda(plan)
 
 
-def test_heads_that_do_not_divide_among_the_ranks(saved: Callable[..., Plan]) -> None:
-    with pytest.raises(ValueError, match="divide"):
-        with_coda(replace(saved(), ranks=3))
+def test_ranks_that_would_have_nothing_of_a_coda(saved: Callable[..., Plan]) -> None:
+    with pytest.raises(ValueError, match="64 ranks cannot share this model"):
+        with_coda(replace(saved(), ranks=64))

@@ -17,7 +17,7 @@ from surgeon.runtime.model.mixture import Experts, MixtureOfExperts
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize, WholeExperts
-from tests.tiny_models import tiny_model
+from tests.tiny_models import VOCABULARY, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +89,16 @@ def test_what_ranks_hold(
 
 
 def test_ranks_that_neither_experts_nor_neurons_divide_among(tmp_path: Path) -> None:
-    """Twelve neurons and four experts: three ranks have slices, eight can have neither."""
+    """Twelve neurons and four experts: three ranks have equal slices, eight unequal ones."""
     tiny_model(
         "mixtral", num_attention_heads=24, num_key_value_heads=24, head_dim=2, intermediate_size=12
     ).save_pretrained(tmp_path)
-    make_plan(tmp_path, 3, 8)
-    with pytest.raises(
-        ValueError, match=r"8 ranks cannot share this model: the 12 neurons of F0 do not divide into 8"
-    ):
-        make_plan(tmp_path, 8, 8)
+    found = [footprint(make_plan(tmp_path, ranks, 8, "F0")).weights for ranks in (1, 3, 8)]
+    ends = [4 * 2 * -(-VOCABULARY // ranks) * 32 for ranks in (1, 3, 8)]
+    experts = 4 * 4 * 3 * 32  # bytes of a neuron of each
+    router = 4 * 4 * 32
+    own = [[each - end - router for each in weights] for weights, end in zip(found, ends, strict=True)]
+    assert own == [[12 * experts], [4 * experts] * 3, [experts, 2 * experts] * 4]
 
 
 def test_weights_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
@@ -134,11 +135,8 @@ def test_what_ranks_hold_of_latent_attentions(ranks: int, tmp_path: Path) -> Non
     ends = rest.weights[0] - 4 * 3 * 48 * hidden // ranks
     assert found.weights[0] - ends == 2 * 4 * (queries + latents + heads * width * hidden)
     assert found.kept[0] == (2 * heads * width * 16 * 4,) * 2
-    with pytest.raises(
-        ValueError,
-        match="3 ranks cannot share this model: the 4 heads of A0 do not divide into 3 slices",
-    ):
-        make_plan(tmp_path, 3, 8, "A0")
+    with pytest.raises(ValueError, match="5 ranks cannot share this model.* 4 heads and 0 neurons"):
+        make_plan(tmp_path, 5, 8, "A0")
 
 
 def test_latent_attentions_that_do_not_fit(tmp_path: Path) -> None:

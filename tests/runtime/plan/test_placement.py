@@ -60,11 +60,22 @@ def test_groups() -> None:
     ]
 
 
-def test_a_fork_that_does_not_spread() -> None:
-    (fork,) = Program.parse("{A0 | A1}").nodes
+@pytest.mark.parametrize(
+    ("program", "branches"),
+    [
+        ("{A0 | A1}", {0: ("A0", (0,)), 1: ("A1", (1, 2)), 2: ("A1", (1, 2))}),
+        ("{A0 | A1 | A2 | A3}", {0: ("A0 A3", (0,)), 1: ("A1", (1,)), 2: ("A2", (2,))}),
+    ],
+)
+def test_a_fork_that_does_not_spread_evenly(
+    program: str, branches: dict[int, tuple[str, tuple[int, ...]]]
+) -> None:
+    (fork,) = Program.parse(program).nodes
     assert not isinstance(fork, Step)
-    with pytest.raises(ValueError, match="2 branches does not spread evenly over 3 ranks"):
-        assigned_branches(fork, 0, (0, 1, 2))
+    for rank, (own, group) in branches.items():
+        found, members = assigned_branches(fork, rank, (0, 1, 2))
+        assert " ".join(str(Program(branch)) for branch in found) == own
+        assert members == group
 
 
 # Machines are busy at times.
