@@ -325,9 +325,7 @@ def main() -> None:
     parser.add_argument(
         "--scan", help="a folder of surgeon scan on the same text: what it has is not measured again"
     )
-    parser.add_argument(
-        "--ranks", type=int, default=3, help="2 and 4 do not divide SmolLM2's nine heads"
-    )
+    parser.add_argument("--ranks", type=int, default=3, help="3 divide SmolLM2's nine heads evenly")
     parser.add_argument(
         "--speedups", type=lambda text: [*map(float, text.split(","))], default=[1.25, 1.1, 1.5]
     )

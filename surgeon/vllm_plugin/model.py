@@ -43,6 +43,7 @@ from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.model.rotary import rotation
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.division import shared_units
+from surgeon.runtime.plan.placement import require_equal_heads
 from surgeon.runtime.plan.specification import Plan
 from surgeon.vllm_plugin.configs import read_settings, reason_against, stage_nodes
 from surgeon.vllm_plugin.operations import place_, take_operations, turns
@@ -286,6 +287,8 @@ def plan_of(vllm_config: Any) -> Plan:
         low_rank=read_settings(vllm_config.additional_config).low_rank,
         kv="full",  # vLLM's attentions read keys and values out of the cache themselves
     )
+    source = ModelWeights(Checkpoint(folder), plan.family, plan.head_dim)
+    require_equal_heads(plan, shared_units(source.units, plan.latent))
     if plan.long_texts is not None:  # vLLM says where tokens stand, and not how long their prompts are
         raise ValueError(
             f"rotary positions depend on the length of texts of more than {plan.long_texts.beyond} tokens, which "

@@ -143,6 +143,15 @@ def test_what_runs_again_is_said(tmp_path: Path) -> None:
     )
 
 
+def test_ranks_of_vllm_are_said_where_heads_do_not_divide(tmp_path: Path) -> None:
+    run_export(save_checkpoint(tmp_path / "even", num_layers=2), tmp_path / "of-even", "A1 F1")
+    assert "vLLM shares" not in card_of(tmp_path / "of-even")
+    config = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 24}
+    run_export(save_checkpoint(tmp_path / "six", num_layers=2, **config), tmp_path / "of-six", "A1 F1")
+    words = " ".join(card_of(tmp_path / "of-six").split())
+    assert "``` vLLM shares 6 heads and 3 KV heads among 1, 3, 6 ranks; `surgeon serve` takes" in words
+
+
 def test_factors_that_vllm_cannot_divide_are_left_to_the_plugin(tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "tiny", "opt", num_layers=2)
     run_export(source, tmp_path / "edited", "A0@q5,o6 F0 A1 F1@up7")

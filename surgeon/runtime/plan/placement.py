@@ -13,7 +13,7 @@ from functools import cached_property
 
 from surgeon.language.program import Fork, Node, Program, Step, ranks_of_branches
 from surgeon.language.sublayer import ATTENTION, Sublayer
-from surgeon.runtime.plan.division import Balance
+from surgeon.runtime.plan.division import Balance, UnitsOf
 from surgeon.runtime.plan.mixtures import WholeExperts
 from surgeon.runtime.plan.specification import Plan
 
@@ -110,6 +110,25 @@ def norm_sums(plan: Plan) -> int:
 
     works = (work_of(plan, rank) for rank in range(plan.ranks))
     return max(sum(shared(work, part) for work in own for part in work.parts) for own in works)
+
+
+def require_equal_heads(plan: Plan, units_of: UnitsOf) -> None:
+    """Refuse ranks that would have unequal parts of an attention; vLLM's ranks have caches of one shape."""
+    for part in (
+        part for rank in range(plan.ranks) for work in work_of(plan, rank) for part in work.parts
+    ):
+        if part.slot is None:
+            continue
+        units = units_of(part.sublayer)
+        heads = units["heads"]
+        kv_heads = units.get("kv_heads", heads)
+        _, count = part.sublayer.piece or (0, 1)
+        if heads % count or (kv_heads % count and count % kv_heads):
+            raise ValueError(
+                f"vLLM has equal parts of an attention on its ranks, and {heads} heads over {kv_heads} KV heads "
+                f"({replace(part.sublayer, piece=None, ranks=())}) do not divide into {count}; set another "
+                "--tensor-parallel-size, or let surgeon serve run it"
+            )
 
 
 def placed_parts(
