@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.bench.goals import MISSED, missed
 from scripts.bench.large_model import make_model
-from scripts.bench.process import peak_of, start
+from scripts.bench.process import run_surgeon
 from scripts.markdown import print_table
 from surgeon.memory import parse_size, show_size
 from surgeon.processes.files import sync_tree
@@ -105,9 +105,8 @@ def recipe_for(model: Path, form: str, folder: Path) -> Path:
 
 def export(recipe: Path, target: Path) -> Run:
     """One export from its first line to its last."""
-    begun = time.perf_counter()
-    peak = peak_of(start("export", recipe, "-o", target))
-    return Run(size_of(target), time.perf_counter() - begun, peak)
+    seconds, peak = run_surgeon("export", recipe, "-o", target)
+    return Run(size_of(target), seconds, peak)
 
 
 def main() -> None:

@@ -14,24 +14,25 @@ import argparse
 import shutil
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import surgeon
 from scripts.bench.goals import MISSED, missed
-from scripts.bench.process import peak_of, start
+from scripts.bench.large_model import make_model
+from scripts.bench.process import run_surgeon
 from scripts.markdown import print_table
 from surgeon.memory import parse_size, show_size
 
 TOLERANCE = 1e-4
+SHARD_BYTES = 500_000_000
 OPERATIONS = ("prune", "merge", "2-parallel", "lp", "ladder")
 
 
@@ -44,9 +45,8 @@ class Outcome:
     cells: pd.DataFrame
 
 
-def make_model(folder: Path, layers: int) -> int:
+def write_model(folder: Path, layers: int) -> int:
     """Write the random model, with the demo model's tokenizer; returns the bytes of its weights."""
-    demo = surgeon.demo_model()
     config = LlamaConfig(
         hidden_size=2048,
         intermediate_size=5632,
@@ -56,10 +56,8 @@ def make_model(folder: Path, layers: int) -> int:
         vocab_size=2048,
         max_position_embeddings=1024,
     )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder, max_shard_size="500MB")
-    for path in demo.glob("*token*.json"):
+    make_model(folder, config, SHARD_BYTES, torch.float32)
+    for path in surgeon.demo_model().glob("*token*.json"):
         shutil.copyfile(path, folder / path.name)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
@@ -71,9 +69,8 @@ def scan(model: Path, output: Path, arguments: argparse.Namespace, limit: str | 
     for operation in OPERATIONS:
         command += ["--operation", operation]
     command += [] if limit is None else ["--memory", limit]
-    begun = time.perf_counter()
-    peak = peak_of(start(*command))
-    return Outcome(peak, time.perf_counter() - begun, pd.read_csv(output / "cells.csv"))
+    seconds, peak = run_surgeon(*command)
+    return Outcome(peak, seconds, pd.read_csv(output / "cells.csv"))
 
 
 def largest_difference(one: pd.DataFrame, other: pd.DataFrame) -> float:
@@ -100,7 +97,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         model = arguments.folder or Path(temporary) / "model"
         size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-        size = size or make_model(model, arguments.layers)
+        size = size or write_model(model, arguments.layers)
         streamed = scan(model, Path(temporary) / "streamed", arguments, arguments.limit)
         whole = scan(model, Path(temporary) / "whole", arguments, None)
     title = f"surgeon scan, {len(whole.cells)} cells of a model of {show_size(size)} of float32 weights"

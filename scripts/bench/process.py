@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+import time
 
 # The kernel's own figure for this program, which /usr/bin/time -v reports too.
 SURGEON = """
@@ -15,20 +15,15 @@ raise SystemExit(code)
 """
 
 
-def start(*arguments: object) -> Any:
-    """Begin a command; its output and its errors are text in pipes."""
-    command = [sys.executable, "-c", SURGEON, *map(str, arguments)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, **pipes)
-
-
-def peak_of(process: Any) -> int:
-    """Wait for a command to end; the most bytes it had resident.
+def run_surgeon(*arguments: object) -> tuple[float, int]:
+    """The seconds of a command, and the most bytes it had resident.
 
     Raises:
         SystemExit: with what it said, if it failed.
     """
-    out, err = process.communicate()
-    if process.returncode:
-        raise SystemExit(err)
-    return int(out.split()[-1]) * 1024
+    begun = time.perf_counter()
+    command = [sys.executable, "-c", SURGEON, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return time.perf_counter() - begun, int(done.stdout.split()[-1]) * 1024
