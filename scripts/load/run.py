@@ -17,6 +17,7 @@ import json
 import os
 import random
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,11 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.commands import make_parser
 from scripts.load.cases import Case, make_cases
-from scripts.load.server import COMPLETIONS, LONGEST_SECONDS, serving
+from scripts.load.server import SURGEON, free_port, serving
 from scripts.markdown import print_table
 from surgeon.provenance import versions
 
 PERCENTILES = (50, 90, 99)
+COMPLETIONS = "/v1/completions"
+LONGEST_SECONDS = 300
 
 
 @dataclass
@@ -101,6 +104,13 @@ async def load(url: str, cases: list[Case], options: argparse.Namespace) -> tupl
     return tally, time.monotonic() - begun
 
 
+def metrics(url: str) -> dict[str, float]:
+    """What the server has counted."""
+    text = httpx2.get(f"{url}/metrics", timeout=60).text
+    pairs = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in pairs}
+
+
 def figures_of(tally: Tally, seconds: float) -> dict[str, float]:
     figures = {"requests/s": tally.answers / seconds, "tokens/s": tally.tokens / seconds}
     for name, times in (("TTFT", tally.first), ("TPOT", tally.each)):
@@ -141,11 +151,14 @@ def main() -> int:
     options = parse()
     transformers.utils.logging.disable_progress_bar()
     cases = make_cases(options)
-    with serving(
-        options, "--max-batch", str(options.max_batch), "--max-waiting", str(options.clients)
-    ) as server:
-        tally, seconds = asyncio.run(load(server.url, cases, options))
-        after = server.metrics()
+    port = free_port()
+    limits = f"--tp {options.tp} --max-batch {options.max_batch} --max-waiting {options.clients}"
+    command = [*SURGEON, options.model, "--port", port, *limits.split()]
+    if options.program:
+        command += ["--program", options.program]
+    with tempfile.TemporaryDirectory() as folder, serving(command, port, Path(folder) / "log") as url:
+        tally, seconds = asyncio.run(load(url, cases, options))
+        after = metrics(url)
     figures = figures_of(tally, seconds)
     figures["prompt tokens shared"] = after["surgeon_cached_tokens_total"] / max(
         1, after["surgeon_prompt_tokens_total"]
