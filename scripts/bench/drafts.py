@@ -24,7 +24,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
 from random import Random
@@ -32,9 +32,8 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import pandas as pd
-from transformers.utils import logging
 
-from scripts.bench.decoding import DENSE, prompts_of, write_tables
+from scripts.bench.decoding import DENSE, add_options, parse, prompts_of, write_tables
 from scripts.bench.goals import missed
 from scripts.commands import make_parser
 from scripts.markdown import format_table
@@ -205,7 +204,6 @@ def main() -> None:
     parser.add_argument(
         "--links", nargs="*", default=["0us", "200us", "1ms", GLOO], help="delays of links, and gloo"
     )
-    parser.add_argument("--batch", nargs="*", type=int, default=[1, 4, 8])
     parser.add_argument(
         "--draft", nargs="*", action="extend", default=[], metavar="NAME=DRAFT", help="besides its own"
     )
@@ -223,30 +221,27 @@ def main() -> None:
     parser.add_argument(
         "--drawn", type=float, default=0.0, metavar="TEMPERATURE", help="drawn texts, not greedy ones"
     )
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--new", type=int, default=192)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--warm", type=int, default=2, metavar="N", help="rounds before, in which passes are recorded"
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, help="write the table here too, every run beside it as JSON"
-    )
-    options = parser.parse_args()
-    logging.disable_progress_bar()
+    add_options(parser)
+    parser.set_defaults(batch=[1, 4, 8], new=192)
+    options = parse(parser)
     model = open_model(options.model)
     own = edits(model, options.ranks)
     drafts = {name: text for name, text in own.items() if not options.only or name in options.only}
     drafts |= dict(draft_named(model, each) for each in options.draft)
     found = list[Run]()
     for link in options.links:
+        ranks = RankOptions(options.ranks, "cpu")
+        place = link
         if link == GLOO:
-            found += runs(model, GLOO, RankOptions(options.ranks, "cpu", "gloo"), drafts, options)
+            ranks = replace(ranks, collectives=GLOO)
         elif delay := parse_seconds(link):
-            ranks = RankOptions(options.ranks, "cpu", "auto", Link(delay))
-            found += runs(model, link, ranks, drafts, options)
+            ranks = replace(ranks, link=Link(delay))
         else:
-            found += runs(model, SHARED, RankOptions(options.ranks, "cpu"), drafts, options)
+            place = SHARED
+        found += runs(model, place, ranks, drafts, options)
     programs = [f"- {name}: `{draft}`" for name, draft in drafts.items()]
     texts = [
         "\n".join(table(found)),

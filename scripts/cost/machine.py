@@ -16,7 +16,6 @@ Nothing else should run meanwhile. With the defaults it takes about an hour, and
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import surgeon
-from scripts.bench.decoding import random_model
+from scripts.bench.decoding import random_model, write_tables
 from scripts.bench.deinfer import export_factors
 from scripts.bench.runtime import Way, measure_plans, parse_way
 from scripts.commands import make_parser
@@ -46,8 +45,6 @@ from surgeon.demo import MODEL_FOLDER
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
-from surgeon.processes.files import write_text
-from surgeon.provenance import versions
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.options import RankOptions
@@ -152,15 +149,10 @@ def main() -> None:
             rows += cells(name, folder, factored, options)
     found = pd.DataFrame(rows)
     threads = ", ".join(f"{ranks} ranks: {threads_per_rank(ranks)}" for ranks in options.ranks)
-    text = "\n".join(
-        lines(
-            found, f"threads of each rank: {threads}; load average {os.getloadavg()[0]:.1f} at the end"
-        )
-    )
+    note = f"threads of each rank: {threads}; load average {os.getloadavg()[0]:.1f} at the end"
+    text = "\n".join(lines(found, note))
     print(text)
-    write_text(options.output / "machine.md", text + "\n")
-    record = {"command": sys.argv, "versions": versions(), "cells": rows}
-    write_text(options.output / "machine.json", json.dumps(record, indent=1) + "\n")
+    write_tables(options.output / "machine.md", [text], {"cells": rows})
     draw(found, options.output / "machine.png")
 
 
