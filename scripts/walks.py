@@ -57,58 +57,18 @@ sys.setprofile(watch)
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """The arguments of each walk's command, which may write into a folder."""
+    """The arguments of each walk's command, which runs in a folder."""
     recipe = folder / "pair.yaml"
     recipe.write_text(RECIPE)
-    text = ["--tokens", "512", "--window", "128"]
-    return {
-        "prompt": [
-            "generate",
-            "demo",
-            "--prompt",
-            "Once upon a time",
-            "--max-new-tokens",
-            "4",
-            "--device",
-            "cpu",
-        ],
-        "cell": [
-            "scan",
-            "demo",
-            "-o",
-            str(folder / "scan"),
-            "--operation",
-            "lp",
-            "--layers",
-            "4:7",
-            *text,
-        ],
-        "trial": [
-            "search",
-            "demo",
-            "-o",
-            str(folder / "search"),
-            "--budget",
-            "depth=12",
-            "--trials",
-            "3",
-            *text,
-        ],
-        "export": ["export", str(recipe), "-o", str(folder / "export")],
-        "step": [
-            "heal",
-            str(recipe),
-            "-o",
-            str(folder / "heal"),
-            "--data",
-            "demo",
-            "--steps",
-            "2",
-            "--batch",
-            "1",
-            *text,
-        ],
+    text = "--tokens 512 --window 128"
+    asked = {
+        "prompt": "generate demo --prompt Once --max-new-tokens 4 --device cpu",
+        "cell": f"scan demo -o scan --operation lp --layers 4:7 {text}",
+        "trial": f"search demo -o search --budget depth=12 --trials 3 {text}",
+        "export": f"export {recipe.name} -o export",
+        "step": f"heal {recipe.name} -o heal --data demo --steps 2 --batch 1 {text}",
     }
+    return {name: command.split() for name, command in asked.items()}
 
 
 def files_run(arguments: list[str], folder: Path) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.utils import logging
 
 from surgeon.checkpoint.texts import open_tokenizer
+from surgeon.demo import demo_model
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.language.program import Program
 from surgeon.processes.files import write_text
@@ -61,6 +63,12 @@ def random_model(folder: Path, size: str = "75M") -> Path:
     """`random_llama` as a checkpoint."""
     random_llama(size).save_pretrained(folder)
     return folder
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """Give a checkpoint the demo model's tokenizer."""
+    for path in demo_model().glob("*token*.json"):
+        shutil.copyfile(path, folder / path.name)
 
 
 def lp_name(layers: int) -> str:

@@ -36,7 +36,7 @@ import pandas as pd
 from scripts.bench.decoding import DENSE, add_options, parse, prompts_of, write_tables
 from scripts.bench.goals import missed
 from scripts.commands import make_parser
-from scripts.markdown import format_table
+from scripts.markdown import format_table, spread
 from surgeon.benchmarks.drafting import DecodedTexts, decode_together
 from surgeon.checkpoint.codas import read_codas
 from surgeon.commands.opening import draft_program
@@ -161,10 +161,9 @@ def table(found: Sequence[Run]) -> list[str]:
         drafted = own["drafted"].sum()
         accepted = own["accepted"].sum()
         new = own["new"].sum()
-        ratios = own["ratio"]
         rows.append(
             [
-                *(*key, f"{ratios.median():.2f} ({ratios.min():.2f} to {ratios.max():.2f})"),
+                *(*key, spread(own["ratio"].tolist(), 2)),
                 f"{own['rate'].median():.1f}",
                 f"{accepted / drafted:.0%} of {drafted}" if drafted else "",
                 f"{new / (new - accepted):.2f}",

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.bench.goals import MISSED, missed
 from scripts.bench.large_model import make_model
 from scripts.bench.process import run_surgeon
-from scripts.markdown import print_table
+from scripts.markdown import print_table, spread
 from surgeon.memory import parse_size, show_size
 from surgeon.processes.files import sync_tree
 
@@ -152,10 +152,9 @@ def show(title: str, copies: list[Run], runs: dict[str, Run], beside: dict[str, 
         beside: the speed of copies before and after an export, in bytes per second, by its form.
     """
     columns = ["", "written", "seconds", "GB/s", "of the copy's speed", "peak resident"]
-    seconds = [copy.seconds for copy in copies]
+    seconds = spread([copy.seconds for copy in copies], 1)
     speed = median(copy.speed for copy in copies)
-    spread = f"{median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
-    rows = [["cp -r and fsync", show_size(copies[0].size), spread, f"{speed / 1e9:.2f}", "1.00", ""]]
+    rows = [["cp -r and fsync", show_size(copies[0].size), seconds, f"{speed / 1e9:.2f}", "1.00", ""]]
     for form, run in runs.items():
         peak = "" if run.peak is None else show_size(run.peak)
         numbers = [f"{run.seconds:.1f}", f"{run.speed / 1e9:.2f}", f"{run.speed / beside[form]:.2f}"]

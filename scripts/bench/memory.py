@@ -11,7 +11,6 @@ most resident memory and the time of each, and the largest difference between th
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-import surgeon
+from scripts.bench.decoding import copy_tokenizer
 from scripts.bench.goals import MISSED, missed
 from scripts.bench.large_model import make_model
 from scripts.bench.process import run_surgeon
@@ -57,8 +56,7 @@ def write_model(folder: Path, layers: int) -> int:
         max_position_embeddings=1024,
     )
     make_model(folder, config, SHARD_BYTES, torch.float32)
-    for path in surgeon.demo_model().glob("*token*.json"):
-        shutil.copyfile(path, folder / path.name)
+    copy_tokenizer(folder)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 

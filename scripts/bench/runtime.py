@@ -44,7 +44,6 @@ from scripts.bench.expected import ENDS, computing, expected_decode
 from scripts.commands import make_parser
 from scripts.markdown import format_table
 from surgeon.benchmarks.measure import RankBench, Result, bench_record, bench_table
-from surgeon.benchmarks.timing import RankRun
 from surgeon.cost.clocks import Transfer
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
@@ -158,17 +157,15 @@ def transfers(way: Way, dense: Result) -> list[Transfer]:
 def expected(result: Result, dense: Result, each: Sequence[Transfer]) -> float:
     """Seconds per token, the median over rounds; without communication, those of dense's slowest rank."""
     if not result.connected:
-        return median(max(map(computing_of, runs)) for runs in dense.runs)
+        return median(
+            max(fmean(computing(one) for one in run.passes if one.decode) for run in runs)
+            for runs in dense.runs
+        )
     program = Program.parse(result.plan.program)
     parts = 2 if result.plan.halves == "on" and result.load.batch > 1 else 1
     return median(
         expected_decode(program, runs, one, parts) for runs, one in zip(result.runs, each, strict=True)
     )
-
-
-def computing_of(run: RankRun) -> float:
-    """Seconds that a rank computes per decoding pass."""
-    return fmean(computing(one) for one in run.passes if one.decode)
 
 
 def rows(way: Way, results: Sequence[Result]) -> list[list[object]]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -25,8 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-import surgeon
-from scripts.bench.decoding import random_model
+from scripts.bench.decoding import copy_tokenizer, random_model
 from scripts.commands import make_parser
 from scripts.load.server import PROJECT, SURGEON, free_port, serving
 from scripts.markdown import format_table
@@ -65,14 +63,6 @@ class Load:
         """What the table calls it."""
         beginning = f"{self.shared} of {prompt} tokens shared" if self.shared else "nothing shared"
         return f"{self.clients} clients, {beginning}"
-
-
-def make_model(folder: Path) -> Path:
-    """The random model, with a tokenizer."""
-    random_model(folder)
-    for path in surgeon.demo_model().glob("*token*.json"):
-        shutil.copyfile(path, folder / path.name)
-    return folder
 
 
 def command_of(server: str, options: argparse.Namespace, port: int) -> list[str]:
@@ -181,7 +171,9 @@ def main() -> None:
     found: dict[tuple[str, Load], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        options.model = options.model or make_model(folder / "model")
+        if options.model is None:
+            options.model = random_model(folder / "model")
+            copy_tokenizer(options.model)
         for number in range(options.rounds):
             for server in options.servers if number % 2 == 0 else options.servers[::-1]:
                 port = free_port()

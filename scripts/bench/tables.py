@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,22 +101,13 @@ def worse(before: str, now: str, tolerance: float, anywhere: bool) -> list[Worse
     Args:
         anywhere: whether the pages are of different machines, on which only ratios can be compared.
     """
-    return sorted(
-        _changes(numbers_of(before), numbers_of(now), tolerance, anywhere), key=lambda one: -one.times
-    )
-
-
-def _changes(
-    before: dict[Cell, float], now: dict[Cell, float], tolerance: float, anywhere: bool
-) -> Iterable[Worse]:
-    for cell in before.keys() & now.keys():
+    found = []
+    numbers = numbers_of(now)
+    for cell, old in numbers_of(before).items():
+        new = numbers.get(cell, 0.0)
         way = direction(cell.column, anywhere)
-        old = before[cell]
-        new = now[cell]
-        if (
-            way
-            and old > 0
-            and new > 0
-            and (times := old / new if way > 0 else new / old) > 1 + tolerance
-        ):
-            yield Worse(cell, old, new, times)
+        if way and old > 0 and new > 0:
+            times = (old / new) ** way
+            if times > 1 + tolerance:
+                found.append(Worse(cell, old, new, times))
+    return sorted(found, key=lambda one: -one.times)

@@ -7,8 +7,10 @@ paper that is left out by the starts alone: a few of them (a launch, small messa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from scripts.cost.cases import Run
 from surgeon.cost.hardware import Algorithm, Figure, Hardware, Interconnect, Shares
@@ -38,7 +40,7 @@ class Constant:
     concerns: Callable[[Run], bool]
 
 
-def scaled(figure: Figure, factor: float, most: float = float("inf")) -> Figure:
+def scaled(figure: Figure, factor: float, most: float = math.inf) -> Figure:
     """Every point of a figure times a factor."""
     return Figure(tuple((size, min(value * factor, most)) for size, value in figure.points))
 
@@ -72,12 +74,15 @@ def _text(hardware: Hardware, seconds: float, run: Run) -> Hardware:
     return _forward(hardware, hardware.host.forward.at(run.batch) + seconds * run.batch, run)
 
 
-def _links(change: Callable[[Algorithm, float], Algorithm], staged: bool) -> Apply:
+def _links(
+    staged: bool, concerned: Callable[[Algorithm], bool], *figures: str, most: float = math.inf
+) -> Apply:
     def changed(each: Algorithm, link: str, factor: float) -> Algorithm:
         through_host = is_staged(link) and each.kind != "sharp"  # the switch needs no peer to peer
-        if through_host == staged:
-            return change(each, factor)
-        return each
+        if through_host != staged or not concerned(each):
+            return each
+        new: dict[str, Any] = {name: scaled(getattr(each, name), factor, most) for name in figures}
+        return replace(each, **new)
 
     def apply(hardware: Hardware, factor: float, _: Run) -> Hardware:
         links = {
@@ -96,32 +101,16 @@ def is_staged(link: str) -> bool:
     return link.endswith("-off") or link.startswith("pcie")
 
 
-def _slower(algorithm: Algorithm, factor: float) -> Algorithm:
-    if not _low_latency(algorithm):
-        return algorithm
-    return replace(algorithm, base=scaled(algorithm.base, factor), hop=scaled(algorithm.hop, factor))
-
-
-def _slower_at_once(algorithm: Algorithm, factor: float) -> Algorithm:
-    if algorithm.kind != "one-shot":
-        return algorithm
-    return replace(algorithm, base=scaled(algorithm.base, factor), hop=scaled(algorithm.hop, factor))
-
-
 def _low_latency(algorithm: Algorithm) -> bool:
     return algorithm.kind in ("ring", "tree") and algorithm.hop.points[0][1] < LOW_LATENCY
 
 
-def _small(algorithm: Algorithm, factor: float) -> Algorithm:
-    if _low_latency(algorithm):
-        return replace(algorithm, share=scaled(algorithm.share, factor, 1.0))
-    return algorithm
+def _for_large(algorithm: Algorithm) -> bool:
+    return not _low_latency(algorithm)
 
 
-def _large(algorithm: Algorithm, factor: float) -> Algorithm:
-    if _low_latency(algorithm):
-        return algorithm
-    return replace(algorithm, share=scaled(algorithm.share, factor, 1.0))
+def _at_once(algorithm: Algorithm) -> bool:
+    return algorithm.kind == "one-shot"
 
 
 def _contention(hardware: Hardware, value: float, _: Run) -> Hardware:
@@ -155,13 +144,15 @@ SHARED = (
     Constant("bandwidth shares", 0.93, 1.1, _shares(bandwidth=True, cache=True), _everything),
     Constant("FLOP/s shares", 1.35, 1.15, _shares(flops=True, attention=True), _everything),
     Constant("gap in a graph", 0.7, 2.0, _host(graph=True), lambda run: run.graphs),
-    Constant("NVLink latency", 0.85, 1.3, _links(_slower, staged=False), _peer),
-    Constant("NVLink, small messages", 0.7, 4.0, _links(_small, staged=False), _peer),
-    Constant("NVLink, large messages", 1.0, 1.2, _links(_large, staged=False), _peer),
-    Constant("one-shot latency", 1.3, 1.5, _links(_slower_at_once, staged=False), _of("trtllm", "vllm")),
-    Constant("PCIe latency", 0.7, 1.5, _links(_slower, staged=True), _staged),
-    Constant("PCIe, small messages", 2.0, 4.0, _links(_small, staged=True), _staged),
-    Constant("PCIe, large messages", 1.4, 1.5, _links(_large, staged=True), _staged),
+    Constant("NVLink latency", 0.85, 1.3, _links(False, _low_latency, "base", "hop"), _peer),
+    Constant("NVLink, small messages", 0.7, 4.0, _links(False, _low_latency, "share", most=1.0), _peer),
+    Constant("NVLink, large messages", 1.0, 1.2, _links(False, _for_large, "share", most=1.0), _peer),
+    Constant(
+        "one-shot latency", 1.3, 1.5, _links(False, _at_once, "base", "hop"), _of("trtllm", "vllm")
+    ),
+    Constant("PCIe latency", 0.7, 1.5, _links(True, _low_latency, "base", "hop"), _staged),
+    Constant("PCIe, small messages", 2.0, 4.0, _links(True, _low_latency, "share", most=1.0), _staged),
+    Constant("PCIe, large messages", 1.4, 1.5, _links(True, _for_large, "share", most=1.0), _staged),
     Constant("contention", 0.2, 2.0, _contention, lambda run: run.system.startswith("ladder")),
 )
 # Of each stack of software that a paper used, not of hardware: how many times what a kernel's launch takes, seconds of

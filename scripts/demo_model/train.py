@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -28,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from surgeon.demo import library_text
 from surgeon.processes.files import whole_file
+from surgeon.progress import progress
 
 CONTEXT = 512
 BATCH = 8
@@ -105,8 +105,8 @@ def batch_at(step: int, stream: torch.Tensor, seed: int) -> torch.Tensor:
 def learning_rate_at(step: int, steps: int, peak: float) -> float:
     if step < WARMUP:
         return peak * (step + 1) / WARMUP
-    progress = (step - WARMUP) / max(1, steps - WARMUP)
-    return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+    done = (step - WARMUP) / max(1, steps - WARMUP)
+    return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def build_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
@@ -156,14 +156,7 @@ def train(
     state.parent.mkdir(parents=True, exist_ok=True)
     start = load_state(state, model, optimizer) if state.exists() else 0
     begun = time.monotonic()
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    ]
-    with Progress(*columns) as progress:
-        task = progress.add_task("training", total=args.steps, completed=start)
+    with progress("training", args.steps, "steps", start) as advance:
         for step in range(start, args.steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate_at(step, args.steps, args.learning_rate)
@@ -173,11 +166,11 @@ def train(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            progress.update(task, advance=1, description=f"loss {loss.item():.3f}")
+            advance(1)
             if (step + 1) % 100 == 0:
                 save_state(state, step + 1, model, optimizer)
                 perplexity = held_out_perplexity(model, held_out[: 32 * CONTEXT])
-                progress.console.print(
+                print(
                     f"step {step + 1}: loss {loss.item():.3f}, held-out perplexity {perplexity:.2f} (32 windows), "
                     f"{time.monotonic() - begun:.0f} s"
                 )

@@ -317,18 +317,19 @@ def checks(setup: Setup) -> dict[str, Check]:
 def _greedy(model: PreTrainedModel, texts: Load) -> dict[str, Any]:
     """The most likely next tokens of each text, and how far the second best was behind each, next to the best."""
     ids = torch.tensor(texts.prompts(model.config.vocab_size), device=model.device)
-    tokens = []
-    gaps = []
-    cache = None
-    for _ in range(texts.new):
-        output: Any = model(input_ids=ids, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        best = output.logits[:, -1].float().topk(2)
-        ids = best.indices[:, :1]
-        tokens.append(ids[:, 0].tolist())
-        gaps.append(((best.values[:, 0] - best.values[:, 1]) / best.values[:, 0].abs()).tolist())
-    found = {"tokens": tokens, "gaps": gaps}
-    return {name: [list(text) for text in zip(*steps, strict=True)] for name, steps in found.items()}
+    found: Any = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=texts.new,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(found.logits, 1).float().topk(2).values
+    gaps = (best[..., 0] - best[..., 1]) / best[..., 0].abs()
+    return {"tokens": found.sequences[:, texts.prompt :].tolist(), "gaps": gaps.tolist()}
 
 
 def _command(*arguments: object) -> str:

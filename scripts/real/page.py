@@ -8,20 +8,20 @@ divergence over the texts, before healing and after; then the numbers on each te
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from scripts.commands import make_parser
 from scripts.real.compare import DENSE, METHODS, NOT, PLACES
 from surgeon.findings.blocks import Table
 
 STAGES = ("edited", "healed")
+TITLES = {"size": "stored smaller", "NVLink": "on NVLink", "1 ms link": "behind a link of 1 ms"}
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)  # nats
 
 
@@ -96,42 +96,25 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
     figure, panels = pyplot.subplots(
         1, len(places), figsize=(4.2 * len(places), 3.8), sharey=True, squeeze=False
     )
-    styles: dict[str, Any] = {method: f"C{place}" for place, method in enumerate(METHODS)}
     for panel, place in zip(panels[0], places, strict=True):
-        for method, colour in styles.items():
+        for number, method in enumerate(METHODS):
+            colour = f"C{number}"
             found = rows[(rows["place"] == place) & (rows["method"] == method) & (rows["on"] != NOT)]
             for stage, line in zip(STAGES, ("--", "-"), strict=True):
                 points = sorted(points_of(found[found["stage"] == stage]))
                 if points:
-                    healed = stage == "healed"
-                    if healed:
-                        filled = colour
-                    else:
-                        filled = "white"
-                    panel.plot(
-                        *zip(*points, strict=True),
-                        line,
-                        marker="o",
-                        ms=5,
-                        mfc=filled,
-                        color=colour,
-                        label=method if healed else None,
-                    )
+                    look = {"mfc": "white"} if stage == "edited" else {"label": method}
+                    panel.plot(*zip(*points, strict=True), line, marker="o", ms=5, color=colour, **look)
         panel.locator_params("x", nbins=5)
         panel.set_yscale("log")
         low, high = panel.get_ylim()
         panel.set_yticks([tick for tick in TICKS if low < tick < high], minor=False)
         panel.yaxis.set_major_formatter("{x:g}")
         panel.minorticks_off()
-        panel.set_title(
-            {"size": "stored smaller", "NVLink": "on NVLink", "1 ms link": "behind a link of 1 ms"}[
-                place
-            ]
-        )
-        panel.set_xlabel(
-            "share of the parameters" if place == "size" else "times as fast as dense (predicted)"
-        )
+        panel.set_title(TITLES[place])
+        panel.set_xlabel("times as fast as dense (predicted)")
         if place == "size":
+            panel.set_xlabel("share of the parameters")
             panel.invert_xaxis()
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("divergence, nats per token")
@@ -158,9 +141,7 @@ def points_of(found: pd.DataFrame) -> Iterator[tuple[float, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("table", type=Path)
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()

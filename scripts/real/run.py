@@ -17,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not be installed
 
+from scripts.commands import make_parser
 from scripts.gpu.run import table_line
 from scripts.real.get import PROJECT, get_model
 from surgeon.demo import demo_data
@@ -32,6 +33,7 @@ from surgeon.findings.heal import HealRun
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
 from surgeon.provenance import versions
+from surgeon.words import plural
 
 LAYERS = 30
 WINDOW = 256
@@ -206,17 +208,9 @@ def check_search(way: Way) -> Iterator[Row]:
 
 def check_export(way: Way) -> Iterator[Row]:
     forms = {
-        "plain": (
-            "prune",
-            PRUNED,
-            program(layer(number) for number in range(LAYERS) if number not in (26, 27)),
-        ),
+        "plain": ("prune", PRUNED, " ".join(layer(k) for k in range(LAYERS) if k not in (26, 27))),
         "fused": ("pair", PAIRS, paired(24, 28)),
-        "program": (
-            "ladder",
-            LADDER,
-            program(layer(number, number in range(20, 28)) for number in range(LAYERS)),
-        ),
+        "program": ("ladder", LADDER, " ".join(layer(k, k in range(20, 28)) for k in range(LAYERS))),
     }
     for form, (operation, layers, text) in forms.items():
         output = way.folder / form
@@ -236,9 +230,8 @@ def check_export(way: Way) -> Iterator[Row]:
 def check_generate(way: Way) -> Iterator[Row]:
     plain = way.plain.ask("greedy", prompts=PROMPTS, new=NEW_TOKENS)
     for ranks in (1, 3):
-        yield texts_row(
-            f"generate: {ranks} rank{'s' if ranks > 1 else ''}", plain, generated(way, "--tp", ranks)
-        )
+        ran = way.surgeon("generate", way.model, *writing(), "--tp", ranks)
+        yield texts_row(f"generate: {plural(ranks, 'rank')}", plain, texts_of(ran))
     ran = way.surgeon("generate", way.model, *writing(), "--tp", 2, refused=True)
     if ran.code == 0:
         yield texts_row("generate: 2 ranks", plain, texts_of(ran))
@@ -267,21 +260,8 @@ def check_drafts(way: Way) -> Iterator[Row]:
 
 def check_heal(way: Way) -> Iterator[Row]:
     output = way.folder / "healed"
-    asked = [
-        "--steps",
-        8,
-        "--batch",
-        2,
-        "--window",
-        128,
-        "--eval-tokens",
-        512,
-        "--distill",
-        "logits",
-        "-o",
-        output,
-    ]
-    way.surgeon("heal", way.recipe("pair", LADDER), "--data", way.text, *asked)
+    asked = "--steps 8 --batch 2 --window 128 --eval-tokens 512 --distill logits"
+    way.surgeon("heal", way.recipe("pair", LADDER), "--data", way.text, *asked.split(), "-o", output)
     healing = HealRun.read(output.with_name(output.name + ".run")).healing
     before, after = healing.edited.divergence, healing.healed.divergence
     yield Row("heal: divergence, 8 steps", f"under {before:.3f}", f"{after:.3f}", after < before)
@@ -291,13 +271,8 @@ def check_tasks(way: Way) -> Iterator[Row]:
     rows = []
     for number, (query, *choices) in enumerate(ROWS):
         turn = number % len(choices)  # the right one is not always the first
-        rows.append(
-            {
-                "query": query,
-                "choices": choices[-turn:] + choices[:-turn] if turn else choices,
-                "gold": turn,
-            }
-        )
+        turned = [*choices[len(choices) - turn :], *choices[: len(choices) - turn]]
+        rows.append({"query": query, "choices": turned, "gold": turn})
     path = way.folder / "facts.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     output = way.folder / "tasks"
@@ -325,7 +300,7 @@ def check_explore(way: Way) -> Iterator[Row]:
     yield Row(
         "explore: two minutes",
         "a page",
-        f"{len(done)} {'pass' if len(done) == 1 else 'passes'}",
+        f"{len(done)} pass{'es' * (len(done) != 1)}",
         bool(done) and page,
     )
 
@@ -353,10 +328,6 @@ def writing() -> list[object]:
     return [*prompts, "--max-new-tokens", NEW_TOKENS, "--dtype", "float32", "--json"]
 
 
-def generated(way: Way, *options: object) -> list[str]:
-    return texts_of(way.surgeon("generate", way.model, *writing(), *options))
-
-
 def texts_of(ran: Ran) -> list[str]:
     return [json.loads(line)["text"] for line in ran.said.splitlines()]
 
@@ -366,14 +337,10 @@ def layer(number: int, late: bool = False) -> str:
     return f"{mark}A{number} {mark}F{number}"
 
 
-def program(parts: Iterable[str]) -> str:
-    return " ".join(parts)
-
-
 def paired(start: int, stop: int) -> str:
     """The model with its layers from `start` on, up to `stop`, two by two side by side."""
     pairs = (f"[A{one} A{one + 1}] [F{one} F{one + 1}]" for one in range(start, stop, 2))
-    return program([*map(layer, range(start)), *pairs, *map(layer, range(stop, LAYERS))])
+    return " ".join([*map(layer, range(start)), *pairs, *map(layer, range(stop, LAYERS))])
 
 
 def perplexity_row(what: str, plain: Sequence[float], found: Sequence[float]) -> Row:
@@ -418,11 +385,7 @@ def compare(way: Way, names: Sequence[str], say: Callable[[str], None]) -> list[
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/real/check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, prog="scripts/real/check")
     parser.add_argument("--model", type=Path, help="the .gguf file, or a folder with the model")
     parser.add_argument(
         "--text", type=Path, help="a UTF-8 text file; default: files of Python's standard library"

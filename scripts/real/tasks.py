@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 import pandas as pd
 
 import surgeon
+from scripts.commands import make_parser
 from scripts.gpu.run import table_line
 from scripts.real.get import get_model
 from scripts.real.run import Row
@@ -48,15 +49,8 @@ def compare(found: pd.DataFrame) -> list[Row]:
 
 def beside_alone(model: Path, rows: Path, count: int, found: pd.DataFrame) -> Row:
     """Whether lm-eval alone finds the same of the first rows of a task."""
-    command = [
-        sys.executable,
-        "-I",
-        str(Path(__file__).with_name("alone.py")),
-        str(model),
-        rows.stem,
-        str(rows),
-    ]
-    ran = subprocess.run([*command, str(count)], stdout=subprocess.PIPE, text=True, check=True)
+    command = [sys.executable, "-I", Path(__file__).with_name("alone.py"), model, rows.stem, rows, count]
+    ran = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, text=True, check=True)
     scores = found.set_index(["task", "metric"])["value"]
     alone = json.loads(ran.stdout)
     own = {metric: float(scores[rows.stem, metric]) for metric in alone}
@@ -66,11 +60,7 @@ def beside_alone(model: Path, rows: Path, count: int, found: pd.DataFrame) -> Ro
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/real/tasks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, prog="scripts/real/tasks")
     parser.add_argument(
         "--model", type=Path, help="the .gguf file, or a folder with the model; default: fetched"
     )

@@ -69,7 +69,6 @@ def main() -> int:
     print("\n".join(table(verdicts, failed)))
     if failed:
         print(f"\n{len(failed)} of {len(verdicts)} failed")
-    if failed:
         return 1
     return 0
 

@@ -11,8 +11,8 @@ import torch
 
 from scripts.gpu import run, speeds
 from scripts.gpu.decode import Load
+from scripts.gpu.run import speed_line, verdict
 from scripts.gpu.sides import Setup
-from scripts.gpu.verdict import speed_line, verdict
 from surgeon.runtime.plan.checks import make_plan
 
 SPEEDS = {
