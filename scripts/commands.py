@@ -16,6 +16,22 @@ def make_parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
     )
 
 
+def add_defaults(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Add options by their defaults, of whose types they are; those whose default is a list take several.
+
+    Args:
+        defaults: by name, False for a switch; a help text may stand behind one, in a tuple.
+    """
+    for name, default in defaults.items():
+        value, told = default if isinstance(default, tuple) else (default, None)
+        how: dict[str, Any] = {"type": type(value)}
+        if value is False:
+            how = {"action": "store_true"}
+        elif isinstance(value, list):
+            how = {"type": type(value[0]), "nargs": "+"}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=value, help=told, **how)
+
+
 @contextmanager
 def changed_environment(**variables: str) -> Iterator[None]:
     """Set environment variables for processes that start inside."""

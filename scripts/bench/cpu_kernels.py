@@ -35,7 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from scripts.bench.decoding import SIZES, random_model
 from scripts.bench.engines import Surgeon, ratio
 from scripts.bench.rooflines import Rooflines
-from scripts.commands import changed_environment, make_parser
+from scripts.commands import add_defaults, changed_environment, make_parser
 from scripts.markdown import format_table
 from surgeon.progress import progress
 from surgeon.runtime.kernels.build import SWITCH, built
@@ -122,11 +122,7 @@ def lines(head: tuple[str, str, str], found: dict[int, Times]) -> list[str]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="75M")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 48, 126, 512])
-    parser.add_argument("--keys", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=3)
+    add_defaults(parser, ranks=1, batch=[1, 8, 32], tokens=[1, 4, 16, 48, 126, 512], keys=1024, rounds=3)
     options = parser.parse_args()
     own = kernels()
     if own is None:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.bench.decoding import DENSE, add_options, format_section, parse, random_model, write_tables
 from scripts.bench.runtime import measure_plans, parse_way
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import format_table
 from surgeon.benchmarks.measure import Result, bench_record, bench_table
 from surgeon.checkpoint.random_weights import RandomFactors
@@ -158,8 +158,7 @@ def draw(found: dict[Compared, Plan], measured: dict[str, list[Result]], path: P
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--links", nargs="+", type=parse_way, default=[*map(parse_way, LINKS)])
-    parser.add_argument("--keeps", nargs="+", type=float, default=[0.8, 0.6, 0.4, 0.2])
-    parser.add_argument("--ranks", type=int, default=2)
+    add_defaults(parser, keeps=[0.8, 0.6, 0.4, 0.2], ranks=2)
     add_options(parser)
     options = parse(parser)
     texts: list[str] = []

@@ -35,7 +35,7 @@ import pandas as pd
 
 from scripts.bench.decoding import DENSE, add_options, parse, prompts_of, write_tables
 from scripts.bench.goals import missed
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import format_table, spread
 from surgeon.benchmarks.drafting import DecodedTexts, decode_together
 from surgeon.checkpoint.codas import read_codas
@@ -198,8 +198,7 @@ def draft_named(model: Model, text: str) -> tuple[str, str]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--ranks", type=int, default=2)
+    add_defaults(parser, model="demo", ranks=2)
     parser.add_argument(
         "--links", nargs="*", default=["0us", "200us", "1ms", GLOO], help="delays of links, and gloo"
     )

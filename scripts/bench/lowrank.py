@@ -25,7 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table
 from surgeon.analysis.factors.allocation import Allocation, Curve, Ranks, parameters, total_cost
 from surgeon.analysis.factors.calibration import load_calibration
@@ -206,10 +206,9 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("models", nargs="*", default=["demo,demo"], metavar="MODEL,DATA[,SEPARATOR]")
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--keep", default="0.9,0.8,0.6,0.4")
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--calibration-tokens", type=int, default=32768)
-    parser.add_argument("--damage-tokens", type=int, default=2048)
+    add_defaults(
+        parser, keep="0.9,0.8,0.6,0.4", tokens=16384, calibration_tokens=32768, damage_tokens=2048
+    )
     arguments = parser.parse_args()
     keeps = [float(keep) for keep in arguments.keep.split(",")]
     for named in arguments.models:

@@ -27,6 +27,7 @@ from scripts.bench.decoding import copy_tokenizer
 from scripts.bench.goals import MISSED, missed
 from scripts.bench.large_model import make_model
 from scripts.bench.process import run_surgeon
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table
 from surgeon.memory import parse_size, show_size
 
@@ -83,14 +84,9 @@ def largest_difference(one: pd.DataFrame, other: pd.DataFrame) -> float:
 
 def main() -> None:
     goal = "the scan with a limit took more"
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], epilog=f"Exit status {MISSED}: {goal}."
-    )
+    parser = make_parser(__doc__, epilog=f"Exit status {MISSED}: {goal}.")
     parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
-    parser.add_argument("--limit", default="1500MB")
-    parser.add_argument("--layers", type=int, default=22)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--every", type=int, default=4)
+    add_defaults(parser, limit="1500MB", layers=22, tokens=256, every=4)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         model = arguments.folder or Path(temporary) / "model"

@@ -34,7 +34,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.rack_bench import HIDDEN, LINKS, NAMES, Bench, Cell, Figures, cells
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import format_table
 
 COLUMNS = [
@@ -87,17 +87,18 @@ def row_of(cell: Cell, rounds: Sequence[Figures], base: Sequence[Figures]) -> li
 def _parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=3)
+    add_defaults(
+        parser,
+        rounds=3,
+        layers=16,
+        compute=(0.024, "seconds per layer and micro-batch, forward"),
+        minutes=40.0,
+        table=(False, "print what is there, and run nothing"),
+    )
     parser.add_argument(
         "--ranks", default="4,2", type=lambda text: [int(each) for each in text.split(",")]
     )
     parser.add_argument("--links", default=",".join(LINKS), type=lambda text: text.split(","))
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument(
-        "--compute", type=float, default=0.024, help="seconds per layer and micro-batch, forward"
-    )
-    parser.add_argument("--minutes", type=float, default=40.0)
-    parser.add_argument("--table", action="store_true", help="print what is there, and run nothing")
     return parser.parse_args()
 
 

@@ -16,7 +16,6 @@ beside both ways.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 import surgeon
 from scripts.bench.busy import neighbour
 from scripts.bench.decoding import random_llama
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table
 from surgeon.analysis.cells import SCANNED, Cell, select, selected_cells
 from surgeon.analysis.engine.measure import MeasureOptions, measure
@@ -271,14 +271,15 @@ def run(name: str, model: PreTrainedModel, windows: Windows, every: int) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=4096, help="of the demo's text")
-    parser.add_argument(
-        "--every", type=int, default=1, help="for the random model: a grid of stretches, as in scan"
+    parser = make_parser(__doc__)
+    add_defaults(
+        parser,
+        tokens=(4096, "of the demo's text"),
+        every=(1, "for the random model: a grid of stretches, as in scan"),
+        neighbour=(False, "have a busy process beside both ways"),
     )
     parser.add_argument("--only", choices=("demo", "random"))
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--neighbour", action="store_true", help="have a busy process beside both ways")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

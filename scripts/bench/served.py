@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.decoding import copy_tokenizer, random_model
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from scripts.load.server import PROJECT, SURGEON, free_port, serving
 from scripts.markdown import format_table
 from scripts.vllm.engine import vllm_environment
@@ -150,16 +150,17 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--vllm-python", type=Path, default=PROJECT / "build/vllm/bin/python")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of every prompt")
-    parser.add_argument(
-        "--own", type=int, default=16, help="of these, where a beginning is shared, not shared"
+    add_defaults(
+        parser,
+        clients=[1, 8, 64],
+        prompt=(128, "tokens of every prompt"),
+        own=(16, "of these, where a beginning is shared, not shared"),
+        new=(32, "tokens of every answer"),
+        requests_per_client=4,
+        max_batch=32,
+        ranks=2,
+        rounds=3,
     )
-    parser.add_argument("--new", type=int, default=32, help="tokens of every answer")
-    parser.add_argument("--requests-per-client", type=int, default=4)
-    parser.add_argument("--max-batch", type=int, default=32)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sharing", nargs="+", choices=("none", "prefix"), default=["none", "prefix"])
     return parser.parse_args(arguments)
 

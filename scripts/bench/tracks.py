@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.decoding import DENSE, add_options, llama_config, parse, write_tables
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import format_table
 from surgeon.benchmarks.measure import RankBench, Result, bench_record, bench_table, summarise
 from surgeon.cost.workload import Workload
@@ -141,13 +141,12 @@ def rows(results: Sequence[Result]) -> Iterator[list[object]]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument(
-        "--links", nargs="+", type=float, default=[0.0, 0.2, 1.0], help="delays in ms; 0 is none"
-    )
-    parser.add_argument("--depths", nargs="+", type=int, default=[1, 2, 4, 8])
-    parser.add_argument(
-        "--minutes", type=float, default=10.0, help="to share out, after --rounds of each"
+    add_defaults(
+        parser,
+        ranks=[2, 4],
+        links=([0.0, 0.2, 1.0], "delays in ms; 0 is none"),
+        depths=[1, 2, 4, 8],
+        minutes=(10.0, "to share out, after --rounds of each"),
     )
     add_options(parser)
     parser.set_defaults(new=12, rounds=1)

@@ -34,7 +34,7 @@ import surgeon
 from scripts.bench.decoding import random_model, write_tables
 from scripts.bench.deinfer import export_factors
 from scripts.bench.runtime import Way, measure_plans, parse_way
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from scripts.cost.against import WHERE, draw, lines
 from surgeon.benchmarks.measure import Result
 from surgeon.checkpoint.config import open_stored
@@ -125,12 +125,8 @@ def parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True, help="a folder")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
+    add_defaults(parser, ranks=[1, 2, 4], batch=[1, 8, 32], prompt=16, new=12, rounds=5)
     parser.add_argument("--links", nargs="+", type=parse_link, default=[*map(parse_link, LINKS)])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--prompt", type=int, default=16)
-    parser.add_argument("--new", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     if options.ranks[:1] != [1]:
         parser.error("--ranks has to begin with 1, of whose figures the others are parts")

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 import pandas as pd
 import torch
 
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from scripts.cost.cases import NOTES, TRAINING, read_cases
 from scripts.gpu import paper_racks
 from scripts.gpu.paper_bench import Settings, Shared, measure
@@ -260,19 +260,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, prog="scripts/gpu/papers")
     parser.add_argument("paper", choices=list(PAPERS), help="which")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="to send back")
-    parser.add_argument("--small", action="store_true", help="tiny shapes on two CPU ranks")
-    parser.add_argument(
-        "--exact", action="store_true", help="on as many ranks as a row is printed for, or not at all"
-    )
     parser.add_argument(
         "--model", metavar="SHAPE", help="a file of docs/shapes in place of the rows' own models"
     )
     parser.add_argument("--only", metavar="TEXT", help="rows in which this stands")
-    parser.add_argument(
-        "--list", action="store_true", help="say what can be measured here, and measure nothing"
+    add_defaults(
+        parser,
+        rounds=3,
+        decoding=("auto", "auto (recorded passes), static, dynamic"),
+        small=(False, "tiny shapes on two CPU ranks"),
+        exact=(False, "on as many ranks as a row is printed for, or not at all"),
+        list=(False, "say what can be measured here, and measure nothing"),
     )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--decoding", default="auto", help="auto (recorded passes), static, dynamic")
     options = parser.parse_args(arguments)
     if not options.small and not torch.cuda.is_available():
         parser.error("there is no GPU that this PyTorch can use; --small tries the script on the CPU")

@@ -28,7 +28,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from scripts.load.cases import Case, make_cases
 from scripts.load.server import SURGEON, free_port, serving
 from scripts.markdown import print_table
@@ -133,16 +133,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "model", nargs="?", default="demo", help="a checkpoint folder, a hub name, or demo"
     )
-    parser.add_argument("--tp", type=int, default=2, help="ranks")
-    parser.add_argument("--program", help="run this one instead of the checkpoint's own")
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="for how long clients begin new requests"
+    add_defaults(
+        parser,
+        tp=(2, "ranks"),
+        clients=64,
+        seconds=(60.0, "for how long clients begin new requests"),
+        prompts=(24, "different prompts"),
+        prompt_tokens=(128, "of the longest prompt"),
+        max_tokens=(48, "of an answer"),
+        max_batch=16,
     )
-    parser.add_argument("--prompts", type=int, default=24, help="different prompts")
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="of the longest prompt")
-    parser.add_argument("--max-tokens", type=int, default=48, help="of an answer")
-    parser.add_argument("--max-batch", type=int, default=16)
+    parser.add_argument("--program", help="run this one instead of the checkpoint's own")
     parser.add_argument("-o", "--output", type=Path, help="a JSON file for the figures")
     return parser.parse_args(arguments)
 

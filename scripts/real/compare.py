@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import surgeon
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from surgeon.findings.tasks import scores
 from surgeon.processes.files import write_table, write_text
 from surgeon.quality.data import DEMO
@@ -318,23 +318,22 @@ def main() -> None:
     parser.add_argument(
         "--scan", help="a folder of surgeon scan on the same text: what it has is not measured again"
     )
-    parser.add_argument(
-        "--ranks", type=int, default=3, help="2 and 4 do not divide SmolLM2's nine heads"
+    add_defaults(
+        parser,
+        ranks=(3, "2 and 4 do not divide SmolLM2's nine heads"),
+        search_tokens=1024,
+        trials=12,
+        tokens=(1024, "of each text that is judged by"),
+        steps=(0, "to heal each program for, of 1,024 tokens; 0: none"),
+        learning_rate=3e-4,
+        rows=(100, "of each task"),
     )
     parser.add_argument(
         "--speedups", type=lambda text: [*map(float, text.split(","))], default=[1.25, 1.1, 1.5]
     )
     parser.add_argument("--methods", type=lambda text: text.split(","), default=[*METHODS])
     parser.add_argument("--goals", type=lambda text: text.split(","), default=[])
-    parser.add_argument("--search-tokens", type=int, default=1024)
-    parser.add_argument("--trials", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=1024, help="of each text that is judged by")
-    parser.add_argument(
-        "--steps", type=int, default=0, help="to heal each program for, of 1,024 tokens; 0: none"
-    )
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=[])
-    parser.add_argument("--rows", type=int, default=100, help="of each task")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="begin no further program after so many"
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from scripts.search.run import Known
 from surgeon.analysis.subject import open_subject
 from surgeon.cost.deployment import Deployment
@@ -33,20 +33,21 @@ from surgeon.searches.quantities import Aspect
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("model")
-    parser.add_argument("--data", default="demo")
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--space", default="pair,ladder,fuse")
-    parser.add_argument(
-        "--cost", default="speedup", help="speedup, or one that a budget limits: size, kv_bytes"
+    add_defaults(
+        parser,
+        data="demo",
+        tokens=2048,
+        space="pair,ladder,fuse",
+        cost=("speedup", "speedup, or one that a budget limits: size, kv_bytes"),
+        hardware="cpu-2",
+        link_delay="1ms",
+        batch=(1, "texts that are computed together"),
+        trials=60,
     )
     parser.add_argument(
         "--levels", type=float, nargs="+", help="of a speedup 1.1 to 1.7, of another cost 0.95 to 0.7"
     )
-    parser.add_argument("--hardware", default="cpu-2")
-    parser.add_argument("--link-delay", default="1ms")
-    parser.add_argument("--batch", type=int, default=1, help="texts that are computed together")
     parser.add_argument("--without", help="one of the spaces: a column more, of all the others together")
-    parser.add_argument("--trials", type=int, default=60)
     given = parser.parse_args()
     subject = open_subject(given.model, given.data, given.tokens)
     known = Known.of(subject, given.space)

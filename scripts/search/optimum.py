@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.decoding import copy_tokenizer
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from scripts.search.run import Known
 from surgeon.analysis.subject import open_subject
 from surgeon.findings.edit import ADDITIVE, Choice
@@ -44,8 +44,7 @@ TOGETHER = 256  # choices measured in one call
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("model")
-    parser.add_argument("--data", default="demo")
-    parser.add_argument("--tokens", type=int, default=2048)
+    add_defaults(parser, data="demo", tokens=2048)
     parser.add_argument("--depths", type=int, nargs="*", help="by default all that pairs reach")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
