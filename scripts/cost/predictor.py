@@ -18,8 +18,7 @@ from transformers import AutoConfig
 
 from scripts.cost.cases import Run
 from scripts.cost.constants import CONSTANTS, fitted
-from scripts.cost.models import CONFIGS
-from scripts.cost.programs import LOW_RANK, program_of
+from scripts.cost.models import CONFIGS, LOW_RANK, program_of
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware, load_hardware
 from surgeon.cost.plans import plan_on_paper

@@ -20,8 +20,6 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -33,7 +31,6 @@ CONTEXT = 512
 BATCH = 8
 WARMUP = 100
 VOCABULARY = 2048
-ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -116,27 +113,6 @@ def build_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
-def save_state(path: Path, step: int, model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> None:
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        tensors[f"weight.{name}"] = parameter.detach().clone()
-        for moment in ADAM_MOMENTS:
-            tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment].clone()
-    with whole_file(path) as beside:
-        save_file(tensors, beside, metadata={"step": str(step)})
-
-
-def load_state(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> int:
-    with safe_open(path, framework="pt") as file:
-        step = int(file.metadata()["step"])
-    tensors = load_file(path)
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(tensors[f"weight.{name}"])
-        moments = {moment: tensors[f"{moment}.{name}"] for moment in ADAM_MOMENTS}
-        optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
-    return step
-
-
 @torch.no_grad()
 def held_out_perplexity(model: LlamaForCausalLM, stream: torch.Tensor) -> float:
     """Exp of the mean negative log-likelihood per predicted token over windows of CONTEXT tokens."""
@@ -152,9 +128,14 @@ def train(
 ) -> float:
     """Train to the last step; returns the seconds this call took."""
     optimizer = build_optimizer(model)
-    state = args.output / "state" / "training.safetensors"
+    state = args.output / "state" / "training.pt"
     state.parent.mkdir(parents=True, exist_ok=True)
-    start = load_state(state, model, optimizer) if state.exists() else 0
+    start = 0
+    if state.exists():
+        saved = torch.load(state)
+        start = saved["step"]
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
     begun = time.monotonic()
     with progress("training", args.steps, "steps", start) as advance:
         for step in range(start, args.steps):
@@ -168,7 +149,9 @@ def train(
             optimizer.zero_grad(set_to_none=True)
             advance(1)
             if (step + 1) % 100 == 0:
-                save_state(state, step + 1, model, optimizer)
+                saved = {"step": step + 1, "model": model.state_dict()}
+                with whole_file(state) as beside:
+                    torch.save(saved | {"optimizer": optimizer.state_dict()}, beside)
                 perplexity = held_out_perplexity(model, held_out[: 32 * CONTEXT])
                 print(
                     f"step {step + 1}: loss {loss.item():.3f}, held-out perplexity {perplexity:.2f} (32 windows), "

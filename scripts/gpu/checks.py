@@ -18,7 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 import surgeon
 from scripts.commands import changed_environment
 from scripts.gpu.decode import Load, continued, continued_by, open_engine
-from scripts.gpu.judges import (
+from scripts.gpu.sides import (
+    Check,
+    Setup,
+    Side,
     judge_bench,
     judge_error,
     judge_numbers,
@@ -26,7 +29,6 @@ from scripts.gpu.judges import (
     judge_switch,
     judge_tokens,
 )
-from scripts.gpu.sides import Check, Setup, Side
 from scripts.gpu.sixteen_bits import (
     attention_in_16_bits,
     kernels_in_16_bits,

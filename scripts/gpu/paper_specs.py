@@ -12,8 +12,7 @@ from statistics import median
 from typing import Any
 
 from scripts.cost.cases import Case, Run
-from scripts.cost.models import CONFIGS, SHAPES
-from scripts.cost.programs import LOW_RANK, program_of
+from scripts.cost.models import CONFIGS, LOW_RANK, SHAPES, program_of
 from surgeon.checkpoint.read import read_json
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program

@@ -38,8 +38,7 @@ import torch
 
 from scripts.commands import make_parser
 from scripts.gpu.checks import MODELS, checks
-from scripts.gpu.judges import Judgement
-from scripts.gpu.sides import Check, Setup, Side
+from scripts.gpu.sides import Check, Judgement, Setup, Side
 from scripts.gpu.speeds import MEMORY, SPEEDS, speed_rows
 from surgeon.gpus import describe_gpu
 from surgeon.memory import show_size

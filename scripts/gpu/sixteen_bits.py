@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import surgeon
-from scripts.gpu.judges import Judge, judge_error
-from scripts.gpu.sides import Setup, Side
+from scripts.gpu.sides import Judge, Setup, Side, judge_error
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS

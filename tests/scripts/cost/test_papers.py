@@ -13,7 +13,7 @@ from scripts.cost import papers
 from scripts.cost.cases import Case, Run, read_cases
 from scripts.cost.constants import CONSTANTS, fitted
 from scripts.cost.fit import Values, fit, speedup, starts
-from scripts.cost.models import CONFIGS
+from scripts.cost.models import CONFIGS, program_of
 from scripts.cost.predictor import (
     Predictor,
     deployment_of,
@@ -21,7 +21,6 @@ from scripts.cost.predictor import (
     layer_shapes_of,
     shapes_of,
 )
-from scripts.cost.programs import program_of
 from surgeon.cost.predict import predict
 from surgeon.cost.workload import Workload
 
