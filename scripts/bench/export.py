@@ -26,9 +26,8 @@ from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.bench.goals import MISSED, missed
+from scripts.bench.goals import MISSED, missed, run_surgeon
 from scripts.bench.large_model import make_model
-from scripts.bench.process import run_surgeon
 from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table, spread
 from surgeon.memory import parse_size, show_size
@@ -138,16 +137,6 @@ def measure(model: Path, place: Path, forms: list[str]) -> list[str]:
         shutil.rmtree(place / "target")
         copies.append(copy_of(model, place / "copy"))
     beside = {form: fmean(copy.speed for copy in copies[at : at + 2]) for at, form in enumerate(forms)}
-    show(f"surgeon export of {show_size(size_of(model))} in bfloat16", copies, runs, beside)
-    return [line for form, run in runs.items() for line in short_of_goals(form, run, beside[form])]
-
-
-def show(title: str, copies: list[Run], runs: dict[str, Run], beside: dict[str, float]) -> None:
-    """Print the table.
-
-    Args:
-        beside: the speed of copies before and after an export, in bytes per second, by its form.
-    """
     columns = ["", "written", "seconds", "GB/s", "of the copy's speed", "peak resident"]
     seconds = spread([copy.seconds for copy in copies], 1)
     speed = median(copy.speed for copy in copies)
@@ -156,7 +145,8 @@ def show(title: str, copies: list[Run], runs: dict[str, Run], beside: dict[str, 
         peak = "" if run.peak is None else show_size(run.peak)
         numbers = [f"{run.seconds:.1f}", f"{run.speed / 1e9:.2f}", f"{run.speed / beside[form]:.2f}"]
         rows.append([form, show_size(run.size), *numbers, peak])
-    print_table(title, columns, rows)
+    print_table(f"surgeon export of {show_size(size_of(model))} in bfloat16", columns, rows)
+    return [line for form, run in runs.items() for line in short_of_goals(form, run, beside[form])]
 
 
 def short_of_goals(name: str, run: Run, speed: float) -> Iterator[str]:

@@ -222,14 +222,6 @@ def _processor_of(head: str) -> tuple[object, ...]:
     return machine["processor"], machine["instructions"], machine["cores"]
 
 
-def _say_goal_missed(name: str, folder: Path) -> bool:
-    """Name the goal that a benchmark has missed, if it has."""
-    goal = missed_in((folder / f"{name}.txt").read_text(encoding="utf-8"))
-    if goal is not None:
-        print(f"{name}: goal missed: {goal}")
-    return goal is not None
-
-
 def _parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     known = [figure.name for figure in FIGURES]
 
@@ -272,7 +264,11 @@ def main(given: Sequence[str] | None = None) -> int:
         whole = (folder / f"{figure.name}.txt").exists() or run(figure, folder, arguments.vllm_python)
         (ran if whole else failed).append(figure.name)
     count = compare(ran, folder, arguments.against, arguments.tolerance)
-    short = [name for name in ran if _say_goal_missed(name, folder)]
+    short = False
+    for name in ran:
+        if goal := missed_in((folder / f"{name}.txt").read_text(encoding="utf-8")):
+            print(f"{name}: goal missed: {goal}")
+            short = True
     for name in failed:
         print(f"{name}: failed")
     if count or failed:

@@ -140,10 +140,13 @@ class Bench:
         """What a run does."""
         steps = self.arguments.steps
         pause = max(1, steps // MEASUREMENTS)
+        own: dict[str, dict[str, Any]] = {
+            "lora": {"lora": RANK},
+            "distilled": {"distillation": Distillation()},
+            CONTROL: {"scope": "all"},
+        }
         return TrainSettings(
-            scope="all" if method == CONTROL else "edited",
-            lora=RANK if method == "lora" else None,
-            distillation=Distillation() if method == "distilled" else None,
+            **{"scope": "edited"} | own.get(method, {}),
             steps=steps,
             batch=self.arguments.batch,
             learning_rate=rate,
@@ -259,7 +262,9 @@ class Healed:
         """The cells of a state, edited or healed."""
         nll = self.windows[f"{state}_nll"].to_numpy()
         divergence = self.windows[f"{state}_divergence"].to_numpy()
-        shares = {of: self.share(of) if state == "healed" else "" for of in ("nll", "divergence")}
+        shares = {"nll": "", "divergence": ""}
+        if state == "healed":
+            shares = {of: self.share(of) for of in shares}
         least, most = map(math.exp, interval(nll))
         low, high = interval(divergence)
         perplexities = [f"{math.exp(nll.mean()):.3f}", f"{least:.2f} to {most:.2f}", shares["nll"]]

@@ -12,8 +12,8 @@ mean over the matrices that are cut. Killed, the same command goes on where it w
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -170,16 +170,6 @@ class Bench:
         return corrected_ranks(self.damaged, self.curves, share, way.method, self.text, folder)
 
 
-def table_of(bench: Bench, keeps: Sequence[float], ways: Sequence[Way]) -> pd.DataFrame:
-    """One row per keep and way; the file has them as they come."""
-    rows: list[dict[str, Any]] = []
-    for keep in keeps:
-        for way in ways:
-            rows.append(bench.measure(way, keep))
-            write_table(bench.folder / "lowrank.csv", pd.DataFrame(rows))
-    return pd.DataFrame(rows)
-
-
 def show(table: pd.DataFrame, title: str) -> None:
     """Print a table for people."""
     columns = ["keep", "factors", "ranks", "perplexity", "divergence", "95% interval", "mean loss"]
@@ -203,7 +193,11 @@ def main() -> None:
     for named in arguments.models:
         model, data, *separator = named.split(",")
         bench = Bench(model, data, separator[0] if separator else None, arguments.output, arguments)
-        table = table_of(bench, keeps, WAYS)
+        rows = []
+        for keep, way in product(keeps, WAYS):
+            rows.append(bench.measure(way, keep))
+            table = pd.DataFrame(rows)
+            write_table(bench.folder / "lowrank.csv", table)  # as far as it is known
         perplexity = float(np.exp(bench.reference.nll().mean()))
         record = bench.subject.provenance(
             calibration=bench.text.source,

@@ -24,9 +24,8 @@ from transformers import LlamaConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.decoding import copy_tokenizer
-from scripts.bench.goals import MISSED, missed
+from scripts.bench.goals import MISSED, missed, run_surgeon
 from scripts.bench.large_model import make_model
-from scripts.bench.process import run_surgeon
 from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table
 from surgeon.memory import parse_size, show_size

@@ -78,17 +78,15 @@ class Pace:
             time.sleep(asleep)
 
 
+@dataclass
 class Message:
     """A send or a receive that was posted."""
 
-    def __init__(
-        self, work: Any, until: Callable[[], float], what: str, op: Any, traffic: Traffic
-    ) -> None:
-        self.work = work
-        self.until = until
-        self.what = what
-        self.op = op
-        self.traffic = traffic
+    work: Any
+    until: Callable[[], float]
+    what: str
+    op: Any
+    traffic: Traffic
 
     def wait(self) -> None:
         """Return when it has left, or arrived."""

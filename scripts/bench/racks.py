@@ -237,7 +237,7 @@ def figures_of_racks(cell: Cell, folder: Path) -> Figures:
 
 
 class RankFigures(NamedTuple):
-    """When a rank began and ended its measured steps, and its seconds of waiting and computing in them; bytes of all."""
+    """When a rank began and ended its measured steps, seconds of waiting and computing in them, and bytes of all."""
 
     begun: float
     ended: float

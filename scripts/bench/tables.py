@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,7 +47,9 @@ def numbers_of(page: str) -> dict[Cell, float]:
     for at, table in enumerate(_tables(page)):
         head, *rows = table
         for row in rows:
-            label = _label(row)
+            # The first cell, and those after it that do not begin with a number.
+            rest = next((k for k, cell in enumerate(row) if k and NUMBER.match(cell)), len(row))
+            label = row[: max(1, rest)]
             for column, text in zip(head[len(label) :], row[len(label) :], strict=False):
                 for place, number in enumerate(NUMBER.findall(text)):
                     cell = Cell(at, " ".join(label), column, place)
@@ -73,12 +75,6 @@ def _row(line: str) -> list[str]:
     if not text or text[0] not in "|│┃" or RULE.fullmatch(text):
         return []
     return [cell.replace("\0", "|").strip() for cell in EDGES.split(text.replace(ESCAPED, "\0"))[1:-1]]
-
-
-def _label(row: Sequence[str]) -> list[str]:
-    """The first cell, and those after it that do not begin with a number."""
-    rest = next((k for k, cell in enumerate(row) if k and NUMBER.match(cell)), len(row))
-    return list(row[: max(1, rest)])
 
 
 def direction(heading: str, anywhere: bool) -> int:

@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.commands import make_parser
 from scripts.cost.cases import NOTES, Case, read_cases
-from scripts.cost.constants import CONSTANTS
-from scripts.cost.fit import Seconds, Values, fit, speedup
+from scripts.cost.constants import CONSTANTS, Seconds, Values, fit, speedup
 from scripts.cost.models import ASSUMED
 from scripts.cost.predictor import Predictor
 from scripts.markdown import format_table

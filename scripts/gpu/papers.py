@@ -28,7 +28,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 import pandas as pd
 import torch
 
-from scripts.commands import add_defaults, make_parser
+from scripts.commands import Said, add_defaults, make_parser
 from scripts.cost.cases import NOTES, TRAINING, read_cases
 from scripts.gpu import paper_racks
 from scripts.gpu.paper_bench import Settings, Shared, measure
 from scripts.gpu.paper_specs import Measured, Place, Row, Spec
+from scripts.markdown import format_row
 from surgeon.checkpoint.read import read_json
 from surgeon.errors import first_line
 from surgeon.gpus import describe_gpu
@@ -90,15 +91,12 @@ class Line:
     note: str
 
     def __str__(self) -> str:
-        ranks = (
-            str(self.ranks)
-            if self.ranks == self.printed_ranks
-            else f"{self.ranks} of {self.printed_ranks}"
-        )
+        ranks = str(self.ranks)
+        if self.ranks != self.printed_ranks:
+            ranks = f"{self.ranks} of {self.printed_ranks}"
         numbers = (self.printed, self.here, self.printed_speedup, self.here_speedup)
         printed, here, *speedups = ("" if one != one else f"{one:.4g}" for one in numbers)
-        cells = [self.table, self.row, ranks, printed, here, self.unit, *speedups, self.note]
-        return "| " + " | ".join(cells) + " |"
+        return format_row([self.table, self.row, ranks, printed, here, self.unit, *speedups, self.note])
 
 
 def write(folder: Path, lines: Sequence[Line], heading: str) -> None:
@@ -111,10 +109,7 @@ def write(folder: Path, lines: Sequence[Line], heading: str) -> None:
     notes = ["", "How rows are read, of which a paper does not say all:", "", *read] if read else []
     write_text(folder / "table.md", "\n".join([heading, "", HEAD, *map(str, lines), *notes]) + "\n")
     write_table(folder / "rows.csv", pd.DataFrame([asdict(line) for line in lines]))
-    records = [
-        {name: None if value != value else value for name, value in asdict(line).items()}
-        for line in lines
-    ]
+    records = finite([asdict(line) for line in lines])
     write_text(folder / "rows.json", json.dumps(records, indent=1) + "\n")
 
 
@@ -285,14 +280,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torchrun = read_environment()
     started = None if torchrun is None else torchrun.ranks
     shapes = folder / "shapes"
+    gpus = None if options.small else started or torch.cuda.device_count()
+    place = Place(gpus, options.exact, options.small, options.model)
+    settings = Settings(
+        place, shapes, "cuda", options.rounds, decoding=options.decoding, started=started
+    )
     if options.small:
-        place = Place(None, options.exact, True, options.model)
-        settings = Settings(place, shapes, "cpu", 1, SMALL_PASS, options.decoding, started)
-    else:
-        place = Place(started or torch.cuda.device_count(), options.exact, False, options.model)
-        settings = Settings(
-            place, shapes, "cuda", options.rounds, decoding=options.decoding, started=started
-        )
+        settings = replace(settings, device="cpu", rounds=1, pass_tokens=SMALL_PASS)
     try:
         rows = rows_of(options, place)
         if torchrun is not None:
@@ -314,9 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*(results.line(row) for row in rows), sep="\n")
         return 0
 
-    def say(line: str) -> None:
-        print(line, flush=True)
-
+    say = Said()
     if options.paper == RACKS:
         lines = run_racks(settings, results, say)
     else:

@@ -36,13 +36,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 
 import torch
 
-from scripts.commands import make_parser
+from scripts.commands import Said, make_parser
 from scripts.gpu.checks import MODELS, checks
 from scripts.gpu.sides import Check, Judgement, Setup, Side
 from scripts.gpu.speeds import MEMORY, SPEEDS, speed_rows
 from surgeon.gpus import describe_gpu
 from surgeon.memory import show_size
-from surgeon.processes.files import write_text
 from surgeon.provenance import versions
 
 LIMIT_SECONDS = 570.0  # for everything
@@ -134,7 +133,12 @@ class Processes:
                     if over:
                         break
                     if ended:
-                        yield {"failed": _how_it_ended(process.returncode, log)}
+                        code = process.returncode
+                        how = f"exit code {code}"
+                        if code < 0:
+                            how = f"the process was ended by {signal.Signals(-code).name}"
+                        last = log.read_text(errors="replace").strip().splitlines()[-1:]
+                        yield {"failed": ": ".join([how, *last])}
                         break
                     now = time.monotonic()
                     if now - began > CHECK_SECONDS or now > self.until:
@@ -144,12 +148,6 @@ class Processes:
             finally:
                 process.kill()
                 process.wait()
-
-
-def _how_it_ended(code: int, log: Path) -> str:
-    how = f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    last = log.read_text(errors="replace").strip().splitlines()[-1:]
-    return ": ".join([how, *last])
 
 
 def judged(
@@ -304,12 +302,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    lines = []
-
-    def say(line: str) -> None:
-        lines.append(line)
-        print(line, flush=True)
-
+    say = Said()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if options.folder is None else options.folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -327,8 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found, failed = measure(setup, measured, processes, say) if measured else ({}, [])
         for sentence in verdict(rights, found, failed):
             say(sentence)
-    if options.output is not None:
-        write_text(options.output, "\n".join(lines) + "\n")
+    say.write(options.output)
     if all(rights.values()):
         return 0
     return 1

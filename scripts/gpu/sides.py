@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,20 +65,16 @@ def judge_tokens(expected: Any, found: Any) -> Judgement:
     speed = f", {found['ms']:.3g} ms each" if "ms" in found else ""
     if [len(text) for text in own] != [len(text) for text in tokens]:
         return Judgement(f"{count} tokens", f"{sum(map(len, own))} tokens", False)
-    places = [_first_difference(*pair) for pair in zip(tokens, own, strict=True)]
-    differing = [(text, place) for text, place in enumerate(places) if place is not None]
+    differing = []
+    for text, pair in enumerate(zip(tokens, own, strict=True)):
+        others = (place for place, (one, other) in enumerate(zip(*pair, strict=True)) if one != other)
+        differing += [(text, place) for place in islice(others, 1)]
     if not differing:
         return Judgement(f"{count} tokens", f"the same{speed}", True)
     text, place = min(differing, key=lambda one: -gaps[one[0]][one[1]])
     ties = all(gaps[text][place] <= TIE for text, place in differing)
     words = "the same but for ties" if ties else f"others from token {place} of text {text} on"
     return Judgement(f"{count} tokens", words + speed, ties)
-
-
-def _first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    return next(
-        (place for place, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]), None
-    )
 
 
 def judge_bench(expected: Any, found: Any) -> Judgement:

@@ -36,6 +36,7 @@ from scripts.load.server import SURGEON, free_port, serving
 from scripts.markdown import print_table
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.demo import library_files
+from surgeon.processes.files import write_json
 from surgeon.progress import progress
 from surgeon.provenance import versions
 
@@ -204,19 +205,10 @@ def main() -> int:
     )
     show(tally, figures)
     if options.output:
-        record = {
-            "command": sys.argv,
-            "versions": versions(),
-            "cores": os.cpu_count(),
-            "seconds": seconds,
-            "answers": tally.answers,
-            "wrong": tally.wrong,
-            "errors": tally.errors,
-            "figures": figures,
-        }
-        options.output.write_text(json.dumps(record, indent=2) + "\n")
-    passed = tally.answers and not tally.wrong and not tally.errors
-    if passed:
+        record = {"command": sys.argv, "versions": versions(), "cores": os.cpu_count()}
+        seen = {name: getattr(tally, name) for name in ("answers", "wrong", "errors")}
+        write_json(options.output, record | seen | {"seconds": seconds, "figures": figures})
+    if tally.answers and not tally.wrong and not tally.errors:
         return 0
     return 1
 

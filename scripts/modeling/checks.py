@@ -15,6 +15,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,19 @@ TOLERANCE = 1e-5  # of the largest logit
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
+@dataclass
 class Case:
     """One checkpoint, with what it should compute."""
 
-    def __init__(self, folder: Path, form: str, ids: Tensor, logits: Tensor, tokens: Tensor) -> None:
-        self.folder = folder
-        self.form = form
-        self.ids = ids
-        self.logits = logits
-        self.tokens = tokens
-        self.new_tokens = tokens.shape[1] - ids.shape[1]
+    folder: Path
+    form: str
+    ids: Tensor
+    logits: Tensor
+    tokens: Tensor
+
+    @property
+    def new_tokens(self) -> int:
+        return self.tokens.shape[1] - self.ids.shape[1]
 
     def load(self, folder: Path | None = None, **options: Any) -> Any:
         """The model, as a user loads it."""

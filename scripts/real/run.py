@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not be installed
 
-from scripts.commands import make_parser
+from scripts.commands import Said, make_parser
 from scripts.gpu.run import table_line
 from scripts.real.get import PROJECT, get_model
 from surgeon.demo import demo_data
@@ -153,14 +153,12 @@ class Way:
         return path
 
     def perplexity(self, tokens: int, after: int = 0, program: str | None = None) -> float:
-        asked = {
-            "text": str(self.text),
-            "tokens": tokens,
-            "window": WINDOW,
-            "after": after,
-            "program": program,
-        }
-        return float(self.plain.ask("perplexity", **asked))
+        text = str(self.text)
+        return float(
+            self.plain.ask(
+                "perplexity", text=text, tokens=tokens, window=WINDOW, after=after, program=program
+            )
+        )
 
 
 def check_opening(way: Way) -> Iterator[Row]:
@@ -183,8 +181,7 @@ def check_scan(way: Way) -> Iterator[Row]:
     )
     cells = Scan.read(output).cells.set_index(["operation", "first", "last"])["perplexity"]
     pruned = [(6, 11), (12, 17), (24, 29)]
-    asked = {"text": str(way.text), "tokens": 512, "window": WINDOW}
-    plain = [way.plain.ask("without", first=first, last=last, **asked) for first, last in pruned]
+    plain = [way.perplexity(512, program=without(first, last + 1)) for first, last in pruned]
     yield perplexity_row(
         f"scan: {len(plain)} pruned cells", plain, [cells["prune", *ends] for ends in pruned]
     )
@@ -208,7 +205,7 @@ def check_search(way: Way) -> Iterator[Row]:
 
 def check_export(way: Way) -> Iterator[Row]:
     forms = {
-        "plain": ("prune", PRUNED, " ".join(layer(k) for k in range(LAYERS) if k not in (26, 27))),
+        "plain": ("prune", PRUNED, without(26, 28)),
         "fused": ("pair", PAIRS, paired(24, 28)),
         "program": ("ladder", LADDER, " ".join(layer(k, k in range(20, 28)) for k in range(LAYERS))),
     }
@@ -337,6 +334,11 @@ def layer(number: int, late: bool = False) -> str:
     return f"{mark}A{number} {mark}F{number}"
 
 
+def without(start: int, stop: int) -> str:
+    """The model with its layers from `start` on, up to `stop`, left out."""
+    return " ".join(map(layer, [*range(start), *range(stop, LAYERS)]))
+
+
 def paired(start: int, stop: int) -> str:
     """The model with its layers from `start` on, up to `stop`, two by two side by side."""
     pairs = (f"[A{one} A{one + 1}] [F{one} F{one + 1}]" for one in range(start, stop, 2))
@@ -398,12 +400,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options, lines, began = parse(arguments), [], time.monotonic()
-
-    def say(line: str) -> None:
-        lines.append(line)
-        print(line, flush=True)
-
+    options = parse(arguments)
+    began = time.monotonic()
+    say = Said()
     model = (options.model or get_model()).resolve()
     with tempfile.TemporaryDirectory(prefix="surgeon-real-") as scratch:
         folder = Path(scratch)
@@ -426,8 +425,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     minutes = (time.monotonic() - began) / 60
     said = f"{count} of {len(rows)} comparisons are right, in {minutes:.0f} minutes"
     say(said + (f"; {len(wrong)} WRONG: {'; '.join(wrong)}" if wrong else ""))
-    if options.output:
-        options.output.write_text("\n".join(lines) + "\n")
+    say.write(options.output)
     return 1 if wrong else 0
 
 

@@ -53,21 +53,24 @@ def main() -> None:
     known = Known.of(subject, given.space)
     timed = given.cost == "speedup"
     deployment = Deployment(2, emulated=parse_link(given.link_delay or None, None))
-    aspect = Aspect(given.cost, given.hardware if timed else None)
+    aspect = Aspect(given.cost)
+    levels = [0.95, 0.9, 0.85, 0.8, 0.75, 0.7]
+    if timed:
+        aspect = Aspect(given.cost, given.hardware)
+        levels = [1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7]
     pricing = open_pricing(subject.opened, [aspect], deployment, Workload(given.batch, 128, 128))
     spaces = given.space.split(",")
     columns = {space[:9]: space for space in spaces}
     if given.without:
         others = [space for space in spaces if space.split(":")[0] != given.without]
         columns[f"no {given.without}"[:9]] = ",".join(others)
-    levels = given.levels or (
-        [1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7] if timed else [0.95, 0.9, 0.85, 0.8, 0.75, 0.7]
-    )
     heads = "".join(f"{name:>10}" for name in (*columns, "together"))
     print(f"{given.cost:>7}{heads}{'lower by':>9}  edits")
     won = []
-    for level in levels:
-        budget = f"speedup>={level}@{given.hardware}" if timed else f"{given.cost}={level}x"
+    for level in given.levels or levels:
+        budget = f"{given.cost}={level}x"
+        if timed:
+            budget = f"speedup>={level}@{given.hardware}"
         best: list[Trial | None] = []
         for some in (*columns.values(), given.space):
             question, found = known.search(some, budget, pricing, given.trials)

@@ -16,7 +16,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from scripts.search.run import Known
 from surgeon.analysis.subject import open_subject
 from surgeon.findings.edit import ADDITIVE, Choice
 from surgeon.language.program import Program
-from surgeon.searches.mixture import Mixture, Trial
+from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DEPTH
 
@@ -100,7 +100,11 @@ def _row(known: Known, every: dict[str, float], depth: int) -> str:
     best = min(sets.values(), default=math.nan)
     windows = _windows(known, depth)
     additive = next((t.measured.divergence for t in trials if t.source == ADDITIVE), math.nan)
-    cells = "".join(f"{_cell(_best(trials[:count]), best):>16}" for count in TRIALS)
+    cells = ""
+    for count in TRIALS:
+        value = min(trial.measured.divergence for trial in trials[:count] if trial.measured.whole)
+        beside = "" if math.isnan(best) else f" +{value / best - 1:.1%}"
+        cells += f"{f'{value:.4f}{beside}':>16}"
     place = next(
         (
             n
@@ -121,14 +125,6 @@ def _windows(known: Known, depth: int) -> float:
     choices = [edits[start : start + 2 * count : 2] for start in range(len(edits) - 2 * count + 2)]
     programs = [known.mixture.program(choice) for choice in choices]
     return min(measured.divergence for measured in known.evaluator.measure(programs).values())
-
-
-def _best(trials: Sequence[Trial]) -> float:
-    return min(trial.measured.divergence for trial in trials if trial.measured.whole)
-
-
-def _cell(value: float, best: float) -> str:
-    return f"{value:.4f}" + ("" if math.isnan(best) else f" +{value / best - 1:.1%}")
 
 
 if __name__ == "__main__":

@@ -36,10 +36,13 @@ def vllm_python(given: str) -> str:
     return str(Path(found).absolute())  # not resolved: a link is what makes it that environment's
 
 
-def has_plugin() -> bool:
-    """Whether the project's folder says that it has one; without it, vLLM runs the modeling files in checkpoints."""
+def require_plugin(parser: argparse.ArgumentParser) -> None:
+    """End if the project's folder does not say that it has one: vLLM would run the modeling files in checkpoints."""
     entries = [entry for one in distributions(path=[str(PROJECT)]) for entry in one.entry_points]
-    return any(entry.group == "vllm.general_plugins" for entry in entries)
+    if not any(entry.group == "vllm.general_plugins" for entry in entries):
+        parser.error(
+            f"vLLM would not find surgeon's plugin in {PROJECT}: run pip install -e . there first"
+        )
 
 
 def vllm_environment(

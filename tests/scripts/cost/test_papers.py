@@ -11,8 +11,7 @@ import pytest
 
 from scripts.cost import papers
 from scripts.cost.cases import Case, Run, read_cases
-from scripts.cost.constants import CONSTANTS, fitted
-from scripts.cost.fit import Values, fit, speedup, starts
+from scripts.cost.constants import CONSTANTS, Values, fit, fitted, speedup, starts
 from scripts.cost.models import CONFIGS, program_of
 from scripts.cost.predictor import (
     Predictor,
