@@ -110,13 +110,13 @@ def attentions(own: Kernels, options: argparse.Namespace) -> dict[int, Times]:
     return found
 
 
-def lines(head: tuple[str, str, str], found: dict[int, Times]) -> list[str]:
-    """A table."""
+def show(head: tuple[str, str, str], found: dict[int, Times]) -> None:
+    """Print a table."""
     rows = [
         [size, f"{1000 * median(own):.1f}", f"{1000 * median(other):.1f}", ratio(other, own)]
         for size, (own, other) in found.items()
     ]
-    return format_table([*head, "times as fast"], rows, left=())
+    print("\n".join(format_table([*head, "times as fast"], rows, left=())), end="\n\n")
 
 
 def main() -> None:
@@ -131,17 +131,10 @@ def main() -> None:
         )
     with tempfile.TemporaryDirectory() as folder:
         found = passes(random_model(Path(folder), options.size), options)
-    print("\n".join(lines(("batch", "ms of a pass", "PyTorch's operations"), found)))
-    print()
-    print("\n".join(lines(("tokens", "ms of all products", "oneDNN's"), products(options))))
-    print()
-    print(
-        "\n".join(
-            lines(
-                ("texts", f"ms of attention, {options.keys} keys", "PyTorch's"), attentions(own, options)
-            )
-        )
-    )
+    show(("batch", "ms of a pass", "PyTorch's operations"), found)
+    show(("tokens", "ms of all products", "oneDNN's"), products(options))
+    head = ("texts", f"ms of attention, {options.keys} keys", "PyTorch's")
+    show(head, attentions(own, options))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -41,7 +41,6 @@ from surgeon.benchmarks.drafting import DecodedTexts, decode_together
 from surgeon.checkpoint.codas import read_codas
 from surgeon.commands.opening import draft_program
 from surgeon.language.operations import ladder, pair, prune, tracks
-from surgeon.language.program import Program
 from surgeon.opened import Model, open_model
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.comm.link import Link, parse_seconds
@@ -81,10 +80,11 @@ def edits(model: Model, ranks: int) -> dict[str, str]:
     layers = model.config.num_hidden_layers
     inner = range(2, layers - 2)
     pairs = pair(dense, inner)
+    fewer = reduce(lambda kept, layer: prune(kept, range(layer, layer + 1)), inner[1::3], dense)
     found = {
         "pairs": pairs,
         "ladder of pairs": ladder(pairs, inner),
-        "every third left out": without(dense, inner[1::3]),
+        "every third left out": fewer,
     }
     if ranks > 1 and model.config.num_key_value_heads % ranks == 0:
         found |= {
@@ -92,11 +92,6 @@ def edits(model: Model, ranks: int) -> dict[str, str]:
             TRACKS: tracks(dense, inner, ranks, len(inner)),
         }
     return {name: str(program) for name, program in found.items()}
-
-
-def without(program: Program, layers: Iterable[int]) -> Program:
-    """A program without some layers."""
-    return reduce(lambda kept, layer: prune(kept, range(layer, layer + 1)), layers, program)
 
 
 def runs(
@@ -108,6 +103,7 @@ def runs(
     for name, draft in drafts.items():
         alone = make_plan(model, options.ranks, plan.max_tokens, draft)
         plans |= {f"{name} {ALONE}": alone, name: with_draft(plan, model, draft)}
+    sampling = Sampling(temperature=asked.drawn, max_new_tokens=asked.new, ignore_end=True)
     with Ranks(options) as started:
         for name, each in plans.items():
             started.call(load, each, name)
@@ -116,22 +112,13 @@ def runs(
             ways = DENSE, LOOKUP, *[name for name in plans if name != DENSE]
             for turn in range(1 - asked.warm, asked.rounds + 1):
                 for way in Random(turn).sample(ways, len(ways)):
-                    found = decoded(started, place, way, turn, prompts, asked)
+                    name = DENSE if way == LOOKUP else way
+                    drafting = way != DENSE and not way.endswith(ALONE)
+                    found = decode_together(
+                        started, name, prompts, sampling, drafting, way == LOOKUP, asked.draft_tokens
+                    )
                     if turn > 0:
-                        yield found
-
-
-def decoded(
-    started: Ranks, place: str, way: str, turn: int, prompts: list[list[int]], asked: argparse.Namespace
-) -> Run:
-    """One run."""
-    sampling = Sampling(temperature=asked.drawn, max_new_tokens=asked.new, ignore_end=True)
-    drafting = way != DENSE and not way.endswith(ALONE)
-    name = DENSE if way == LOOKUP else way
-    found = decode_together(
-        started, name, prompts, sampling, drafting, way == LOOKUP, asked.draft_tokens
-    )
-    return Run(**vars(found), place=place, batch=len(prompts), way=way, turn=turn)
+                        yield Run(**vars(found), place=place, batch=batch, way=way, turn=turn)
 
 
 def beside_dense(found: Sequence[Run]) -> pd.DataFrame:

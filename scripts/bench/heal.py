@@ -326,7 +326,7 @@ def _rates(text: str) -> list[tuple[str, float]]:
     ]
 
 
-def _parse() -> argparse.Namespace:
+def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, {CONTROL}")
@@ -341,11 +341,7 @@ def _parse() -> argparse.Namespace:
         table=(False, "print what is there, and run nothing"),
     )
     parser.add_argument("--rates", default="", type=_rates, help="by method: lora=3e-3,full=5e-4")
-    return parser.parse_args()
-
-
-def main() -> None:
-    arguments = _parse()
+    arguments = parser.parse_args()
     rows = arguments.rows.split(",")
     methods = arguments.methods.split(",")
     if not arguments.table:

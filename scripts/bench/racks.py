@@ -348,7 +348,7 @@ def row_of(cell: Cell, rounds: Sequence[Figures], base: Sequence[Figures]) -> li
     ]
 
 
-def _parse() -> argparse.Namespace:
+def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
     add_defaults(
@@ -363,11 +363,7 @@ def _parse() -> argparse.Namespace:
         "--ranks", default="4,2", type=lambda text: [int(each) for each in text.split(",")]
     )
     parser.add_argument("--links", default=",".join(LINKS), type=lambda text: text.split(","))
-    return parser.parse_args()
-
-
-def main() -> None:
-    arguments = _parse()
+    arguments = parser.parse_args()
     bench = Bench(arguments)
     todo = cells(arguments.ranks, arguments.links)
     if not arguments.table:

@@ -212,7 +212,7 @@ def parse_link(text: str) -> Way:
     return replace(parse_way(text), name=text)
 
 
-def parse() -> argparse.Namespace:
+def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True, help="a folder")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
@@ -221,11 +221,6 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.ranks[:1] != [1]:
         parser.error("--ranks has to begin with 1, of whose figures the others are parts")
-    return options
-
-
-def main() -> None:
-    options = parse()
     logging.disable_progress_bar()
     options.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []

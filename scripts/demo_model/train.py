@@ -33,18 +33,6 @@ WARMUP = 100
 VOCABULARY = 2048
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = Path(__file__).resolve().parents[2] / "surgeon" / "demo" / "model"
-    parser.add_argument("-o", "--output", type=Path, default=default)
-    parser.add_argument("--steps", type=int, default=2400)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
-
-
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """A byte-level BPE of 2,048 entries that begins every text with <s>, as Llama's does."""
     tokenizer = Tokenizer(models.BPE())
@@ -161,7 +149,15 @@ def train(
 
 
 def main() -> None:
-    args = parse_arguments()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = Path(__file__).resolve().parents[2] / "surgeon" / "demo" / "model"
+    parser.add_argument("-o", "--output", type=Path, default=default)
+    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
     texts = library_text(held_out=False)
     held_out_texts = library_text(held_out=True)
     tokenizer = train_tokenizer(texts)

@@ -244,13 +244,8 @@ def compare(
     for name in processes.run("found", names, found):
         for row, judgement, seconds in judged(every[name], name, expected, found):
             rights[row] = judgement.right
-            said = (
-                judgement.expected,
-                judgement.found,
-                f"{seconds:.1f}",
-                "right" if judgement.right else "WRONG",
-            )
-            say(table_line(row, *said))
+            right = "right" if judgement.right else "WRONG"
+            say(table_line(row, judgement.expected, judgement.found, f"{seconds:.1f}", right))
     return rights
 
 

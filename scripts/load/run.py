@@ -160,13 +160,6 @@ def figures_of(tally: Tally, seconds: float) -> dict[str, float]:
     return figures
 
 
-def show(tally: Tally, figures: dict[str, float]) -> None:
-    verdict = f"{len(tally.wrong)} DIFFER" if tally.wrong else "all as offline"
-    print(*(tally.wrong + tally.errors)[:3], sep="\n")
-    title = f"{tally.answers} answers, {verdict}; {len(tally.errors)} errors"
-    print_table(title, ["figure", "value"], [[name, f"{value:.4g}"] for name, value in figures.items()])
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument(
@@ -203,7 +196,10 @@ def main() -> int:
     figures["prompt tokens shared"] = after["surgeon_cached_tokens_total"] / max(
         1, after["surgeon_prompt_tokens_total"]
     )
-    show(tally, figures)
+    verdict = f"{len(tally.wrong)} DIFFER" if tally.wrong else "all as offline"
+    print(*(tally.wrong + tally.errors)[:3], sep="\n")
+    title = f"{tally.answers} answers, {verdict}; {len(tally.errors)} errors"
+    print_table(title, ["figure", "value"], [[name, f"{value:.4g}"] for name, value in figures.items()])
     if options.output:
         record = {"command": sys.argv, "versions": versions(), "cores": os.cpu_count()}
         seen = {name: getattr(tally, name) for name in ("answers", "wrong", "errors")}

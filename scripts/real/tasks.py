@@ -79,7 +79,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options, began = parse(arguments), time.monotonic()
+    options = parse(arguments)
+    began = time.monotonic()
     names = list(dict.fromkeys(task for task, _ in OTHERS))
     tasks = names if options.rows is None else [options.rows / f"{name}.jsonl" for name in names]
     model = options.model or get_model()
@@ -97,9 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for path in tasks
         ]
     for row in rows:
-        print(
-            table_line(row.what, row.expected, row.found, f"{time.monotonic() - began:.0f}", row.verdict)
-        )
+        seconds = f"{time.monotonic() - began:.0f}"
+        print(table_line(row.what, row.expected, row.found, seconds, row.verdict))
     return 0 if all(row.right for row in rows) else 1
 
 

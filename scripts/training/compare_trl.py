@@ -174,16 +174,8 @@ def main() -> int:
     print("| " + " | ".join(titles) + " | which |\n" + "|:--|:--" + "|--:" * (len(titles) - 2) + "|:--|")
     wrong = 0
     cases = [(name, *way) for name in NAMES for way in ways(name)]
-    plain = tokenizer(None, "")
-    cases.append(
-        (
-            "none",
-            "texts",
-            plain,
-            [dict(zip(("prompt", "completion"), each, strict=True)) for each in TEXTS],
-            False,
-        )
-    )
+    texts = [{"prompt": prompt, "completion": completion} for prompt, completion in TEXTS]
+    cases.append(("none", "texts", tokenizer(None, ""), texts, False))
     for name, way, coded, rows, marks in cases:
         numbers, alone = compared(coded, by_trl(coded, rows, marks), by_surgeon(coded, rows))
         which = ", ".join(f"{token!r} {count}" for token, count in alone.most_common())
