@@ -17,11 +17,11 @@ from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "surgeon"
-# Files, as asked of the structure.
+# The structure is to let each walk through at most so many files.
 MOST = {"prompt": 70, "cell": 45, "trial": 60, "export": 50, "step": 70}
 MOST_COMMON = 20
 RECIPE = "surgeon: 1\nmodel: demo\noperations:\n  - pair: {layers: '4:8'}\n"
-# Set up in every process of a command, its children among them: Python imports a sitecustomize as it starts.
+# Every process of a command runs this as it starts, its children too: Python imports a sitecustomize.
 TRACER = """
 import os, sys, threading
 
@@ -46,7 +46,7 @@ def watch(frame, event, argument):
     if file in ran or not file.startswith(PACKAGE) or not code.co_flags & FUNCTION or is_importing(frame):
         return
     ran.add(file)
-    # At once: ranks and workers may end without a last word.
+    # It is written at once, as ranks and workers may end without a last word.
     with open(os.path.join(os.environ["WALKS_OUTPUT"], str(os.getpid())), "a") as log:
         log.write(file.removeprefix(PACKAGE) + chr(10))
 

@@ -150,7 +150,8 @@ def table(found: Sequence[Run]) -> list[str]:
         new = own["new"].sum()
         rows.append(
             [
-                *(*key, spread(own["ratio"].tolist(), 2)),
+                *key,
+                spread(own["ratio"].tolist(), 2),
                 f"{own['rate'].median():.1f}",
                 f"{accepted / drafted:.0%} of {drafted}" if drafted else "",
                 f"{new / (new - accepted):.2f}",

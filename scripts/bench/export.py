@@ -28,12 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.bench.goals import MISSED, missed, run_surgeon
 from scripts.bench.large_model import make_model
-from scripts.commands import add_defaults, make_parser
+from scripts.commands import make_parser
 from scripts.markdown import print_table, spread
 from surgeon.memory import parse_size, show_size
 from surgeon.processes.files import sync_tree
 
 PEAK_LIMIT = parse_size("1500MB")
+SHARD_BYTES = parse_size("1GB")
 SLOWEST = 2.0  # times a plain copy
 LOW_RANK = "low-rank"
 RECIPES = {
@@ -111,7 +112,7 @@ def export(recipe: Path, target: Path) -> Run:
 def main() -> None:
     goal = f"an export was slower than {SLOWEST:g} copies, or took more than {show_size(PEAK_LIMIT)}"
     parser = make_parser(__doc__, epilog=f"Exit status {MISSED}: {goal}.")
-    add_defaults(parser, size="8GB", shard="1GB")
+    parser.add_argument("--size", default="8GB")
     parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
     parser.add_argument("--only", choices=RECIPES, action="append")
     arguments = parser.parse_args()
@@ -121,7 +122,7 @@ def main() -> None:
         place = Path(temporary)
         model = (arguments.folder or place / "model").resolve()
         if not model.exists():
-            make_model(model, config_for(parse_size(arguments.size)), parse_size(arguments.shard))
+            make_model(model, config_for(parse_size(arguments.size)), SHARD_BYTES)
             sync_tree(model)
         short = measure(model, place, arguments.only or list(RECIPES))
     if short:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-# The kernel's own figure for this program, which /usr/bin/time -v reports too.
+# The kernel counts for this program itself; /usr/bin/time -v reports the same figure.
 SURGEON = """
 from surgeon.commands.app import main
 code = main()

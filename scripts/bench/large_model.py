@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.write import Writing, split_into_shards
 
-# Random numbers, of which all values are made, which is quick; a prime, so that rows differ.
+# All values are made of so many random numbers, which is quick; it is a prime, so that rows differ.
 BLOCK = 1_000_003
 
 

@@ -99,9 +99,10 @@ class Cell:
         return output / "rounds" / str(number) / f"{self.ranks}-{self.link.replace('/', '')}-{self.way}"
 
     def has_ended(self, folder: Path) -> bool:
+        last = [record_of(folder, rank) for rank in range(self.ranks)]
         if self.way == RACKS:
-            return all((rack_folder(folder, rank) / RESULT_FILE).is_file() for rank in range(self.ranks))
-        return all(record_of(folder, rank).is_file() for rank in range(self.ranks))
+            last = [rack_folder(folder, rank) / RESULT_FILE for rank in range(self.ranks)]
+        return all(file.is_file() for file in last)
 
 
 class Figures(NamedTuple):

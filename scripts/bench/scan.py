@@ -65,7 +65,7 @@ COLUMNS = [
 ]
 
 Numbers = tuple[float, float]  # perplexity, divergence
-# Wall clock, and processor time, which other programs on the machine disturb less.
+# The wall clock comes first; other programs on the machine disturb processor time less.
 Seconds = tuple[float, float]
 
 

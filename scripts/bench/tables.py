@@ -11,7 +11,7 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 EDGES = re.compile(r"\s*[|│┃]\s*")
 RULE = re.compile(r"[-:|\s─━┄═╞╡╪├┤┼┡┩╇┌┐└┘┬┴┏┓┗┛┳┻╭╮╰╯]+")
 ESCAPED = "\\|"
-# Words of headings: what is better if it is more, or less; of ratios that hold on any machine, and of what does not.
+# Headings with these words say that more is better, or less; on any machine, or on the same one only.
 MORE_ANYWHERE = {"times", "x", "speed", "faster", "accepted"}
 MORE_HERE = {"tokens/s", "gb/s"}
 LESS_ANYWHERE = {"divergence", "perplexity", "loss"}
@@ -47,7 +47,7 @@ def numbers_of(page: str) -> dict[Cell, float]:
     for at, table in enumerate(_tables(page)):
         head, *rows = table
         for row in rows:
-            # The first cell, and those after it that do not begin with a number.
+            # A label is the first cell, and those after it that do not begin with a number.
             rest = next((k for k, cell in enumerate(row) if k and NUMBER.match(cell)), len(row))
             label = row[: max(1, rest)]
             for column, text in zip(head[len(label) :], row[len(label) :], strict=False):

@@ -128,14 +128,16 @@ def rows(results: Sequence[Result]) -> Iterator[list[object]]:
         changes = (1 / one.first_token_speedup, 1 / one.per_token_speedup, one.tokens_per_second_speedup)
         first, each, whole = ("" if one.program == DENSE else f"{change - 1:+.0%}" for change in changes)
         yield [
-            *(
-                one.batch,
-                one.program,
-                one.decode_all_reduces,
-                f"{one.decode_bytes / one.batch / 1e3:.1f}",
-            ),
-            *(f"{one.first_token_ms:.1f}", first, f"{one.per_token_ms:.1f}", each),
-            *(f"{one.tokens_per_second:.1f}", whole),
+            one.batch,
+            one.program,
+            one.decode_all_reduces,
+            f"{one.decode_bytes / one.batch / 1e3:.1f}",
+            f"{one.first_token_ms:.1f}",
+            first,
+            f"{one.per_token_ms:.1f}",
+            each,
+            f"{one.tokens_per_second:.1f}",
+            whole,
         ]
 
 

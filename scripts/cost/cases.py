@@ -14,7 +14,7 @@ from typing import Any, Literal
 Measure = Literal["first", "token", "rate", "compute", "exchange", "total"]
 
 TRAINING = (
-    # The use of rows that are no speeds of inference; scripts/cost/racks.py and scripts/gpu have these.
+    # Rows of this use are no speeds of inference; scripts/cost/racks.py and scripts/gpu have these.
     "training"
 )
 _SLICES = "tracks as slices of the dense model"

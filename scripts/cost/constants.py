@@ -266,8 +266,8 @@ SHARED = (
     Constant("PCIe, large messages", 1.4, 1.5, _links(True, _for_large, "share", most=1.0), _staged),
     Constant("contention", 0.2, 2.0, _contention, lambda run: run.system.startswith("ladder")),
 )
-# Of each stack of software that a paper used, not of hardware: how many times what a kernel's launch takes, seconds of
-# a pass besides its kernels, and those for each text of a server's. No hardware file has them.
+# These are of each stack of software that a paper used, not of hardware: how many times what a kernel's launch takes,
+# seconds of a pass besides its kernels, and those for each text of a server's. No hardware file has them.
 STACKS = (
     Constant(
         "launch, eager PyTorch", 10.0, 3.0, _host(launch=True, collective=True), _of("eager", "forward")

@@ -18,7 +18,7 @@ from surgeon.language.operations.tracks import tracks
 from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes
 
-# DeInfer's compression of 40%, read as the share of parameters that every matrix's factors keep.
+# DeInfer's compression of 40% is read as the share of parameters that every matrix's factors keep.
 KEEP = 0.6
 LOW_RANK = {"base": "base", "deinfer": "gather"}
 

@@ -29,7 +29,7 @@ from surgeon.models.shapes import ModelShapes
 
 Values = Mapping[str, float]
 UNFUSED = ("eager", "forward")  # PyTorch's modules: an addition and a norm are launched apart
-# Of a pass: seconds, and of them computing, waiting for launches, waiting for collectives.
+# Seconds of a pass come first, then what of them is computing, waiting for launches, waiting for collectives.
 Times = NDArray[np.float64]
 
 

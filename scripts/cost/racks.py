@@ -30,7 +30,7 @@ from scripts.markdown import format_table
 from surgeon.cost.hardware import load_hardware
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "train" / "papers"
-# The article's, by recipe.
+# The article has these sizes, and each has a recipe.
 SIZES = {"1B": "racks-1b", "3B": "racks-2.8b", "7B": "racks-7b", "13B": "racks-13b"}
 TOKENS = 4 * 2048  # of a microbatch
 EACH_WAY = 540e9  # bytes that the article counts for a pipeline

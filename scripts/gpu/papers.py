@@ -195,19 +195,20 @@ def run_racks(settings: Settings, results: Results, say: Callable[[str], None]) 
         for row, here in zip(
             printed, paper_racks.values(results.found, pipeline, local, printed), strict=True
         ):
-            text = f"{row['what']}, {pipeline.size}"
-            numbers = (row["value"], here, row["unit"], NOTHING, NOTHING)
-            lines.append(
-                Line(
-                    "racks",
-                    text,
-                    pipeline.racks,
-                    paper_racks.PRINTED_RACKS,
-                    *numbers,
-                    "; ".join(dict.fromkeys(reasons)),
-                )
+            line = Line(
+                "racks",
+                f"{row['what']}, {pipeline.size}",
+                pipeline.racks,
+                paper_racks.PRINTED_RACKS,
+                row["value"],
+                here,
+                row["unit"],
+                NOTHING,
+                NOTHING,
+                "; ".join(dict.fromkeys(reasons)),
             )
-            say(str(lines[-1]))
+            lines.append(line)
+            say(str(line))
     return lines
 
 

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +254,7 @@ def measure(
 ) -> tuple[dict[str, Any], list[str]]:
     """Say the table of speeds row by row; returns what was measured, and the rows that could not be."""
     results = Results()
+    found: dict[str, Any] = {}
     failed = []
     say(SPEED_HEAD)
     for name in processes.run("speed", names, results):
@@ -264,7 +265,7 @@ def measure(
             else:
                 failed.append(row)
                 say(f"{row:<38} not measured: {results.failures.get(name, 'nothing was found')}")
-    return {row: value for row, (value, _) in results.values.items()}, failed
+    return found, failed
 
 
 def place_of(setup: Setup) -> str:
@@ -301,13 +302,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if options.folder is None else options.folder
         folder.mkdir(parents=True, exist_ok=True)
+        setup = Setup("cuda", torch.cuda.device_count(), str(folder.resolve()))
         if options.small:
-            setup = Setup("cpu", 0, str(folder.resolve()))
-        else:
-            setup = Setup("cuda", torch.cuda.device_count(), str(folder.resolve()))
-        say(
-            f"{place_of(setup)}; {', '.join(f'{name} {version}' for name, version in versions().items())}"
-        )
+            setup = replace(setup, device="cpu", gpus=0)
+        told = ", ".join(f"{name} {version}" for name, version in versions().items())
+        say(f"{place_of(setup)}; {told}")
         processes = Processes(setup, folder, time.monotonic() + LIMIT_SECONDS)
         compared = [name for name in options.only if name in checks(setup)]
         measured = [name for name in options.only if name in SPEEDS]

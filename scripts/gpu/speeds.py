@@ -155,7 +155,7 @@ def continued(engine: RankEngine, texts: Load) -> tuple[list[list[int]], list[fl
         Row(0, prompt, ([(text * texts.blocks, texts.blocks)],), Wanted.BEST)
         for text, prompt in enumerate(prompts)
     ]
-    # Prompts in one pass, as ranks take them.
+    # As many prompts go through in one pass as ranks take.
     together = max(1, PASS_TOKENS[engine.device.type] // texts.prompt)
     passes = (rows[first : first + together] for first in range(0, texts.batch, together))
     newest = [token for few in passes for token in engine.step(few, cache).best]
@@ -201,7 +201,7 @@ def free(device: str) -> None:
 
 
 MEMORY = "memory bandwidth"
-# Of free memory that the larger model, its cache and another library's buffers want.
+# The larger model, its cache and another library's buffers want so much free memory.
 LARGE_BYTES = 24 << 30
 LOADS = {"cuda": (Load(1, 64, 64), Load(32, 1000, 32)), "cpu": (Load(1, 20, 6), Load(2, 40, 6))}
 ROUNDS = {"cuda": 3, "cpu": 1}
@@ -351,7 +351,7 @@ def row_name(who: str, load: Load) -> str:
     return f"{who}, {load.batch} x {load.prompt}"
 
 
-# By name, with whom it has a row of each load for.
+# Each measurement has a row of every load for those who are named behind it.
 SPEEDS: dict[str, tuple[Callable[[Setup], Rows], Sequence[str]]] = {
     "bandwidth": (measured_bandwidth, ()),
     "surgeon": (by_surgeon, ("surgeon",)),

@@ -25,7 +25,7 @@ from surgeon.opened import open_model
 from tests.checkpoint.helpers import IDS, plain_logits, save_source
 
 NEW_TOKENS = 8
-# Layers of one kind of attention.
+# Layers that are fused have one kind of attention.
 PAIRS = dict.fromkeys(("gpt_neo", "smollm3", "cohere2", "ministral"), (1, 3))
 DEFAULT_PAIR = (2, 3)
 SET = {"gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}}  # transformers 5.16 reads no others
@@ -36,7 +36,7 @@ def programs_of(family: Family) -> dict[str, str]:
     first, second = PAIRS.get(family.model_type, DEFAULT_PAIR)
     plain = "A0 F0 A2 F2 A1 F1" if family.steps_per_layer == 2 else "[A0 F0] [A2 F2] [A1 F1]"
     pair = f"[A{first} A{second}] [F{first} F{second}]"
-    # Of which there are no averages; where heads share what they have, no factors.
+    # Mixtures have no averages, and no factors where heads share what they have.
     if family.mixture is not None:
         first = "A0@q5,v3" if family.attention.kept is None else "A0"
         return {

@@ -289,21 +289,26 @@ def numbers(found: Quality) -> Iterable[dict[str, Any]]:
     for metric in ("perplexity", "divergence", "greedy_acceptance"):
         if found.knows(metric):
             ends = [getattr(found, f"{metric}_{end}", float("nan")) for end in ("low", "high")]
-            row = {"metric": metric, "value": getattr(found, metric), "low": ends[0], "high": ends[1]}
-            yield row | {"count": found.tokens}
+            yield {
+                "metric": metric,
+                "value": getattr(found, metric),
+                "low": ends[0],
+                "high": ends[1],
+                "count": found.tokens,
+            }
 
 
 def accuracies(results: dict[str, Any] | None) -> Iterable[dict[str, Any]]:
     """A row for each of a task's accuracies, with twice its standard error to each side."""
     for one in scores(results or {}):
         error = 1.96 * one.stderr if one.stderr is not None else float("nan")
-        row = {
+        yield {
             "metric": one.metric,
             "value": one.value,
             "low": one.value - error,
             "high": one.value + error,
+            "count": one.rows,
         }
-        yield row | {"count": one.rows}
 
 
 def task_name(task: str) -> str:

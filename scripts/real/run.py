@@ -162,7 +162,7 @@ class Way:
 
 
 def check_opening(way: Way) -> Iterator[Row]:
-    # With a cache of its own, so that a .gguf file is converted here, and not found converted.
+    # It has a cache of its own, so that a .gguf file is converted here, and not found converted.
     ran = way.surgeon("show", way.model, XDG_CACHE_HOME=str(way.folder / "cache"))
     yield memory_row("opening: most memory", ran)
 

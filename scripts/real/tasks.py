@@ -29,7 +29,7 @@ from scripts.gpu.run import table_line
 from scripts.real.get import get_model
 from scripts.real.run import Row
 
-# Per cent.
+# Others give their figures in per cent.
 OTHERS = {("arc_easy", "acc"): 54.1, ("arc_challenge", "acc_norm"): 27.7, ("piqa", "acc_norm"): 66.9}
 NORMAL = 1.96  # standard errors to either end of a 95% interval
 

@@ -214,7 +214,7 @@ def refusals(server: Server, work: Path, check: Checks) -> None:
     right = server.address
     cases = {
         right.replace("/searches", "/nowhere"): "there is no database 'nowhere'",
-        # PostgreSQL does not tell.
+        # PostgreSQL does not tell that there is no such user.
         right.replace("surgeon@", "nobody@"): "does not take the password of 'nobody'",
         right.replace("surgeon@", "surgeon:wrong-word@"): "does not take the password of 'surgeon'",
         right.replace(f":{server.port}", ":9"): "Connection refused",

@@ -112,14 +112,8 @@ def table(rows: Sequence[Row], rounds: Sequence[Sequence[Rates]], batches: Seque
                 median(rate / found[base][batch] for rate, found in zip(rates, rounds, strict=True))
                 for base in (0, plugin)
             ]
-            cells = [
-                str(batch),
-                row.program,
-                row.form,
-                f"{median(rates):.1f}",
-                *(f"{ratio:.2f}" for ratio in ratios),
-            ]
-            lines.append(cells)
+            shown = [f"{median(rates):.1f}", *(f"{ratio:.2f}" for ratio in ratios)]
+            lines.append([batch, row.program, row.form, *shown])
     return format_table(
         ["batch", "program", "form", "tokens/s", "x dense", "x dense in the plugin"], lines, left=(1, 2)
     )

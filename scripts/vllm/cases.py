@@ -145,8 +145,7 @@ def results(
         {"folder": str(case.folder), "prompts": prompts(case), "tokens": NEW_TOKENS} for case in cases
     ]
     (folder / "cases.json").write_text(json.dumps(asked))
-    # VLLM stays in this process: one model follows another without a new start of Python, which takes longer than a
-    # tiny model.
+    # All models run in one process of vLLM's: a new start of Python takes longer than a tiny model.
     environment = vllm_environment(1 if engine == "transformers" else int(engine))
     environment |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     environment |= {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}

@@ -18,7 +18,7 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parents[2]
 CELLS = Path(__file__).with_name("cells.py")
 MARK = "CELL "  # of its answers
-# A module that every process of Python imports first: vLLM as on processors without AVX-512.
+# Every process of Python imports this module first, so that vLLM runs as on processors without AVX-512.
 AVX2 = "import torch\n\ntorch.cpu._is_avx512_supported = lambda: False\n"
 
 
@@ -74,7 +74,7 @@ def decode_rates(
     Raises:
         CalledProcessError: if vLLM fails; it has said why.
     """
-    # Warms up with 2.
+    # Every batch is warmed up with two tokens.
     asked = "".join(f"{batch} {prompt} {tokens}\n" for batch in batches for tokens in (2, new))
     done = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=True, **options)
     found = [
@@ -140,7 +140,7 @@ class Measurer:
         command = [python, str(CELLS), *map(str, (model, ranks, longest, batch))]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         environment = vllm_environment(ranks, cache_gigabytes, given)
-        # A group of its own, so that all of vLLM's processes can be stopped.
+        # It has a group of its own, so that all of vLLM's processes can be stopped.
         self._process: Any = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         try:
             self._answer()
