@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.bench.pipelined_ranks import SCHEDULES, Job, read_records, record_of, run_ranks
 from scripts.bench.rack_model import Optimisation, build, byte_texts, config_of, cut, head_units
 from scripts.commands import add_defaults, make_parser
-from scripts.markdown import format_table
+from scripts.markdown import print_table
 from surgeon.checkpoint.read import read_json
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
@@ -310,26 +310,24 @@ COLUMNS = [
     "to 1F1B",
     "MB a step forward, back",
     "idle mean, most",
+    "resident, MB",
+    "computing over time",
 ]
-COLUMNS += ["resident, MB", "computing over time"]
 
 
 def show(bench: Bench, todo: Sequence[Cell]) -> None:
     """Print the table of what is there."""
     found = {cell: rounds for cell in todo if (rounds := list(bench.rounds(cell)))}
     layers = bench.config.num_hidden_layers
-    took = (
-        f"computing takes {1000 * bench.unit:g} ms per layer"
-        if bench.unit
-        else "computing takes what it takes"
-    )
-    print(
-        f"\n{layers} layers x {HIDDEN}, {bench.optimisation.micro_batches} micro-batches a step, {took}\n"
-    )
+    took = "what it takes"
+    if bench.unit:
+        took = f"{1000 * bench.unit:g} ms per layer"
+    steps = f"{bench.optimisation.micro_batches} micro-batches a step"
+    title = f"\n{layers} layers x {HIDDEN}, {steps}, computing takes {took}"
     rows = [
         row_of(cell, rounds, found.get(replace(cell, way="1f1b"), [])) for cell, rounds in found.items()
     ]
-    print("\n".join(format_table(COLUMNS, rows, left=range(len(COLUMNS)))))
+    print_table(title, COLUMNS, rows, left=range(len(COLUMNS)))
 
 
 def row_of(cell: Cell, rounds: Sequence[Figures], base: Sequence[Figures]) -> list[object]:

@@ -145,8 +145,10 @@ COLUMNS = [
     "x dense",
     "compute",
     "waiting",
+    "per token",
+    "expected",
+    "off by",
 ]
-COLUMNS += ["per token", "expected", "off by"]
 
 
 @dataclass(frozen=True)

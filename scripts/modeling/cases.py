@@ -74,7 +74,7 @@ def write_cases(folder: Path) -> None:
                 IDS, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
             )
             expected[name] = {"logits": plain_logits(model, program), "tokens": tokens}
-            cases.append({"name": name, "family": model_type, "form": form, "program": program})
+            cases.append({"name": name, "form": form})
             print(f"{name}: {program}", flush=True)
     torch.save({"ids": IDS, "expected": expected}, folder / "expected.pt")
     (folder / "cases.json").write_text(json.dumps(cases, indent=1) + "\n")

