@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 
+MISSED = 3  # as exit status; Python ends with 1 where something fails, argparse with 2
+_BEGINNING = "goal missed: "
 # The kernel counts for this program itself; /usr/bin/time -v reports the same figure.
 SURGEON = """
 from surgeon.commands.app import main
@@ -30,10 +32,6 @@ def run_surgeon(*arguments: object) -> tuple[float, int]:
     if done.returncode:
         raise SystemExit(done.stderr)
     return time.perf_counter() - begun, int(done.stdout.split()[-1]) * 1024
-
-
-MISSED = 3  # as exit status; Python ends with 1 where something fails, argparse with 2
-_BEGINNING = "goal missed: "
 
 
 def missed(goal: str) -> SystemExit:

@@ -3,6 +3,13 @@
 The peer of block-wise local training (racks.py): the same Llama from the same seed, the same windows in the same order,
 the same micro-batches, AdamW and schedule of the learning rate as surgeon's own runs; the gradient's norm is that of
 all ranks together, as in one process (a sum of one number over the ranks in every step).
+
+What stages send each other goes through an emulated link, is counted and traced. All schedules post their messages with
+`torch.distributed.pipelining.schedules._batch_p2p` and wait for what it returns. That is where the link stands: a
+message takes its time from when it is posted, on a line for each neighbour and direction, as
+`surgeon.runtime.comm.link` has it; it travels by gloo meanwhile, which does not keep the rank from computing. A sender
+that waits for its message waits until the last byte has left, a receiver until it has arrived. When that is, the
+receiver reads from memory that the ranks share, written before the message is posted.
 """
 
 from __future__ import annotations
@@ -40,6 +47,17 @@ from surgeon.runtime.comm.link import Line, Link, SystemClock
 
 COLUMNS = ["start", "end", "what", "part", "micro_batch", "step"]
 REMEMBERED = 4096  # messages from one rank to another whose arrival is still known
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+}
+INTERLEAVED_STAGES = 2  # of a rank
+INITIAL = "initial.safetensors"
+WINDOWS = "windows.safetensors"
+SHARED = "arrivals"
+STORE = "store"
+RECORD = "rank.json"
 
 
 @dataclass
@@ -210,19 +228,6 @@ def named(ops: list[dist.P2POp], part: str, micro_batch: int) -> list[dist.P2POp
         op.part = part  # type: ignore[attr-defined]
         op.micro_batch = micro_batch  # type: ignore[attr-defined]
     return ops
-
-
-SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-}
-INTERLEAVED_STAGES = 2  # of a rank
-INITIAL = "initial.safetensors"
-WINDOWS = "windows.safetensors"
-SHARED = "arrivals"
-STORE = "store"
-RECORD = "rank.json"
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,17 @@ NAMES = {
     RACKS: "local, surgeon's processes",
 }
 WAITING = ("wait_input", "wait_room")
+COLUMNS = [
+    "ranks",
+    "link",
+    "way",
+    "tokens/s (low, high)",
+    "to 1F1B",
+    "MB a step forward, back",
+    "idle mean, most",
+    "resident, MB",
+    "computing over time",
+]
 
 
 @dataclass(frozen=True)
@@ -300,19 +311,6 @@ def paced_seconds(job: Job, rank: int) -> float:
     elif job.schedule not in SCHEDULES:
         units += CODA + head_units(job.config)
     return 3 * units * job.unit * job.factor(rank)
-
-
-COLUMNS = [
-    "ranks",
-    "link",
-    "way",
-    "tokens/s (low, high)",
-    "to 1F1B",
-    "MB a step forward, back",
-    "idle mean, most",
-    "resident, MB",
-    "computing over time",
-]
 
 
 def show(bench: Bench, todo: Sequence[Cell]) -> None:

@@ -60,6 +60,24 @@ from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 
+UPPER_BOUND = "upper bound"
+HALVES = "halves"
+WAYS = ("shm", "gloo", "1ms", "0.2ms")
+COLUMNS = [
+    "batch",
+    "program",
+    "depth",
+    "syncs",
+    "tokens/s",
+    "x dense",
+    "first",
+    "x dense",
+    "compute",
+    "waiting",
+    "per token",
+    "expected",
+    "off by",
+]
 ENDS = 2  # the embedding's reduction and the gathering of the head's best tokens hide behind nothing
 
 
@@ -129,26 +147,6 @@ class _Shared(Costs):
         """Have all ranks wait for a collective."""
         if len(clocks) > 1:
             meet(clocks, self.transfer)
-
-
-UPPER_BOUND = "upper bound"
-HALVES = "halves"
-WAYS = ("shm", "gloo", "1ms", "0.2ms")
-COLUMNS = [
-    "batch",
-    "program",
-    "depth",
-    "syncs",
-    "tokens/s",
-    "x dense",
-    "first",
-    "x dense",
-    "compute",
-    "waiting",
-    "per token",
-    "expected",
-    "off by",
-]
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,11 @@ from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.threads import threads_per_rank
 
+MODELS = ("demo", "random")
+LINKS = ("none", "0.2ms", "1ms", "10MB/s")
+NO_LINK = Way("none", "shm")
+DEPTH = 4  # of tracks
+KEEP = 0.5  # of the parameters, in low rank
 AIM = 0.10
 WORST = 0.20
 KINDS = ["off", "repeated"]
@@ -62,7 +67,13 @@ MARKERS = {"prefill": "s", "decode": "o"}
 
 
 def lines(cells: pd.DataFrame, note: str) -> Iterator[str]:
-    """A markdown table, and before it what it comes to."""
+    """A markdown table, and before it what it comes to.
+
+    Args:
+        cells: kinds of passes of programs, with the columns of `WHERE`, predicted and measured (seconds), `off` (how
+            far the prediction is from what was measured, in parts of that) and `repeated` (how far half of the rounds
+            are from the other half).
+    """
     yield f"{len(cells)} kinds of passes: {summary(cells)}."
     yield ""
     columns = ["", "passes", "off, median", "worst", "noise, median", "worst"]
@@ -140,13 +151,6 @@ def draw(cells: pd.DataFrame, path: Path) -> None:
     )
     axes.legend(fontsize=8, loc="upper left")
     figure.savefig(path, dpi=130)
-
-
-MODELS = ("demo", "random")
-LINKS = ("none", "0.2ms", "1ms", "10MB/s")
-NO_LINK = Way("none", "shm")
-DEPTH = 4  # of tracks
-KEEP = 0.5  # of the parameters, in low rank
 
 
 def plans(folder: Path, factored: Path, ranks: int, tokens: int) -> dict[str, Plan]:

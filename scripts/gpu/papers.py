@@ -62,8 +62,6 @@ PAPERS = {
     RACKS: "block-wise-local-training",
 }
 SMALL_PASS = 32  # tokens of prompts: less than those of a load, so that there are chunks
-
-
 NOTHING = float("nan")
 HEAD = "| table | row | ranks | printed | here | unit | printed, x | here, x | |\n|:--|:--|--:|--:|--:|:--|--:|--:|:--|"
 

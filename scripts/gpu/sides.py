@@ -1,4 +1,4 @@
-"""What scripts/gpu/check's processes are told, and what a check is: something computed on a CPU and on GPUs."""
+"""What scripts/gpu/check's processes are told, what a check is, and whether what GPUs computed is what a CPU did."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from surgeon.runtime.plan.specification import Decoding
 
 TIE = 1e-4  # between the best two logits, next to the best: rounding may decide there
 FLOAT32_PRODUCTS = 1e-5  # beside float64; TF32 has an error of 1e-3
+
+
+Side = Literal["expected", "found", "speed"]
 
 
 @dataclass(frozen=True)
@@ -93,9 +96,6 @@ def judge_product(_: Any, found: Any) -> Judgement:
 
 def judge_switch(_: Any, found: Any) -> Judgement:
     return Judgement("off", "on" if found else "off", not found)
-
-
-Side = Literal["expected", "found", "speed"]
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,12 @@ from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Decoding, Plan
 
 BANDWIDTH_BYTES = 2 << 30  # of one tensor; far more than any cache holds
+MEMORY = "memory bandwidth"
+# The larger model, its cache and another library's buffers want so much free memory.
+LARGE_BYTES = 24 << 30
+ROUNDS = {"cuda": 3, "cpu": 1}
+VLLM_SECONDS = 170.0  # less than what a row may take, so that no process of vLLM's stays behind
+Rows = Iterator[tuple[str, Any]]
 
 
 def llama(
@@ -200,14 +206,7 @@ def free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-MEMORY = "memory bandwidth"
-# The larger model, its cache and another library's buffers want so much free memory.
-LARGE_BYTES = 24 << 30
 LOADS = {"cuda": (Load(1, 64, 64), Load(32, 1000, 32)), "cpu": (Load(1, 20, 6), Load(2, 40, 6))}
-ROUNDS = {"cuda": 3, "cpu": 1}
-VLLM_SECONDS = 170.0  # less than what a row may take, so that no process of vLLM's stays behind
-
-Rows = Iterator[tuple[str, Any]]
 
 
 def config_of(device: str) -> LlamaConfig:

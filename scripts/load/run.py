@@ -40,6 +40,10 @@ from surgeon.processes.files import write_json
 from surgeon.progress import progress
 from surgeon.provenance import versions
 
+PERCENTILES = (50, 90, 99)
+COMPLETIONS = "/v1/completions"
+LONGEST_SECONDS = 300
+
 
 @dataclass(frozen=True)
 class Case:
@@ -71,11 +75,6 @@ def make_cases(options: argparse.Namespace) -> list[Case]:
             found.append(Case(tokens, answer))
             done(1)
     return found
-
-
-PERCENTILES = (50, 90, 99)
-COMPLETIONS = "/v1/completions"
-LONGEST_SECONDS = 300
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""scripts/bench/racks.py and its rack_*.py: figures of records made by hand."""
+"""scripts/bench/racks.py: figures of records made by hand."""
 
 from __future__ import annotations
 
