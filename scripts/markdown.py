@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import median
 
 
 def format_row(cells: Iterable[object]) -> str:
@@ -21,3 +22,11 @@ def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Iterable[object]], left: Sequence[int] = (0,)
 ) -> None:
     print("\n".join([title, "", *format_table(columns, rows, left)]))
+
+
+def spread(numbers: Sequence[float], digits: int) -> str:
+    """Median, lowest and highest."""
+    if not numbers:
+        return ""
+    ends = (median(numbers), min(numbers), max(numbers))
+    return "{} ({} to {})".format(*(f"{number:.{digits}f}" for number in ends))

@@ -17,11 +17,11 @@ from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "surgeon"
-# Files, as asked of the structure.
+# The structure is to let each walk through at most so many files.
 MOST = {"prompt": 70, "cell": 45, "trial": 60, "export": 50, "step": 70}
 MOST_COMMON = 20
 RECIPE = "surgeon: 1\nmodel: demo\noperations:\n  - pair: {layers: '4:8'}\n"
-# Set up in every process of a command, its children among them: Python imports a sitecustomize as it starts.
+# Every process of a command runs this as it starts, its children too: Python imports a sitecustomize.
 TRACER = """
 import os, sys, threading
 
@@ -46,7 +46,7 @@ def watch(frame, event, argument):
     if file in ran or not file.startswith(PACKAGE) or not code.co_flags & FUNCTION or is_importing(frame):
         return
     ran.add(file)
-    # At once: ranks and workers may end without a last word.
+    # It is written at once, as ranks and workers may end without a last word.
     with open(os.path.join(os.environ["WALKS_OUTPUT"], str(os.getpid())), "a") as log:
         log.write(file.removeprefix(PACKAGE) + chr(10))
 
@@ -57,58 +57,18 @@ sys.setprofile(watch)
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """The arguments of each walk's command, which may write into a folder."""
+    """The arguments of each walk's command, which runs in a folder."""
     recipe = folder / "pair.yaml"
     recipe.write_text(RECIPE)
-    text = ["--tokens", "512", "--window", "128"]
-    return {
-        "prompt": [
-            "generate",
-            "demo",
-            "--prompt",
-            "Once upon a time",
-            "--max-new-tokens",
-            "4",
-            "--device",
-            "cpu",
-        ],
-        "cell": [
-            "scan",
-            "demo",
-            "-o",
-            str(folder / "scan"),
-            "--operation",
-            "lp",
-            "--layers",
-            "4:7",
-            *text,
-        ],
-        "trial": [
-            "search",
-            "demo",
-            "-o",
-            str(folder / "search"),
-            "--budget",
-            "depth=12",
-            "--trials",
-            "3",
-            *text,
-        ],
-        "export": ["export", str(recipe), "-o", str(folder / "export")],
-        "step": [
-            "heal",
-            str(recipe),
-            "-o",
-            str(folder / "heal"),
-            "--data",
-            "demo",
-            "--steps",
-            "2",
-            "--batch",
-            "1",
-            *text,
-        ],
+    text = "--tokens 512 --window 128"
+    asked = {
+        "prompt": "generate demo --prompt Once --max-new-tokens 4 --device cpu",
+        "cell": f"scan demo -o scan --operation lp --layers 4:7 {text}",
+        "trial": f"search demo -o search --budget depth=12 --trials 3 {text}",
+        "export": f"export {recipe.name} -o export",
+        "step": f"heal {recipe.name} -o heal --data demo --steps 2 --batch 1 {text}",
     }
+    return {name: command.split() for name, command in asked.items()}
 
 
 def files_run(arguments: list[str], folder: Path) -> set[str]:

@@ -117,7 +117,11 @@ def wrong_flags(path: Path, arguments: list[str]) -> list[str]:
     files = [*sources(path), *([PROJECT / "tests" / "conftest.py"] if path.name == "test" else [])]
     source = "".join(file.read_text(encoding="utf-8") for file in files)
     flags = {word.partition("=")[0] for word in arguments if word.startswith("--") and word != "--help"}
-    return [flag for flag in sorted(flags) if not re.search(rf"{re.escape(flag)}\b", source)]
+    return [
+        flag
+        for flag in sorted(flags)
+        if not re.search(rf"{re.escape(flag)}\b|\b{flag[2:].replace('-', '_')}=", source)
+    ]
 
 
 def sources(path: Path, seen: frozenset[Path] = frozenset()) -> Iterator[Path]:

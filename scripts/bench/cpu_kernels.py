@@ -35,7 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from scripts.bench.decoding import SIZES, random_model
 from scripts.bench.engines import Surgeon, ratio
 from scripts.bench.rooflines import Rooflines
-from scripts.commands import changed_environment, make_parser
+from scripts.commands import add_defaults, changed_environment, make_parser
 from scripts.markdown import format_table
 from surgeon.progress import progress
 from surgeon.runtime.kernels.build import SWITCH, built
@@ -110,23 +110,19 @@ def attentions(own: Kernels, options: argparse.Namespace) -> dict[int, Times]:
     return found
 
 
-def lines(head: tuple[str, str, str], found: dict[int, Times]) -> list[str]:
-    """A table."""
+def show(head: tuple[str, str, str], found: dict[int, Times]) -> None:
+    """Print a table."""
     rows = [
         [size, f"{1000 * median(own):.1f}", f"{1000 * median(other):.1f}", ratio(other, own)]
         for size, (own, other) in found.items()
     ]
-    return format_table([*head, "times as fast"], rows, left=())
+    print("\n".join(format_table([*head, "times as fast"], rows, left=())), end="\n\n")
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="75M")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 48, 126, 512])
-    parser.add_argument("--keys", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=3)
+    add_defaults(parser, ranks=1, batch=[1, 8, 32], tokens=[1, 4, 16, 48, 126, 512], keys=1024, rounds=3)
     options = parser.parse_args()
     own = kernels()
     if own is None:
@@ -135,17 +131,10 @@ def main() -> None:
         )
     with tempfile.TemporaryDirectory() as folder:
         found = passes(random_model(Path(folder), options.size), options)
-    print("\n".join(lines(("batch", "ms of a pass", "PyTorch's operations"), found)))
-    print()
-    print("\n".join(lines(("tokens", "ms of all products", "oneDNN's"), products(options))))
-    print()
-    print(
-        "\n".join(
-            lines(
-                ("texts", f"ms of attention, {options.keys} keys", "PyTorch's"), attentions(own, options)
-            )
-        )
-    )
+    show(("batch", "ms of a pass", "PyTorch's operations"), found)
+    show(("tokens", "ms of all products", "oneDNN's"), products(options))
+    head = ("texts", f"ms of attention, {options.keys} keys", "PyTorch's")
+    show(head, attentions(own, options))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.utils import logging
 
+from scripts.commands import add_defaults
 from surgeon.checkpoint.texts import open_tokenizer
+from surgeon.demo import demo_model
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.language.program import Program
 from surgeon.processes.files import write_text
@@ -63,6 +66,12 @@ def random_model(folder: Path, size: str = "75M") -> Path:
     return folder
 
 
+def copy_tokenizer(folder: Path) -> None:
+    """Give a checkpoint the demo model's tokenizer."""
+    for path in demo_model().glob("*token*.json"):
+        shutil.copyfile(path, folder / path.name)
+
+
 def lp_name(layers: int) -> str:
     """What tables call the program with pairs."""
     return f"LP to {_lp(layers).effective_depth():g} layers"
@@ -89,10 +98,7 @@ def _lp(layers: int) -> Program:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Sizes of what is decoded, and where the tables go."""
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
+    add_defaults(parser, batch=[1, 8], prompt=64, new=128, rounds=3)
     parser.add_argument(
         "-o", "--output", type=Path, help="write the tables here too, every round beside it as JSON"
     )

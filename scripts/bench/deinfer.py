@@ -20,20 +20,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.decoding import DENSE, add_options, format_section, parse, random_model, write_tables
 from scripts.bench.runtime import measure_plans, parse_way
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import format_table
 from surgeon.benchmarks.measure import Result, bench_record, bench_table
+from surgeon.checkpoint.random_weights import RandomFactors
 from surgeon.exports.export import plan_export, write_export
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.program import Program
-from surgeon.language.sublayer import Sublayer
-from surgeon.models.weights import Factors, WeightMatrix
 from surgeon.opened import open_model
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
@@ -57,17 +54,6 @@ COLUMNS = [
     "waiting",
     "KB sent",
 ]
-
-
-class RandomFactors:
-    """Factors of the right shapes, made at once."""
-
-    def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
-        """Small random numbers."""
-        rank = sublayer.rank(role)
-        assert rank is not None
-        outputs, inputs = matrix.shape
-        return Factors(torch.randn(rank, inputs) / inputs**0.5, torch.randn(outputs, rank) / rank**0.5)
 
 
 @dataclass(frozen=True)
@@ -172,8 +158,7 @@ def draw(found: dict[Compared, Plan], measured: dict[str, list[Result]], path: P
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--links", nargs="+", type=parse_way, default=[*map(parse_way, LINKS)])
-    parser.add_argument("--keeps", nargs="+", type=float, default=[0.8, 0.6, 0.4, 0.2])
-    parser.add_argument("--ranks", type=int, default=2)
+    add_defaults(parser, keeps=[0.8, 0.6, 0.4, 0.2], ranks=2)
     add_options(parser)
     options = parse(parser)
     texts: list[str] = []

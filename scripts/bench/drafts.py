@@ -23,8 +23,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
 from random import Random
@@ -32,17 +32,15 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import pandas as pd
-from transformers.utils import logging
 
-from scripts.bench.decoding import DENSE, prompts_of, write_tables
+from scripts.bench.decoding import DENSE, add_options, parse, prompts_of, write_tables
 from scripts.bench.goals import missed
-from scripts.commands import make_parser
-from scripts.markdown import format_table
+from scripts.commands import add_defaults, make_parser
+from scripts.markdown import format_table, spread
 from surgeon.benchmarks.drafting import DecodedTexts, decode_together
 from surgeon.checkpoint.codas import read_codas
 from surgeon.commands.opening import draft_program
 from surgeon.language.operations import ladder, pair, prune, tracks
-from surgeon.language.program import Program
 from surgeon.opened import Model, open_model
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.comm.link import Link, parse_seconds
@@ -82,10 +80,11 @@ def edits(model: Model, ranks: int) -> dict[str, str]:
     layers = model.config.num_hidden_layers
     inner = range(2, layers - 2)
     pairs = pair(dense, inner)
+    fewer = reduce(lambda kept, layer: prune(kept, range(layer, layer + 1)), inner[1::3], dense)
     found = {
         "pairs": pairs,
         "ladder of pairs": ladder(pairs, inner),
-        "every third left out": without(dense, inner[1::3]),
+        "every third left out": fewer,
     }
     if ranks > 1 and model.config.num_key_value_heads % ranks == 0:
         found |= {
@@ -93,11 +92,6 @@ def edits(model: Model, ranks: int) -> dict[str, str]:
             TRACKS: tracks(dense, inner, ranks, len(inner)),
         }
     return {name: str(program) for name, program in found.items()}
-
-
-def without(program: Program, layers: Iterable[int]) -> Program:
-    """A program without some layers."""
-    return reduce(lambda kept, layer: prune(kept, range(layer, layer + 1)), layers, program)
 
 
 def runs(
@@ -109,6 +103,7 @@ def runs(
     for name, draft in drafts.items():
         alone = make_plan(model, options.ranks, plan.max_tokens, draft)
         plans |= {f"{name} {ALONE}": alone, name: with_draft(plan, model, draft)}
+    sampling = Sampling(temperature=asked.drawn, max_new_tokens=asked.new, ignore_end=True)
     with Ranks(options) as started:
         for name, each in plans.items():
             started.call(load, each, name)
@@ -117,22 +112,13 @@ def runs(
             ways = DENSE, LOOKUP, *[name for name in plans if name != DENSE]
             for turn in range(1 - asked.warm, asked.rounds + 1):
                 for way in Random(turn).sample(ways, len(ways)):
-                    found = decoded(started, place, way, turn, prompts, asked)
+                    name = DENSE if way == LOOKUP else way
+                    drafting = way != DENSE and not way.endswith(ALONE)
+                    found = decode_together(
+                        started, name, prompts, sampling, drafting, way == LOOKUP, asked.draft_tokens
+                    )
                     if turn > 0:
-                        yield found
-
-
-def decoded(
-    started: Ranks, place: str, way: str, turn: int, prompts: list[list[int]], asked: argparse.Namespace
-) -> Run:
-    """One run."""
-    sampling = Sampling(temperature=asked.drawn, max_new_tokens=asked.new, ignore_end=True)
-    drafting = way != DENSE and not way.endswith(ALONE)
-    name = DENSE if way == LOOKUP else way
-    found = decode_together(
-        started, name, prompts, sampling, drafting, way == LOOKUP, asked.draft_tokens
-    )
-    return Run(**vars(found), place=place, batch=len(prompts), way=way, turn=turn)
+                        yield Run(**vars(found), place=place, batch=batch, way=way, turn=turn)
 
 
 def beside_dense(found: Sequence[Run]) -> pd.DataFrame:
@@ -162,10 +148,10 @@ def table(found: Sequence[Run]) -> list[str]:
         drafted = own["drafted"].sum()
         accepted = own["accepted"].sum()
         new = own["new"].sum()
-        ratios = own["ratio"]
         rows.append(
             [
-                *(*key, f"{ratios.median():.2f} ({ratios.min():.2f} to {ratios.max():.2f})"),
+                *key,
+                spread(own["ratio"].tolist(), 2),
                 f"{own['rate'].median():.1f}",
                 f"{accepted / drafted:.0%} of {drafted}" if drafted else "",
                 f"{new / (new - accepted):.2f}",
@@ -200,12 +186,10 @@ def draft_named(model: Model, text: str) -> tuple[str, str]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--ranks", type=int, default=2)
+    add_defaults(parser, model="demo", ranks=2)
     parser.add_argument(
         "--links", nargs="*", default=["0us", "200us", "1ms", GLOO], help="delays of links, and gloo"
     )
-    parser.add_argument("--batch", nargs="*", type=int, default=[1, 4, 8])
     parser.add_argument(
         "--draft", nargs="*", action="extend", default=[], metavar="NAME=DRAFT", help="besides its own"
     )
@@ -223,30 +207,27 @@ def main() -> None:
     parser.add_argument(
         "--drawn", type=float, default=0.0, metavar="TEMPERATURE", help="drawn texts, not greedy ones"
     )
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--new", type=int, default=192)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--warm", type=int, default=2, metavar="N", help="rounds before, in which passes are recorded"
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, help="write the table here too, every run beside it as JSON"
-    )
-    options = parser.parse_args()
-    logging.disable_progress_bar()
+    add_options(parser)
+    parser.set_defaults(batch=[1, 4, 8], new=192)
+    options = parse(parser)
     model = open_model(options.model)
     own = edits(model, options.ranks)
     drafts = {name: text for name, text in own.items() if not options.only or name in options.only}
     drafts |= dict(draft_named(model, each) for each in options.draft)
     found = list[Run]()
     for link in options.links:
+        ranks = RankOptions(options.ranks, "cpu")
+        place = link
         if link == GLOO:
-            found += runs(model, GLOO, RankOptions(options.ranks, "cpu", "gloo"), drafts, options)
+            ranks = replace(ranks, collectives=GLOO)
         elif delay := parse_seconds(link):
-            ranks = RankOptions(options.ranks, "cpu", "auto", Link(delay))
-            found += runs(model, link, ranks, drafts, options)
+            ranks = replace(ranks, link=Link(delay))
         else:
-            found += runs(model, SHARED, RankOptions(options.ranks, "cpu"), drafts, options)
+            place = SHARED
+        found += runs(model, place, ranks, drafts, options)
     programs = [f"- {name}: `{draft}`" for name, draft in drafts.items()]
     texts = [
         "\n".join(table(found)),

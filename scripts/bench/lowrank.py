@@ -12,20 +12,19 @@ mean over the matrices that are cut. Killed, the same command goes on where it w
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table
 from surgeon.analysis.factors.allocation import Allocation, Curve, Ranks, parameters, total_cost
 from surgeon.analysis.factors.calibration import load_calibration
@@ -109,15 +108,11 @@ class Bench:
         """Damage is measured on the calibration text's last windows: allocation does not see the other text, either."""
         size = self.text.ids.shape[1]
         last = max(1, tokens // size)
-        measured = Windows(
-            self.text.ids[-last:], "calibration", f"the last {last} windows of {self.text.digest}"
-        )
-        self.damaged = measured
+        said = f"the last {last} windows of {self.text.digest}"
+        self.damaged = replace(self.subject, windows=Windows(self.text.ids[-last:], "calibration", said))
         rest = replace(self.text, ids=self.text.ids[:-last])
         wanted = request(self.model.config, ranks=parse_ranks(DAMAGE_RANKS))
-        return spectrum(
-            replace(self.subject, windows=measured), rest, self.folder / "spectrum", wanted
-        ).curves
+        return spectrum(self.damaged, rest, self.folder / "spectrum", wanted).curves
 
     def measure(self, way: Way, keep: float) -> dict[str, Any]:
         """A row of the table."""
@@ -145,17 +140,12 @@ class Bench:
     def _moments(self) -> dict[tuple[Sublayer, bool], SecondMoment]:
         """Of what matrices read the stream get, and of what those behind them get, in the unedited model."""
         run = ProgramRun(self.model, self.dense, self.text.ids)
-        sums = {}
-
-        def seen(matrix: Matrix, inputs: Tensor) -> None:
-            sums.setdefault(matrix, SecondMoment(inputs.shape[-1])).add(inputs)
-
+        roles = {"A": ("q", "o"), "F": ("up", "down")}
+        sums: dict[Matrix, SecondMoment] = {}
         for node in self.dense.nodes:
-            roles = {"A": ("q", "o"), "F": ("up", "down")}
-            matrices = [
-                Matrix(one, role) for one in Program((node,)).sublayers() for role in roles[one.kind]
-            ]
-            run.step([run.see(part, matrices, seen) for part in run.parts])
+            sublayers = Program((node,)).sublayers()
+            read = [Matrix(one, role) for one in sublayers for role in roles[one.kind]]
+            run.sum_inputs(read, sums, lambda _, inputs: SecondMoment(inputs.shape[-1]))
         return {matrix.inputs: moment for matrix, moment in sums.items()}
 
     def _loss(self, matrix: Matrix, source: FactorSource) -> float:
@@ -176,19 +166,8 @@ class Bench:
         if not way.corrected:
             return share.ranks(self.curves)
         own = self._folder(way, keep)
-        subject = replace(self.subject, windows=self.damaged)
         folder = own.with_name(f"{own.name}-first")
-        return corrected_ranks(subject, self.curves, share, way.method, self.text, folder)
-
-
-def table_of(bench: Bench, keeps: Sequence[float], ways: Sequence[Way]) -> pd.DataFrame:
-    """One row per keep and way; the file has them as they come."""
-    rows: list[dict[str, Any]] = []
-    for keep in keeps:
-        for way in ways:
-            rows.append(bench.measure(way, keep))
-            write_table(bench.folder / "lowrank.csv", pd.DataFrame(rows))
-    return pd.DataFrame(rows)
+        return corrected_ranks(self.damaged, self.curves, share, way.method, self.text, folder)
 
 
 def show(table: pd.DataFrame, title: str) -> None:
@@ -206,26 +185,28 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("models", nargs="*", default=["demo,demo"], metavar="MODEL,DATA[,SEPARATOR]")
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--keep", default="0.9,0.8,0.6,0.4")
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--calibration-tokens", type=int, default=32768)
-    parser.add_argument("--damage-tokens", type=int, default=2048)
+    add_defaults(
+        parser, keep="0.9,0.8,0.6,0.4", tokens=16384, calibration_tokens=32768, damage_tokens=2048
+    )
     arguments = parser.parse_args()
     keeps = [float(keep) for keep in arguments.keep.split(",")]
     for named in arguments.models:
         model, data, *separator = named.split(",")
         bench = Bench(model, data, separator[0] if separator else None, arguments.output, arguments)
-        table = table_of(bench, keeps, WAYS)
-        base = bench.reference.nll()
-        record: Mapping[str, Any] = bench.subject.provenance(
+        rows = []
+        for keep, way in product(keeps, WAYS):
+            rows.append(bench.measure(way, keep))
+            table = pd.DataFrame(rows)
+            write_table(bench.folder / "lowrank.csv", table)  # as far as it is known
+        perplexity = float(np.exp(bench.reference.nll().mean()))
+        record = bench.subject.provenance(
             calibration=bench.text.source,
             calibration_hash=bench.text.digest,
             calibration_tokens=bench.text.ids.numel(),
+            base_perplexity=perplexity,
         )
-        write_json(
-            bench.folder / "lowrank.json", {**record, "base_perplexity": float(np.exp(base.mean()))}
-        )
-        show(table, f"{bench.subject.opened.label}: base perplexity {np.exp(base.mean()):.2f}")
+        write_json(bench.folder / "lowrank.json", record)
+        show(table, f"{bench.subject.opened.label}: base perplexity {perplexity:.2f}")
 
 
 if __name__ == "__main__":

@@ -11,27 +11,27 @@ most resident memory and the time of each, and the largest difference between th
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-import surgeon
-from scripts.bench.goals import MISSED, missed
-from scripts.bench.process import peak_of, start
+from scripts.bench.decoding import copy_tokenizer
+from scripts.bench.goals import MISSED, missed, run_surgeon
+from scripts.bench.large_model import make_model
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table
 from surgeon.memory import parse_size, show_size
 
 TOLERANCE = 1e-4
+SHARD_BYTES = 500_000_000
 OPERATIONS = ("prune", "merge", "2-parallel", "lp", "ladder")
 
 
@@ -44,9 +44,8 @@ class Outcome:
     cells: pd.DataFrame
 
 
-def make_model(folder: Path, layers: int) -> int:
+def write_model(folder: Path, layers: int) -> int:
     """Write the random model, with the demo model's tokenizer; returns the bytes of its weights."""
-    demo = surgeon.demo_model()
     config = LlamaConfig(
         hidden_size=2048,
         intermediate_size=5632,
@@ -56,11 +55,8 @@ def make_model(folder: Path, layers: int) -> int:
         vocab_size=2048,
         max_position_embeddings=1024,
     )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder, max_shard_size="500MB")
-    for path in demo.glob("*token*.json"):
-        shutil.copyfile(path, folder / path.name)
+    make_model(folder, config, SHARD_BYTES, torch.float32)
+    copy_tokenizer(folder)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
@@ -71,9 +67,8 @@ def scan(model: Path, output: Path, arguments: argparse.Namespace, limit: str | 
     for operation in OPERATIONS:
         command += ["--operation", operation]
     command += [] if limit is None else ["--memory", limit]
-    begun = time.perf_counter()
-    peak = peak_of(start(*command))
-    return Outcome(peak, time.perf_counter() - begun, pd.read_csv(output / "cells.csv"))
+    seconds, peak = run_surgeon(*command)
+    return Outcome(peak, seconds, pd.read_csv(output / "cells.csv"))
 
 
 def largest_difference(one: pd.DataFrame, other: pd.DataFrame) -> float:
@@ -88,19 +83,14 @@ def largest_difference(one: pd.DataFrame, other: pd.DataFrame) -> float:
 
 def main() -> None:
     goal = "the scan with a limit took more"
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], epilog=f"Exit status {MISSED}: {goal}."
-    )
+    parser = make_parser(__doc__, epilog=f"Exit status {MISSED}: {goal}.")
     parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
-    parser.add_argument("--limit", default="1500MB")
-    parser.add_argument("--layers", type=int, default=22)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--every", type=int, default=4)
+    add_defaults(parser, limit="1500MB", layers=22, tokens=256, every=4)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         model = arguments.folder or Path(temporary) / "model"
         size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-        size = size or make_model(model, arguments.layers)
+        size = size or write_model(model, arguments.layers)
         streamed = scan(model, Path(temporary) / "streamed", arguments, arguments.limit)
         whole = scan(model, Path(temporary) / "whole", arguments, None)
     title = f"surgeon scan, {len(whole.cells)} cells of a model of {show_size(size)} of float32 weights"

@@ -20,6 +20,7 @@ the program's steps; two more per pass belong to the embedding and the head.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+
+import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
@@ -40,18 +44,18 @@ from scripts.bench.decoding import (
     random_model,
     write_tables,
 )
-from scripts.bench.expected import ENDS, computing, expected_decode
 from scripts.commands import make_parser
 from scripts.markdown import format_table
 from surgeon.benchmarks.measure import RankBench, Result, bench_record, bench_table
-from surgeon.benchmarks.timing import RankRun
-from surgeon.cost.clocks import Transfer
+from surgeon.benchmarks.timing import PassTiming, RankRun
+from surgeon.cost.clocks import Burst, Costs, RankClock, Transfer, meet, pass_seconds
 from surgeon.cost.workload import Workload
-from surgeon.language.program import Program
+from surgeon.language.program import Fork, Program, Step
 from surgeon.progress import progress
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.comm.wires import WIRES
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.placement import Group, rank_work
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
@@ -70,8 +74,79 @@ COLUMNS = [
     "x dense",
     "compute",
     "waiting",
+    "per token",
+    "expected",
+    "off by",
 ]
-COLUMNS += ["per token", "expected", "off by"]
+ENDS = 2  # the embedding's reduction and the gathering of the head's best tokens hide behind nothing
+
+
+def computing(one: PassTiming) -> float:
+    """Seconds that a rank computes in a pass."""
+    return one.seconds - (one.waiting or 0.0)
+
+
+def expected_decode(
+    program: Program, runs: Sequence[RankRun], transfer: Transfer, parts: int = 1
+) -> float:
+    """Seconds per decoding pass, the mean, if nothing but computation and the link took time.
+
+    Args:
+        runs: how long each rank computed; its sublayers take equal parts of that.
+        parts: of the batch that take turns.
+    """
+    by_rank = [[computing(one) for one in run.passes if one.decode] for run in runs]
+    return fmean(
+        expected_seconds(program, seconds, transfer, parts) for seconds in zip(*by_rank, strict=True)
+    )
+
+
+def expected_seconds(
+    program: Program, seconds: Sequence[float], transfer: Transfer, parts: int = 1
+) -> float:
+    """Seconds of one pass, of which each rank computes so many."""
+    ranks = len(seconds)
+    costs = _Shared(
+        [
+            each / parts / sum(len(work.step.sublayers) for work in rank_work(program, rank, ranks))
+            for rank, each in enumerate(seconds)
+        ],
+        transfer,
+    )
+    clocks = [RankClock() for _ in range(ranks)]
+    costs.reduce_all(clocks)
+    pass_seconds(program, clocks, *[costs] * parts)
+    costs.reduce_all(clocks)
+    return max(clock.now for clock in clocks)
+
+
+@dataclass(frozen=True)
+class _Shared(Costs):
+    """Sublayers that all take a rank the same time, and collectives that all take the same.
+
+    Attributes:
+        seconds: of a sublayer, on each rank.
+    """
+
+    seconds: Sequence[float]
+    transfer: Transfer
+
+    def items(self, rank: int, step: Step) -> Sequence[Burst]:
+        return (Burst(self.seconds[rank] * len(step.sublayers)),)
+
+    def part(self, node: Step | Fork, group: Group) -> Tensor:  # noqa: ARG002 - all are alike
+        return torch.zeros(1)
+
+    def finish(self, step: Step, group: Group) -> None:
+        """Nothing that is not among the sublayers' seconds."""
+
+    def transfers(self, part: Tensor, group: Group) -> Sequence[Transfer]:  # noqa: ARG002 - all are alike
+        return [self.transfer for _ in group]
+
+    def reduce_all(self, clocks: Sequence[RankClock]) -> None:
+        """Have all ranks wait for a collective."""
+        if len(clocks) > 1:
+            meet(clocks, self.transfer)
 
 
 @dataclass(frozen=True)
@@ -91,26 +166,19 @@ def programs() -> dict[str, Program]:
 
 def parse_way(text: str) -> Way:
     """Shm, gloo, 1ms, 10MB/s; with +int8 or +int4."""
-    base, _, integers = text.partition("+")
-    compression = integers if integers in WIRES else None
+    match = re.fullmatch(r"(?:(shm|gloo)|(\d+(?:\.\d+)?)(ms|MB/s))(?:\+(\w+))?", text)
+    if match is None or match[4] not in (None, *WIRES):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not shm, gloo, a delay such as 1ms or a bandwidth such as 10MB/s"
+        )
+    base, number, unit, compression = match.groups()
     sent = f", sent as {compression}" if compression else ""
-    if bool(integers) == bool(compression):
-        if base in ("shm", "gloo"):
-            return Way(base + sent, base, None, compression)
-        for unit, what in (("ms", "delay"), ("MB/s", "bandwidth")):
-            number = base.removesuffix(unit)
-            if number != base and number.replace(".", "", 1).isdigit():
-                link = (
-                    Link(delay=float(number) / 1e3)
-                    if what == "delay"
-                    else Link(bandwidth=float(number) * 1e6)
-                )
-                return Way(
-                    f"shared memory and a link of {number} {unit}{sent}", "shm", link, compression
-                )
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not shm, gloo, a delay such as 1ms or a bandwidth such as 10MB/s"
-    )
+    if base:
+        return Way(base + sent, base, None, compression)
+    link = Link(delay=float(number) / 1e3)
+    if unit == "MB/s":
+        link = Link(bandwidth=float(number) * 1e6)
+    return Way(f"shared memory and a link of {number} {unit}{sent}", "shm", link, compression)
 
 
 def measure_way(way: Way, folder: Path, options: argparse.Namespace) -> list[Result]:
@@ -158,17 +226,15 @@ def transfers(way: Way, dense: Result) -> list[Transfer]:
 def expected(result: Result, dense: Result, each: Sequence[Transfer]) -> float:
     """Seconds per token, the median over rounds; without communication, those of dense's slowest rank."""
     if not result.connected:
-        return median(max(map(computing_of, runs)) for runs in dense.runs)
+        return median(
+            max(fmean(computing(one) for one in run.passes if one.decode) for run in runs)
+            for runs in dense.runs
+        )
     program = Program.parse(result.plan.program)
     parts = 2 if result.plan.halves == "on" and result.load.batch > 1 else 1
     return median(
         expected_decode(program, runs, one, parts) for runs, one in zip(result.runs, each, strict=True)
     )
-
-
-def computing_of(run: RankRun) -> float:
-    """Seconds that a rank computes per decoding pass."""
-    return fmean(computing(one) for one in run.passes if one.decode)
 
 
 def rows(way: Way, results: Sequence[Result]) -> list[list[object]]:

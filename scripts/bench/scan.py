@@ -16,7 +16,6 @@ beside both ways.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -28,27 +27,30 @@ from typing import Any
 import torch
 from scipy import stats
 from torch import Tensor
-from torch.nn import functional
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import surgeon
 from scripts.bench.busy import neighbour
 from scripts.bench.decoding import random_llama
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table
-from surgeon.analysis.cells import SCANNED, Cell, scan_cells, select
+from surgeon.analysis.cells import SCANNED, Cell, select, selected_cells
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.memory import TOKENS_AT_ONCE
 from surgeon.analysis.engine.sharing import plain_sublayers, share, simplify
 from surgeon.analysis.scan import HOPELESS, scan
 from surgeon.analysis.subject import Subject
+from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.findings.scan import Scan
 from surgeon.language.program import Program
 from surgeon.models.edit import decoder_inputs
 from surgeon.models.families import family_of
 from surgeon.quality.data import Windows, load_windows
-from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions
+from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions, join_measures
+from surgeon.quality.summary import perplexity
+from surgeon.quality.text import logits_of, text_quality
 
 TOLERANCE = 1e-4  # relative, and in nats absolute where a divergence is next to nothing
 CHECK_EVERY = 23  # cells
@@ -63,7 +65,7 @@ COLUMNS = [
 ]
 
 Numbers = tuple[float, float]  # perplexity, divergence
-# Wall clock, and processor time, which other programs on the machine disturb less.
+# The wall clock comes first; other programs on the machine disturb processor time less.
 Seconds = tuple[float, float]
 
 
@@ -137,23 +139,19 @@ class Bench:
         self.captured.clear()
         return stream
 
-    @torch.inference_mode()
     def explicit(self, program: Program) -> Numbers:
         """Perplexity and divergence from full logits."""
-        nll = []
-        divergence = []
-        for chunk in self.ids.split(1):
-            surgeon.restore(self.model)
-            original = self.model(input_ids=chunk, use_cache=False).logits[0, :-1].log_softmax(-1)
-            surgeon.edit(self.model, program)
-            changed = self.model(input_ids=chunk, use_cache=False).logits[0, :-1]
-            nll.append(functional.cross_entropy(changed, chunk[0, 1:]).double())
-            kl = functional.kl_div(
-                changed.log_softmax(-1), original, reduction="batchmean", log_target=True
-            )
-            divergence.append(kl.double())
+
+        def changed(ids: Tensor) -> Tensor:
+            return logits_of(surgeon.edit(self.model, program))(ids)
+
+        def original(ids: Tensor) -> Tensor:
+            return logits_of(surgeon.restore(self.model))(ids)
+
+        found = text_quality(changed, self.ids, original, bar=False)
         surgeon.restore(self.model)
-        return float(torch.stack(nll).mean().exp()), float(torch.stack(divergence).mean())
+        self.captured.clear()
+        return found.perplexity, found.divergence
 
     def row(self, name: str, cells: list[Cell]) -> Row:
         """Make one map both ways, and compare every number."""
@@ -187,7 +185,7 @@ class Bench:
         return Row(
             "five together",
             len(cells),
-            *_loops(rows),
+            _loops(rows),
             ours,
             plain_sublayers(programs),
             self.planned(programs),
@@ -207,7 +205,7 @@ def screened(model: PreTrainedModel, windows: Windows, rows: list[Row], every: i
     loop_sublayers = record["sublayers_of_a_loop"]["total"]
     sublayers = record["sublayers_run"]["total"]
     note = f"rank correlation {rank:.4f} over {good.sum()} cells, {used:.0%} of the tokens"
-    return Row("five, --screen", len(found.cells), *_loops(rows), ours, loop_sublayers, sublayers, note)
+    return Row("five, --screen", len(found.cells), _loops(rows), ours, loop_sublayers, sublayers, note)
 
 
 def _scan(subject: Subject, selection: Any, screen: bool) -> Scan:
@@ -215,8 +213,8 @@ def _scan(subject: Subject, selection: Any, screen: bool) -> Scan:
         return scan(subject, Path(folder), selection, screened=screen)
 
 
-def _loops(rows: list[Row]) -> tuple[Seconds]:
-    return ((sum(row.loop[0] for row in rows), sum(row.loop[1] for row in rows)),)
+def _loops(rows: list[Row]) -> Seconds:
+    return sum(row.loop[0] for row in rows), sum(row.loop[1] for row in rows)
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, Seconds]:
@@ -227,8 +225,8 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, Seconds]:
 
 
 def _numbers(qualities: list[ByWindow]) -> Numbers:
-    nll = torch.cat([quality["nll"] for quality in qualities]).mean()
-    return float(nll.exp()), float(torch.cat([quality["divergence"] for quality in qualities]).mean())
+    nll, divergence = join_measures(qualities)
+    return perplexity(nll), float(divergence.mean())
 
 
 def _difference(a: Numbers, b: Numbers) -> float:
@@ -245,7 +243,7 @@ def cells_of(row: Row) -> list[str]:
 
 def demo_case(tokens: int) -> tuple[PreTrainedModel, Windows]:
     folder = surgeon.demo_model()
-    return surgeon.load(folder), load_windows(AutoTokenizer.from_pretrained(folder), "demo", 128, tokens)
+    return surgeon.load(folder), load_windows(open_tokenizer(folder), "demo", 128, tokens)
 
 
 def random_case() -> tuple[PreTrainedModel, Windows]:
@@ -256,35 +254,32 @@ def random_case() -> tuple[PreTrainedModel, Windows]:
 
 def run(name: str, model: PreTrainedModel, windows: Windows, every: int) -> list[Row]:
     bench = Bench(model, windows.ids)
-    bench.shared([bench.dense])  # warm up
+    bench.shared([bench.dense])  # so that no cell pays for what the first pass makes ready
     layers = model.config.num_hidden_layers
-    cells = {operation: _every(scan_cells([operation], layers, 0), every) for operation in SCANNED}
+    cells: list[Cell] = []
     rows = []
     for operation in SCANNED:
-        rows.append(bench.row(operation, cells[operation]))
+        own = selected_cells([select([operation], layers, every=every)], layers, 0)
+        rows.append(bench.row(operation, own))
         print(f"{name}, {operation}: {rows[-1].times_faster:.2f} times faster", file=sys.stderr)
+        cells += own
     maps = list(rows)
-    rows.append(bench.together(maps, [cell for operation in SCANNED for cell in cells[operation]]))
+    rows.append(bench.together(maps, cells))
     if name == "demo":
         rows.append(screened(model, windows, maps, every))
     return rows
 
 
-def _every(cells: list[Cell], every: int) -> list[Cell]:
-    return [
-        cell for cell in cells if cell.first % every == 0 and (cell.last - cell.first + 1) % every == 0
-    ]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=4096, help="of the demo's text")
-    parser.add_argument(
-        "--every", type=int, default=1, help="for the random model: a grid of stretches, as in scan"
+    parser = make_parser(__doc__)
+    add_defaults(
+        parser,
+        tokens=(4096, "of the demo's text"),
+        every=(1, "for the random model: a grid of stretches, as in scan"),
+        neighbour=(False, "have a busy process beside both ways"),
     )
     parser.add_argument("--only", choices=("demo", "random"))
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--neighbour", action="store_true", help="have a busy process beside both ways")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

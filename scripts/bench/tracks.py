@@ -33,8 +33,8 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.bench.decoding import DENSE, llama_config, parse, write_tables
-from scripts.commands import make_parser
+from scripts.bench.decoding import DENSE, add_options, llama_config, parse, write_tables
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import format_table
 from surgeon.benchmarks.measure import RankBench, Result, bench_record, bench_table, summarise
 from surgeon.cost.workload import Workload
@@ -99,7 +99,7 @@ def measure_link(
         results = bench.measure(loads, 0, lambda _: None)  # warms up
         began = time.monotonic()
         took = 0.0
-        while not results[0].rounds or time.monotonic() + took < until:
+        while len(results[0].rounds) < options.rounds or time.monotonic() + took < until:
             for result in results:
                 runs = bench.run(result.name, result.load)
                 result.rounds.append(summarise(runs, result.load, connected=True))
@@ -128,33 +128,30 @@ def rows(results: Sequence[Result]) -> Iterator[list[object]]:
         changes = (1 / one.first_token_speedup, 1 / one.per_token_speedup, one.tokens_per_second_speedup)
         first, each, whole = ("" if one.program == DENSE else f"{change - 1:+.0%}" for change in changes)
         yield [
-            *(
-                one.batch,
-                one.program,
-                one.decode_all_reduces,
-                f"{one.decode_bytes / one.batch / 1e3:.1f}",
-            ),
-            *(f"{one.first_token_ms:.1f}", first, f"{one.per_token_ms:.1f}", each),
-            *(f"{one.tokens_per_second:.1f}", whole),
+            one.batch,
+            one.program,
+            one.decode_all_reduces,
+            f"{one.decode_bytes / one.batch / 1e3:.1f}",
+            f"{one.first_token_ms:.1f}",
+            first,
+            f"{one.per_token_ms:.1f}",
+            each,
+            f"{one.tokens_per_second:.1f}",
+            whole,
         ]
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument(
-        "--links", nargs="+", type=float, default=[0.0, 0.2, 1.0], help="delays in ms; 0 is none"
+    add_defaults(
+        parser,
+        ranks=[2, 4],
+        links=([0.0, 0.2, 1.0], "delays in ms; 0 is none"),
+        depths=[1, 2, 4, 8],
+        minutes=(10.0, "to share out, after --rounds of each"),
     )
-    parser.add_argument("--depths", nargs="+", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--new", type=int, default=12)
-    parser.add_argument(
-        "--minutes", type=float, default=10.0, help="to share out; at least one round is run of each"
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, help="write the tables here too, every round beside it as JSON"
-    )
+    add_options(parser)
+    parser.set_defaults(new=12, rounds=1)
     options = parse(parser)
     began = time.monotonic()
     texts: list[str] = []

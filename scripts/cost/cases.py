@@ -14,7 +14,7 @@ from typing import Any, Literal
 Measure = Literal["first", "token", "rate", "compute", "exchange", "total"]
 
 TRAINING = (
-    # The use of rows that are no speeds of inference; scripts/cost/racks.py and scripts/gpu have these.
+    # Rows of this use are no speeds of inference; scripts/cost/racks.py and scripts/gpu have these.
     "training"
 )
 _SLICES = "tracks as slices of the dense model"
@@ -146,27 +146,18 @@ _END = {"llama2-7b": 28, "llama3.2-3b": 25, "qwen3-4b": 33, "qwen3-14b": 37}
 _LP = Run("", "dense", "a100-sxm", 2, 1, 4096, 2, "eager", False, "token")
 
 
-def _pairs(run: Run, pairs: int) -> tuple[Run, Run]:
-    return replace(run, system=f"lp:{pairs}:{max(_END[run.model], 2 * pairs)}"), run
+def _lp(pattern: str, **told: Any) -> Reader:
+    """Reads a model and its layers and effective depth, or twice its pairs."""
 
+    def read(text: str, _row: Row) -> tuple[Run, Run]:
+        model, *numbers = _matched(pattern, text).groups()
+        pairs = int(numbers[0]) // 2
+        if len(numbers) == 2:
+            pairs = int(numbers[0]) - int(numbers[1])
+        base = replace(_LP, model=model, **told)
+        return replace(base, system=f"lp:{pairs}:{max(_END[model], 2 * pairs)}"), base
 
-def _lp_depth(text: str, _row: Row) -> tuple[Run, Run]:
-    model, layers, depth = _matched(
-        r"(\S+), (\d+) layers, effective depth (\d+), 2 x A100 SXM4 80GB", text
-    ).groups()
-    return _pairs(replace(_LP, model=model), int(layers) - int(depth))
-
-
-def _lp_token(text: str, _row: Row) -> tuple[Run, Run]:
-    model, delta = _matched(r"(\S+) delta(\d+), one token after 4k, 2 x A100 SXM4 80GB", text).groups()
-    return _pairs(replace(_LP, model=model, stack="forward"), int(delta) // 2)
-
-
-def _lp_four(text: str, _row: Row) -> tuple[Run, Run]:
-    model, delta = _matched(r"(\S+), delta (\d+), 4 x A100 PCIe", text).groups()
-    return _pairs(
-        replace(_LP, model=model, hardware="a100-pcie", ranks=4, stack="forward"), int(delta) // 2
-    )
+    return read
 
 
 _PARTS: dict[str, Measure] = {"total": "total", "all-reduce": "exchange", "compute": "compute"}
@@ -259,9 +250,13 @@ def _deinfer_layer(text: str, _row: Row) -> tuple[Run, Run | None]:
 
 
 READERS: dict[str, Reader] = {
-    "layer-parallelism 1": _lp_depth,
-    "layer-parallelism figure 8": _lp_token,
-    "layer-parallelism 6": _lp_four,
+    "layer-parallelism 1": _lp(r"(\S+), (\d+) layers, effective depth (\d+), 2 x A100 SXM4 80GB"),
+    "layer-parallelism figure 8": _lp(
+        r"(\S+) delta(\d+), one token after 4k, 2 x A100 SXM4 80GB", stack="forward"
+    ),
+    "layer-parallelism 6": _lp(
+        r"(\S+), delta (\d+), 4 x A100 PCIe", hardware="a100-pcie", ranks=4, stack="forward"
+    ),
     "layer-parallelism 7": _lp_profile,
     "ladder-residual 1": _ladder_sizes,
     "ladder-residual 2": _ladder_phases,

@@ -7,12 +7,26 @@ paper that is left out by the starts alone: a few of them (a launch, small messa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from scripts.cost.cases import Run
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from scripts.cost.cases import Case, Run
 from surgeon.cost.hardware import Algorithm, Figure, Hardware, Interconnect, Shares
 
+Values = Mapping[str, float]
+Seconds = Callable[[Run, Values], float]
+Array = NDArray[np.float64]
+NOISE = 0.03  # of a printed speedup, in logarithms: what a pull of one spread is worth
+PARTS = 0.2  # of a printed part of a layer's time, which is no speed
+ABSOLUTE = 0.3  # of a printed time: a paper's own software adds to it what the model does not know
+STEP = 0.02  # in logarithms, for differences
+FARTHEST = 3.0  # spreads that a constant may go from its start
 Apply = Callable[[Hardware, float, Run], Hardware]
 # Seconds: rings whose messages take less are NCCL's LL; those of its Simple protocol take longer.
 LOW_LATENCY = 3.2e-6
@@ -38,7 +52,7 @@ class Constant:
     concerns: Callable[[Run], bool]
 
 
-def scaled(figure: Figure, factor: float, most: float = float("inf")) -> Figure:
+def scaled(figure: Figure, factor: float, most: float = math.inf) -> Figure:
     """Every point of a figure times a factor."""
     return Figure(tuple((size, min(value * factor, most)) for size, value in figure.points))
 
@@ -72,12 +86,15 @@ def _text(hardware: Hardware, seconds: float, run: Run) -> Hardware:
     return _forward(hardware, hardware.host.forward.at(run.batch) + seconds * run.batch, run)
 
 
-def _links(change: Callable[[Algorithm, float], Algorithm], staged: bool) -> Apply:
+def _links(
+    staged: bool, concerned: Callable[[Algorithm], bool], *figures: str, most: float = math.inf
+) -> Apply:
     def changed(each: Algorithm, link: str, factor: float) -> Algorithm:
         through_host = is_staged(link) and each.kind != "sharp"  # the switch needs no peer to peer
-        if through_host == staged:
-            return change(each, factor)
-        return each
+        if through_host != staged or not concerned(each):
+            return each
+        new: dict[str, Any] = {name: scaled(getattr(each, name), factor, most) for name in figures}
+        return replace(each, **new)
 
     def apply(hardware: Hardware, factor: float, _: Run) -> Hardware:
         links = {
@@ -96,32 +113,16 @@ def is_staged(link: str) -> bool:
     return link.endswith("-off") or link.startswith("pcie")
 
 
-def _slower(algorithm: Algorithm, factor: float) -> Algorithm:
-    if not _low_latency(algorithm):
-        return algorithm
-    return replace(algorithm, base=scaled(algorithm.base, factor), hop=scaled(algorithm.hop, factor))
-
-
-def _slower_at_once(algorithm: Algorithm, factor: float) -> Algorithm:
-    if algorithm.kind != "one-shot":
-        return algorithm
-    return replace(algorithm, base=scaled(algorithm.base, factor), hop=scaled(algorithm.hop, factor))
-
-
 def _low_latency(algorithm: Algorithm) -> bool:
     return algorithm.kind in ("ring", "tree") and algorithm.hop.points[0][1] < LOW_LATENCY
 
 
-def _small(algorithm: Algorithm, factor: float) -> Algorithm:
-    if _low_latency(algorithm):
-        return replace(algorithm, share=scaled(algorithm.share, factor, 1.0))
-    return algorithm
+def _for_large(algorithm: Algorithm) -> bool:
+    return not _low_latency(algorithm)
 
 
-def _large(algorithm: Algorithm, factor: float) -> Algorithm:
-    if _low_latency(algorithm):
-        return algorithm
-    return replace(algorithm, share=scaled(algorithm.share, factor, 1.0))
+def _at_once(algorithm: Algorithm) -> bool:
+    return algorithm.kind == "one-shot"
 
 
 def _contention(hardware: Hardware, value: float, _: Run) -> Hardware:
@@ -155,17 +156,19 @@ SHARED = (
     Constant("bandwidth shares", 0.93, 1.1, _shares(bandwidth=True, cache=True), _everything),
     Constant("FLOP/s shares", 1.35, 1.15, _shares(flops=True, attention=True), _everything),
     Constant("gap in a graph", 0.7, 2.0, _host(graph=True), lambda run: run.graphs),
-    Constant("NVLink latency", 0.85, 1.3, _links(_slower, staged=False), _peer),
-    Constant("NVLink, small messages", 0.7, 4.0, _links(_small, staged=False), _peer),
-    Constant("NVLink, large messages", 1.0, 1.2, _links(_large, staged=False), _peer),
-    Constant("one-shot latency", 1.3, 1.5, _links(_slower_at_once, staged=False), _of("trtllm", "vllm")),
-    Constant("PCIe latency", 0.7, 1.5, _links(_slower, staged=True), _staged),
-    Constant("PCIe, small messages", 2.0, 4.0, _links(_small, staged=True), _staged),
-    Constant("PCIe, large messages", 1.4, 1.5, _links(_large, staged=True), _staged),
+    Constant("NVLink latency", 0.85, 1.3, _links(False, _low_latency, "base", "hop"), _peer),
+    Constant("NVLink, small messages", 0.7, 4.0, _links(False, _low_latency, "share", most=1.0), _peer),
+    Constant("NVLink, large messages", 1.0, 1.2, _links(False, _for_large, "share", most=1.0), _peer),
+    Constant(
+        "one-shot latency", 1.3, 1.5, _links(False, _at_once, "base", "hop"), _of("trtllm", "vllm")
+    ),
+    Constant("PCIe latency", 0.7, 1.5, _links(True, _low_latency, "base", "hop"), _staged),
+    Constant("PCIe, small messages", 2.0, 4.0, _links(True, _low_latency, "share", most=1.0), _staged),
+    Constant("PCIe, large messages", 1.4, 1.5, _links(True, _for_large, "share", most=1.0), _staged),
     Constant("contention", 0.2, 2.0, _contention, lambda run: run.system.startswith("ladder")),
 )
-# Of each stack of software that a paper used, not of hardware: how many times what a kernel's launch takes, seconds of
-# a pass besides its kernels, and those for each text of a server's. No hardware file has them.
+# These are of each stack of software that a paper used, not of hardware: how many times what a kernel's launch takes,
+# seconds of a pass besides its kernels, and those for each text of a server's. No hardware file has them.
 STACKS = (
     Constant(
         "launch, eager PyTorch", 10.0, 3.0, _host(launch=True, collective=True), _of("eager", "forward")
@@ -187,3 +190,100 @@ def fitted(hardware: Hardware, run: Run, values: Mapping[str, float]) -> Hardwar
         if constant.concerns(run):
             hardware = constant.apply(hardware, values[constant.name], run)
     return hardware
+
+
+def starts() -> dict[str, float]:
+    """The constants as the files ship them."""
+    return {constant.name: constant.start for constant in CONSTANTS}
+
+
+def fit(
+    cases: Sequence[Case], seconds: Seconds, rounds: int, left_out: Sequence[str] = ()
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """The constants that agree best with the cases (of use "fit") and with what is shipped, which 0 rounds keep.
+
+    Every round takes the residuals as straight lines through where it is and goes to their best place, but no further
+    than a spread. The last round's lines also say where the constants would be without the cases of a paper.
+
+    Args:
+        left_out: papers.
+
+    Returns: the constants, and by paper those without it.
+    """
+    used = [case for case in cases if case.use == "fit"]
+    problem = _Problem(used, seconds)
+    place = np.zeros(len(CONSTANTS))
+    everything = np.ones(len(used) + len(CONSTANTS), dtype=bool)
+    without = {paper: problem.values(place) for paper in left_out}
+    for _ in range(rounds):
+        residuals = problem.residuals(place)
+        jacobian = problem.jacobian(place)
+        for paper in left_out:
+            others = np.array([case.paper != paper for case in used] + [True] * len(CONSTANTS))
+            without[paper] = problem.values(_best(residuals, jacobian, place, others, FARTHEST))
+        place = _best(residuals, jacobian, place, everything, 1.0)
+    return problem.values(place), without
+
+
+def _best(
+    residuals: Array, jacobian: Array, place: Array, chosen: NDArray[np.bool_], reach: float
+) -> Array:
+    """Where lines through a place are smallest together, large residuals counting less than their squares."""
+    low = np.maximum(place - reach, -FARTHEST - 1e-9)
+    high = np.minimum(place + reach, FARTHEST + 1e-9)
+    found = least_squares(
+        lambda at: (residuals + jacobian @ (at - place))[chosen],
+        place,
+        bounds=(low, high),
+        loss="soft_l1",
+    )
+    return np.asarray(found.x)
+
+
+class _Problem:
+    """Residuals by how far constants are from their starts, in spreads."""
+
+    def __init__(self, cases: Sequence[Case], seconds: Seconds) -> None:
+        self.cases = cases
+        self.seconds = seconds
+
+    def values(self, place: Array) -> dict[str, float]:
+        """The constants at a place."""
+        return {
+            constant.name: constant.start * constant.spread**moved
+            for constant, moved in zip(CONSTANTS, place, strict=True)
+        }
+
+    def residuals(self, place: Array) -> Array:
+        """Of every case, and of every constant its own pull."""
+        values = self.values(place)
+        return np.array([self._residual(case, values) for case in self.cases] + list(place))
+
+    def jacobian(self, place: Array) -> Array:
+        """By differences; a case is asked again for the constants only that concern it."""
+        values = self.values(place)
+        table = np.zeros((len(self.cases) + len(CONSTANTS), len(CONSTANTS)))
+        for column, constant in enumerate(CONSTANTS):
+            step = STEP / math.log(constant.spread)
+            moved = {**values, constant.name: values[constant.name] * math.exp(STEP)}
+            for row, case in enumerate(self.cases):
+                if constant.concerns(case.run) or constant.concerns(case.baseline or case.run):
+                    table[row, column] = (
+                        self._residual(case, moved) - self._residual(case, values)
+                    ) / step
+            table[len(self.cases) + column, column] = 1
+        return table
+
+    def _residual(self, case: Case, values: Values) -> float:
+        if case.baseline is None or case.speedup is None:
+            if case.seconds is None:
+                return 0.0
+            return math.log(self.seconds(case.run, values) / case.seconds) / ABSOLUTE
+        noise = PARTS if case.run.per_layers else NOISE
+        return math.log(speedup(case, self.seconds, values) / case.speedup) / noise
+
+
+def speedup(case: Case, seconds: Seconds, values: Values) -> float:
+    """What the model says of a case that has a baseline."""
+    assert case.baseline is not None
+    return seconds(case.baseline, values) / seconds(case.run, values)

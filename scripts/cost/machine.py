@@ -16,7 +16,6 @@ Nothing else should run meanwhile. With the defaults it takes about an hour, and
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -27,27 +26,27 @@ from statistics import median
 from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import surgeon
-from scripts.bench.decoding import random_model
+from scripts.bench.decoding import random_model, write_tables
 from scripts.bench.deinfer import export_factors
 from scripts.bench.runtime import Way, measure_plans, parse_way
-from scripts.commands import make_parser
-from scripts.cost.against import WHERE, draw, lines
+from scripts.commands import add_defaults, make_parser
+from scripts.markdown import format_table
 from surgeon.benchmarks.measure import Result
 from surgeon.checkpoint.config import open_stored
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.predict import predict
 from surgeon.demo import MODEL_FOLDER
+from surgeon.findings.drawing import scale
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
-from surgeon.processes.files import write_text
-from surgeon.provenance import versions
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.options import RankOptions
@@ -59,6 +58,99 @@ LINKS = ("none", "0.2ms", "1ms", "10MB/s")
 NO_LINK = Way("none", "shm")
 DEPTH = 4  # of tracks
 KEEP = 0.5  # of the parameters, in low rank
+AIM = 0.10
+WORST = 0.20
+KINDS = ["off", "repeated"]
+WHERE = ["model", "ranks", "link", "program", "batch", "phase"]
+COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
+MARKERS = {"prefill": "s", "decode": "o"}
+
+
+def lines(cells: pd.DataFrame, note: str) -> Iterator[str]:
+    """A markdown table, and before it what it comes to.
+
+    Args:
+        cells: kinds of passes of programs, with the columns of `WHERE`, predicted and measured (seconds), `off` (how
+            far the prediction is from what was measured, in parts of that) and `repeated` (how far half of the rounds
+            are from the other half).
+    """
+    yield f"{len(cells)} kinds of passes: {summary(cells)}."
+    yield ""
+    columns = ["", "passes", "off, median", "worst", "noise, median", "worst"]
+    groups = (
+        (f"{name} {value}", own) for name in WHERE for value, own in cells.groupby(name, sort=False)
+    )
+    yield from format_table(columns, (_group(name, own) for name, own in groups))
+    yield ""
+    shown = cells.assign(program=cells["program"].str.replace("|", "\\|"))
+    for name in ("predicted", "measured"):
+        shown[name] = (1e3 * cells[name]).map("{:.2f}".format)
+    for name in KINDS:
+        shown[name] = cells[name].map("{:+.0%}".format)
+    columns = [
+        "model",
+        "ranks",
+        "link",
+        "program",
+        "batch",
+        "pass",
+        "predicted ms",
+        "measured ms",
+        "off",
+        "noise",
+    ]
+    values = shown[[*WHERE, "predicted", "measured", *KINDS]].itertuples(index=False)
+    yield from format_table(columns, values, left=(0, 2, 3, 5))
+    yield ""
+    yield f"{note[:1].upper()}{note[1:]}."
+
+
+def summary(cells: pd.DataFrame) -> str:
+    """How far off predictions are, and how far the machine is from itself."""
+    parts = cells[KINDS].abs()
+    middle = parts.median()
+    most = parts.max()
+    within = (parts["off"] <= AIM).mean()
+    return (
+        f"predictions are off by {middle['off']:.1%} (median), {most['off']:.0%} at worst, {within:.0%} of them by at "
+        f"most {AIM:.0%}; half of the rounds differ from the other half by {middle['repeated']:.1%}, "
+        f"{most['repeated']:.0%} at worst"
+    )
+
+
+def _group(name: str, cells: pd.DataFrame) -> list[object]:
+    parts = [cells[kind].abs() for kind in KINDS]
+    figures = [text for part in parts for text in (f"{part.median():.1%}", f"{part.max():.0%}")]
+    return [name.replace("|", "\\|"), len(cells), *figures]
+
+
+def draw(cells: pd.DataFrame, path: Path) -> None:
+    """One point for each: measured to the right, predicted upwards, with a diagonal and bands around it."""
+    figure = Figure(figsize=(7.5, 7), layout="constrained")
+    axes = figure.subplots()
+    seconds = 1e3 * cells[["predicted", "measured"]]
+    ends = [seconds.min(axis=None) / 1.5, seconds.max(axis=None) * 1.5]
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    for part, alpha in ((WORST, 0.12), (AIM, 0.2)):
+        low, high = ([each * factor for each in ends] for factor in (1 - part, 1 + part))
+        axes.fill_between(
+            ends, low, high, color="gray", alpha=alpha, linewidth=0, label=f"within {part:.0%}"
+        )
+    for (program, some), color in zip(cells.groupby("program", sort=False), COLORS, strict=False):
+        for phase, marker in MARKERS.items():
+            own = seconds.loc[some.index[some["phase"] == phase]]
+            style = {"s": 18, "color": color, "marker": marker, "alpha": 0.7, "linewidths": 0}
+            axes.scatter(own["measured"], own["predicted"], label=f"{program}, {phase}", **style)
+    axes.set(xlabel="measured, ms", ylabel="predicted, ms")
+    axes.set_aspect("equal")
+    for which in ("x", "y"):
+        scale(axes, which, ends, log=True)
+    off = cells["off"].abs()
+    axes.set_title(
+        f"{len(cells)} kinds of passes: off by {off.median():.1%} (median), {off.max():.0%} at worst"
+    )
+    axes.legend(fontsize=8, loc="upper left")
+    figure.savefig(path, dpi=130)
 
 
 def plans(folder: Path, factored: Path, ranks: int, tokens: int) -> dict[str, Plan]:
@@ -80,7 +172,7 @@ def plans(folder: Path, factored: Path, ranks: int, tokens: int) -> dict[str, Pl
 def cells(
     name: str, folder: Path, factored: Path, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Measurements of a model beside predictions (against.py)."""
+    """Measurements of a model beside predictions."""
     found: dict[int, dict[str, Plan]] = {}
     for ranks in options.ranks:
         try:
@@ -124,24 +216,15 @@ def parse_link(text: str) -> Way:
     return replace(parse_way(text), name=text)
 
 
-def parse() -> argparse.Namespace:
+def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True, help="a folder")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
+    add_defaults(parser, ranks=[1, 2, 4], batch=[1, 8, 32], prompt=16, new=12, rounds=5)
     parser.add_argument("--links", nargs="+", type=parse_link, default=[*map(parse_link, LINKS)])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--prompt", type=int, default=16)
-    parser.add_argument("--new", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     if options.ranks[:1] != [1]:
         parser.error("--ranks has to begin with 1, of whose figures the others are parts")
-    return options
-
-
-def main() -> None:
-    options = parse()
     logging.disable_progress_bar()
     options.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
@@ -152,15 +235,10 @@ def main() -> None:
             rows += cells(name, folder, factored, options)
     found = pd.DataFrame(rows)
     threads = ", ".join(f"{ranks} ranks: {threads_per_rank(ranks)}" for ranks in options.ranks)
-    text = "\n".join(
-        lines(
-            found, f"threads of each rank: {threads}; load average {os.getloadavg()[0]:.1f} at the end"
-        )
-    )
+    note = f"threads of each rank: {threads}; load average {os.getloadavg()[0]:.1f} at the end"
+    text = "\n".join(lines(found, note))
     print(text)
-    write_text(options.output / "machine.md", text + "\n")
-    record = {"command": sys.argv, "versions": versions(), "cells": rows}
-    write_text(options.output / "machine.json", json.dumps(record, indent=1) + "\n")
+    write_tables(options.output / "machine.md", [text], {"cells": rows})
     draw(found, options.output / "machine.png")
 
 

@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.commands import make_parser
 from scripts.cost.cases import NOTES, Case, read_cases
-from scripts.cost.constants import CONSTANTS
-from scripts.cost.fit import Seconds, Values, fit, speedup
+from scripts.cost.constants import CONSTANTS, Seconds, Values, fit, speedup
 from scripts.cost.models import ASSUMED
 from scripts.cost.predictor import Predictor
 from scripts.markdown import format_table
+from surgeon.findings.drawing import scale
 
 TABLES = Path(__file__).resolve().parents[2] / "docs" / "papers-tables.json"
 
@@ -155,11 +155,9 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
             axes.plot(own["printed"], own["speedup"], mark, **style)
     ends = (0.9, 6.0)
     axes.plot(ends, ends, color="#999999", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="printed", ylabel="predicted")
-    ticks = (1, 1.2, 1.5, 2, 3, 4, 5)
-    axes.set_xticks(ticks, labels=map(str, ticks))
-    axes.set_yticks(ticks, labels=map(str, ticks))
-    axes.minorticks_off()
+    axes.set(xlabel="printed", ylabel="predicted")
+    for which in ("x", "y"):
+        scale(axes, which, ends, log=True)
     axes.legend(fontsize=8, frameon=False)
     axes.set_title("Times as fast as the baseline of the same table", fontsize=11)
     figure.savefig(path)

@@ -18,21 +18,18 @@ from transformers import AutoConfig
 
 from scripts.cost.cases import Run
 from scripts.cost.constants import CONSTANTS, fitted
-from scripts.cost.models import CONFIGS
-from scripts.cost.programs import LOW_RANK, program_of
+from scripts.cost.models import CONFIGS, LOW_RANK, program_of
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware, load_hardware
 from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.predict import PredictedRanks, predict
+from surgeon.cost.predict import PredictedRanks
 from surgeon.cost.work import Forward
-from surgeon.cost.workload import Workload
-from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes
 from surgeon.models.shapes import ModelShapes
 
 Values = Mapping[str, float]
 UNFUSED = ("eager", "forward")  # PyTorch's modules: an addition and a norm are launched apart
-# Of a pass: seconds, and of them computing, waiting for launches, waiting for collectives.
+# Seconds of a pass come first, then what of them is computing, waiting for launches, waiting for collectives.
 Times = NDArray[np.float64]
 
 
@@ -119,7 +116,7 @@ class Predictor:
     def _short(self, run: Run, hardware: Hardware, prefill: bool, layers: int) -> Times:
         shapes = shapes_of(run.model, layers)
         program = program_of(run.system, layers, layer_shapes_of(run.model))
-        deployment = _deployment(run)
+        deployment = deployment_of(run)
         plan = plan_on_paper(
             shapes, program, run.ranks, run.prompt + run.new, "bfloat16", deployment.low_rank, "full"
         )
@@ -131,7 +128,7 @@ class Predictor:
         return np.array([cost.seconds, cost.compute, cost.launches, cost.exposed])
 
 
-def _deployment(run: Run) -> Deployment:
+def deployment_of(run: Run) -> Deployment:
     return Deployment(
         run.ranks,
         "bfloat16",
@@ -141,11 +138,3 @@ def _deployment(run: Run) -> Deployment:
         low_rank=LOW_RANK.get(run.system, "auto"),  # type: ignore[arg-type]
         connected=run.system != "upper",
     )
-
-
-def whole_prediction(run: Run, values: Values) -> Any:
-    """What `surgeon predict` says of a run, for tests of what is quick here."""
-    shapes = shapes_of(run.model)
-    hardware = fitted(hardware_of(run.hardware), run, values)
-    program: Program = program_of(run.system, shapes.layers, layer_shapes_of(run.model))
-    return predict(shapes, program, hardware, Workload(run.batch, run.prompt, run.new), _deployment(run))

@@ -25,12 +25,12 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.commands import make_parser
+from scripts.commands import add_defaults, make_parser
 from scripts.markdown import format_table
 from surgeon.cost.hardware import load_hardware
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "train" / "papers"
-# The article's, by recipe.
+# The article has these sizes, and each has a recipe.
 SIZES = {"1B": "racks-1b", "3B": "racks-2.8b", "7B": "racks-7b", "13B": "racks-13b"}
 TOKENS = 4 * 2048  # of a microbatch
 EACH_WAY = 540e9  # bytes that the article counts for a pipeline
@@ -225,8 +225,11 @@ def main() -> None:
     parser.add_argument(
         "-o", "--output", type=Path, help="a file for the tables; a picture goes beside it"
     )
-    parser.add_argument("--coda", type=int, default=2, help="layers of each rack's coda")
-    parser.add_argument("--microbatches", type=int, default=8, help="between two updates of the weights")
+    add_defaults(
+        parser,
+        coda=(2, "layers of each rack's coda"),
+        microbatches=(8, "between two updates of the weights"),
+    )
     options = parser.parse_args()
     if options.coda < 0 or options.microbatches < 1:
         parser.error("--coda must be at least 0, --microbatches at least 1")

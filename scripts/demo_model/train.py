@@ -20,32 +20,17 @@ import time
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from surgeon.demo import library_text
 from surgeon.processes.files import whole_file
+from surgeon.progress import progress
 
 CONTEXT = 512
 BATCH = 8
 WARMUP = 100
 VOCABULARY = 2048
-ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = Path(__file__).resolve().parents[2] / "surgeon" / "demo" / "model"
-    parser.add_argument("-o", "--output", type=Path, default=default)
-    parser.add_argument("--steps", type=int, default=2400)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -105,8 +90,8 @@ def batch_at(step: int, stream: torch.Tensor, seed: int) -> torch.Tensor:
 def learning_rate_at(step: int, steps: int, peak: float) -> float:
     if step < WARMUP:
         return peak * (step + 1) / WARMUP
-    progress = (step - WARMUP) / max(1, steps - WARMUP)
-    return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+    done = (step - WARMUP) / max(1, steps - WARMUP)
+    return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def build_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
@@ -114,27 +99,6 @@ def build_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
     gains = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-
-
-def save_state(path: Path, step: int, model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> None:
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        tensors[f"weight.{name}"] = parameter.detach().clone()
-        for moment in ADAM_MOMENTS:
-            tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment].clone()
-    with whole_file(path) as beside:
-        save_file(tensors, beside, metadata={"step": str(step)})
-
-
-def load_state(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> int:
-    with safe_open(path, framework="pt") as file:
-        step = int(file.metadata()["step"])
-    tensors = load_file(path)
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(tensors[f"weight.{name}"])
-        moments = {moment: tensors[f"{moment}.{name}"] for moment in ADAM_MOMENTS}
-        optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
-    return step
 
 
 @torch.no_grad()
@@ -152,18 +116,16 @@ def train(
 ) -> float:
     """Train to the last step; returns the seconds this call took."""
     optimizer = build_optimizer(model)
-    state = args.output / "state" / "training.safetensors"
+    state = args.output / "state" / "training.pt"
     state.parent.mkdir(parents=True, exist_ok=True)
-    start = load_state(state, model, optimizer) if state.exists() else 0
+    start = 0
+    if state.exists():
+        saved = torch.load(state)
+        start = saved["step"]
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
     begun = time.monotonic()
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    ]
-    with Progress(*columns) as progress:
-        task = progress.add_task("training", total=args.steps, completed=start)
+    with progress("training", args.steps, "steps", start) as advance:
         for step in range(start, args.steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate_at(step, args.steps, args.learning_rate)
@@ -173,11 +135,13 @@ def train(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            progress.update(task, advance=1, description=f"loss {loss.item():.3f}")
+            advance(1)
             if (step + 1) % 100 == 0:
-                save_state(state, step + 1, model, optimizer)
+                saved = {"step": step + 1, "model": model.state_dict()}
+                with whole_file(state) as beside:
+                    torch.save(saved | {"optimizer": optimizer.state_dict()}, beside)
                 perplexity = held_out_perplexity(model, held_out[: 32 * CONTEXT])
-                progress.console.print(
+                print(
                     f"step {step + 1}: loss {loss.item():.3f}, held-out perplexity {perplexity:.2f} (32 windows), "
                     f"{time.monotonic() - begun:.0f} s"
                 )
@@ -185,7 +149,15 @@ def train(
 
 
 def main() -> None:
-    args = parse_arguments()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = Path(__file__).resolve().parents[2] / "surgeon" / "demo" / "model"
+    parser.add_argument("-o", "--output", type=Path, default=default)
+    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
     texts = library_text(held_out=False)
     held_out_texts = library_text(held_out=True)
     tokenizer = train_tokenizer(texts)

@@ -21,7 +21,7 @@ _INDENTED = re.compile(r"(?<=\n\n) {4}[^\n]*\n(?: {4}[^\n]*\n|\n(?= {4}))*")
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _NOT_RUN = re.compile(r"<!-- not run: ([^\n]*) -->\s*\Z")
 _BETWEEN = {"&", "&&", "|", "||", ";", ">", ">>", "<", "2>"}
-# What stands in front of a command.
+# These may stand in front of a command.
 _BEFORE = re.compile(r"\w+=.*|exec|time|nice|bash|python3?|\S*/bin/python")
 
 

@@ -93,13 +93,12 @@ def compare(printed: str, shown: str) -> list[str]:
     """
     if _NUMBER.sub("#", printed).split() != _NUMBER.sub("#", shown).split():
         raise ValueError(f"prints something else than the page shows:\n{printed}")
-    pairs = zip(_NUMBER.findall(shown), _NUMBER.findall(printed), strict=True)
-    return [f"{old} is {new} now" for old, new in pairs if _apart(old, new)]
-
-
-def _apart(old: str, new: str) -> bool:
-    before, now = (float(one.replace(",", "")) for one in (old, new))
-    return abs(before - now) > APART * max(abs(before), abs(now))
+    apart = []
+    for old, new in zip(_NUMBER.findall(shown), _NUMBER.findall(printed), strict=True):
+        before, now = (float(one.replace(",", "")) for one in (old, new))
+        if abs(before - now) > APART * max(abs(before), abs(now)):
+            apart.append(f"{old} is {new} now")
+    return apart
 
 
 def run_page(page: str, folder: Path, seconds: float) -> bool:

@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import surgeon
 from scripts.commands import changed_environment
-from scripts.gpu.decode import Load, continued, continued_by, open_engine
-from scripts.gpu.judges import (
+from scripts.gpu.sides import (
+    Check,
+    Setup,
+    Side,
     judge_bench,
     judge_error,
     judge_numbers,
@@ -26,7 +28,6 @@ from scripts.gpu.judges import (
     judge_switch,
     judge_tokens,
 )
-from scripts.gpu.sides import Check, Setup, Side
 from scripts.gpu.sixteen_bits import (
     attention_in_16_bits,
     kernels_in_16_bits,
@@ -35,6 +36,8 @@ from scripts.gpu.sixteen_bits import (
     rows_in_16_bits,
     token_ids,
 )
+from scripts.gpu.speeds import Load, continued, open_engine
+from surgeon.benchmarks.drafting import decode_together
 from surgeon.benchmarks.measure import Needs, RankBench, bench_table
 from surgeon.commands.app import main as surgeon_command
 from surgeon.cost.workload import Workload
@@ -42,14 +45,17 @@ from surgeon.demo import demo_model
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
+from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.kernels.build import SWITCH
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
+from surgeon.runtime.worker.worker import load
 
 EXACT = 1e-4  # relative; float32 on both sides
 TRAINED = 1e-3  # after steps of AdamW, which makes steps of how a gradient near 0 was rounded
 HALF = 5e-2  # 16-bit numbers beside float32; half of that is usual
+CHECKED = "checked"  # a plan's name on ranks
 MODELS = "models"  # what the first process makes for all others
 TEXTS = {"cuda": Load(batch=3, prompt=21, new=24), "cpu": Load(batch=3, prompt=21, new=6)}
 
@@ -219,17 +225,19 @@ def _on(ranks: Ranks, setup: Setup, program: str, count: int, **more: Any) -> li
     """New tokens of every text, from ranks."""
     texts = TEXTS[setup.device]
     plan = make_plan(setup.demo, count, texts.prompt + texts.new, program, setup.device, **more)
-    return continued_by(ranks, plan, texts)
+    ranks.call(load, plan, CHECKED)
+    sampling = Sampling(max_new_tokens=texts.new, ignore_end=True)
+    return decode_together(ranks, CHECKED, texts.prompts(plan.vocabulary), sampling).tokens
 
 
 def benched(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     """What `surgeon bench` measures on two ranks: speed, and what a pass sends, which is the same everywhere."""
     device = setup.on(side)
-    load = Workload(1, 32, 8)
-    needs = Needs(2, load.prompt + load.new, device, {"low_rank": "gather"})
+    texts = Workload(1, 32, 8)
+    needs = Needs(2, texts.length, device, {"low_rank": "gather"})
     plans = {name: needs.plan(setup.demo, program) for name, program in programs().items()}
     with Ranks(RankOptions(2, device, "gloo" if device == "cpu" else setup.collectives[0])) as ranks:
-        table = bench_table(RankBench.load(ranks, plans).measure([load], 2, lambda _: None))
+        table = bench_table(RankBench.load(ranks, plans).measure([texts], 2, lambda _: None))
     for _, row in table.iterrows():
         sent = {key: int(row[f"decode_{key}"]) for key in ("all_reduces", "all_gathers", "bytes")}
         yield f"{row['program']}: bench", sent | {"rate": float(row["tokens_per_second"])}
@@ -317,18 +325,19 @@ def checks(setup: Setup) -> dict[str, Check]:
 def _greedy(model: PreTrainedModel, texts: Load) -> dict[str, Any]:
     """The most likely next tokens of each text, and how far the second best was behind each, next to the best."""
     ids = torch.tensor(texts.prompts(model.config.vocab_size), device=model.device)
-    tokens = []
-    gaps = []
-    cache = None
-    for _ in range(texts.new):
-        output: Any = model(input_ids=ids, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        best = output.logits[:, -1].float().topk(2)
-        ids = best.indices[:, :1]
-        tokens.append(ids[:, 0].tolist())
-        gaps.append(((best.values[:, 0] - best.values[:, 1]) / best.values[:, 0].abs()).tolist())
-    found = {"tokens": tokens, "gaps": gaps}
-    return {name: [list(text) for text in zip(*steps, strict=True)] for name, steps in found.items()}
+    found: Any = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=texts.new,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(found.logits, 1).float().topk(2).values
+    gaps = (best[..., 0] - best[..., 1]) / best[..., 0].abs()
+    return {"tokens": found.sequences[:, texts.prompt :].tolist(), "gaps": gaps.tolist()}
 
 
 def _command(*arguments: object) -> str:

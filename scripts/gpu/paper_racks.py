@@ -138,7 +138,15 @@ class RackRank:
             self.model = stretch
             stage = MarkedStage(self, stretch, rank, job.racks, self.device)
             self.schedule = Schedule1F1B(stage, job.micro_batches, loss_fn=next_token_loss)
-            self._count_messages()
+            plain = schedules._batch_p2p
+
+            def counted(ops: list[Any], desc: str | None = None) -> list[Any]:
+                for op in ops:
+                    if op.op is dist.isend:
+                        self.sent["forward" if op.peer > rank else "backward"] += op.tensor.nbytes
+                return plain(ops, desc)
+
+            schedules._batch_p2p = counted  # type: ignore[assignment]
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
 
     def _stretch(self, layers: range) -> Stretch:
@@ -152,18 +160,6 @@ class RackRank:
                 one.fill_(1.0) if one.dim() == 1 else one.normal_(0.0, 0.02, generator=generator)
         stretch.rotary = LlamaRotaryEmbedding(config=self.job.config).to(self.device)
         return stretch.train()
-
-    def _count_messages(self) -> None:
-        """Have the pipeline's messages counted by where they go."""
-        plain = schedules._batch_p2p
-
-        def counted(ops: list[Any], desc: str | None = None) -> list[Any]:
-            for op in ops:
-                if op.op is dist.isend:
-                    self.sent["forward" if op.peer > self.rank else "backward"] += op.tensor.nbytes
-            return plain(ops, desc)
-
-        schedules._batch_p2p = counted  # type: ignore[assignment]
 
     def marked(self, compute: Callable[[], Any]) -> Any:
         """Compute something, and note when it began and ended, on a GPU by events."""

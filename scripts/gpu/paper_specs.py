@@ -12,8 +12,7 @@ from statistics import median
 from typing import Any
 
 from scripts.cost.cases import Case, Run
-from scripts.cost.models import CONFIGS, SHAPES
-from scripts.cost.programs import LOW_RANK, program_of
+from scripts.cost.models import CONFIGS, LOW_RANK, SHAPES, program_of
 from surgeon.checkpoint.read import read_json
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
@@ -192,16 +191,13 @@ class Place:
         spec = Spec(
             model, system, self.ranks(run.ranks), self.small or run.link != "nvlink-off", **sizes
         )
-        if run.per_layers:
-            return (spec, self._half(spec, layers // 2))
-        return (spec,)
-
-    @staticmethod
-    def _half(spec: Spec, layers: int) -> Spec:
-        """The same with the first layers only."""
-        name, *numbers = spec.system.split(":")
-        system = f"lp:{int(numbers[0]) // 2}:{layers}" if name == "lp" else spec.system
-        return replace(spec, system=system, layers=layers)
+        if not run.per_layers:
+            return (spec,)
+        half = layers // 2
+        name, *numbers = system.split(":")
+        if name == "lp":
+            system = f"lp:{int(numbers[0]) // 2}:{half}"
+        return spec, replace(spec, system=system, layers=half)
 
     def ranks(self, printed: int) -> int:
         """How many run what is printed for so many: as many GPUs as there are, a power of two."""

@@ -5,12 +5,12 @@
 Models are configurations of docs/shapes with random weights, of which ranks have one copy for all programs that are
 compared; nothing is fetched. Loads, ranks and programs are those of the paper's tables (docs/papers-tables.json).
 Where there are fewer GPUs than a row is printed for, it runs on as many as there are (a power of two), and "ranks" says
-so; with --exact it does not run. Prompts run in chunks of --chunk tokens. A row that cannot run says why: memory,
+so; with --exact it does not run. Prompts run in chunks of 8,192 tokens. A row that cannot run says why: memory,
 GPUs, heads that do not divide. "No P2P" is NCCL with NCCL_P2P_DISABLE=1.
 
 `racks` trains 1B to 13B as a 1F1B pipeline and as racks with codas of two layers, eight micro-batches of 2,048 tokens
-an update, on four GPUs or as many as there are (at least two). It has no use for --model, --only, --rounds, --chunk
-and --decoding.
+an update, on four GPUs or as many as there are (at least two). It has no use for --model, --only, --rounds and
+--decoding.
 
 Over several machines torchrun runs papers.py, one process for each GPU of all of them. Then rows for as many ranks are
 measured, those without peer to peer where the environment has NCCL_P2P_DISABLE=1.
@@ -25,26 +25,28 @@ figures mean nothing. None of it has run on a GPU yet.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not be installed
 
+import pandas as pd
 import torch
 
-from scripts.commands import make_parser
-from scripts.cost.cases import TRAINING, read_cases
+from scripts.commands import Said, add_defaults, make_parser
+from scripts.cost.cases import NOTES, TRAINING, read_cases
 from scripts.gpu import paper_racks
 from scripts.gpu.paper_bench import Settings, Shared, measure
-from scripts.gpu.paper_lines import HEAD, NOTHING, Line, write
 from scripts.gpu.paper_specs import Measured, Place, Row, Spec
+from scripts.markdown import format_row
 from surgeon.checkpoint.read import read_json
 from surgeon.errors import first_line
 from surgeon.gpus import describe_gpu
-from surgeon.processes.files import finite, make_folder, write_json
+from surgeon.processes.files import finite, make_folder, write_json, write_table, write_text
 from surgeon.processes.rendezvous import rendezvous_at
 from surgeon.processes.torchrun import TorchrunEnvironment, read_environment
 from surgeon.provenance import command_line, versions
@@ -60,6 +62,53 @@ PAPERS = {
     RACKS: "block-wise-local-training",
 }
 SMALL_PASS = 32  # tokens of prompts: less than those of a load, so that there are chunks
+NOTHING = float("nan")
+HEAD = "| table | row | ranks | printed | here | unit | printed, x | here, x | |\n|:--|:--|--:|--:|--:|:--|--:|--:|:--|"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of the result.
+
+    Attributes:
+        ranks: that measured it; the paper's are in `printed_ranks`.
+        printed, here: in the printed unit; NaN where it was not measured.
+        printed_speedup, here_speedup: times the baseline of the table; NaN for a baseline.
+        note: why there is nothing, or nothing to say.
+    """
+
+    table: str
+    row: str
+    ranks: int
+    printed_ranks: int
+    printed: float
+    here: float
+    unit: str
+    printed_speedup: float
+    here_speedup: float
+    note: str
+
+    def __str__(self) -> str:
+        ranks = str(self.ranks)
+        if self.ranks != self.printed_ranks:
+            ranks = f"{self.ranks} of {self.printed_ranks}"
+        numbers = (self.printed, self.here, self.printed_speedup, self.here_speedup)
+        printed, here, *speedups = ("" if one != one else f"{one:.4g}" for one in numbers)
+        return format_row([self.table, self.row, ranks, printed, here, self.unit, *speedups, self.note])
+
+
+def write(folder: Path, lines: Sequence[Line], heading: str) -> None:
+    """What is sent back, beside the runs."""
+    read = [
+        f"- {table}: {NOTES[table]}"
+        for table in dict.fromkeys(line.table for line in lines)
+        if table in NOTES
+    ]
+    notes = ["", "How rows are read, of which a paper does not say all:", "", *read] if read else []
+    write_text(folder / "table.md", "\n".join([heading, "", HEAD, *map(str, lines), *notes]) + "\n")
+    write_table(folder / "rows.csv", pd.DataFrame([asdict(line) for line in lines]))
+    records = finite([asdict(line) for line in lines])
+    write_text(folder / "rows.json", json.dumps(records, indent=1) + "\n")
 
 
 @dataclass
@@ -144,19 +193,20 @@ def run_racks(settings: Settings, results: Results, say: Callable[[str], None]) 
         for row, here in zip(
             printed, paper_racks.values(results.found, pipeline, local, printed), strict=True
         ):
-            text = f"{row['what']}, {pipeline.size}"
-            numbers = (row["value"], here, row["unit"], NOTHING, NOTHING)
-            lines.append(
-                Line(
-                    "racks",
-                    text,
-                    pipeline.racks,
-                    paper_racks.PRINTED_RACKS,
-                    *numbers,
-                    "; ".join(dict.fromkeys(reasons)),
-                )
+            line = Line(
+                "racks",
+                f"{row['what']}, {pipeline.size}",
+                pipeline.racks,
+                paper_racks.PRINTED_RACKS,
+                row["value"],
+                here,
+                row["unit"],
+                NOTHING,
+                NOTHING,
+                "; ".join(dict.fromkeys(reasons)),
             )
-            say(str(lines[-1]))
+            lines.append(line)
+            say(str(line))
     return lines
 
 
@@ -204,20 +254,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, prog="scripts/gpu/papers")
     parser.add_argument("paper", choices=list(PAPERS), help="which")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="to send back")
-    parser.add_argument("--small", action="store_true", help="tiny shapes on two CPU ranks")
-    parser.add_argument(
-        "--exact", action="store_true", help="on as many ranks as a row is printed for, or not at all"
-    )
     parser.add_argument(
         "--model", metavar="SHAPE", help="a file of docs/shapes in place of the rows' own models"
     )
     parser.add_argument("--only", metavar="TEXT", help="rows in which this stands")
-    parser.add_argument(
-        "--list", action="store_true", help="say what can be measured here, and measure nothing"
+    add_defaults(
+        parser,
+        rounds=3,
+        decoding=("auto", "auto (recorded passes), static, dynamic"),
+        small=(False, "tiny shapes on two CPU ranks"),
+        exact=(False, "on as many ranks as a row is printed for, or not at all"),
+        list=(False, "say what can be measured here, and measure nothing"),
     )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--chunk", type=int, default=8192, help="tokens of prompts in a pass")
-    parser.add_argument("--decoding", default="auto", help="auto (recorded passes), static, dynamic")
     options = parser.parse_args(arguments)
     if not options.small and not torch.cuda.is_available():
         parser.error("there is no GPU that this PyTorch can use; --small tries the script on the CPU")
@@ -231,14 +279,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torchrun = read_environment()
     started = None if torchrun is None else torchrun.ranks
     shapes = folder / "shapes"
+    gpus = None if options.small else started or torch.cuda.device_count()
+    place = Place(gpus, options.exact, options.small, options.model)
+    settings = Settings(
+        place, shapes, "cuda", options.rounds, decoding=options.decoding, started=started
+    )
     if options.small:
-        place = Place(None, options.exact, True, options.model)
-        settings = Settings(place, shapes, "cpu", 1, SMALL_PASS, options.decoding, started)
-    else:
-        place = Place(started or torch.cuda.device_count(), options.exact, False, options.model)
-        settings = Settings(
-            place, shapes, "cuda", options.rounds, options.chunk, options.decoding, started
-        )
+        settings = replace(settings, device="cpu", rounds=1, pass_tokens=SMALL_PASS)
     try:
         rows = rows_of(options, place)
         if torchrun is not None:
@@ -260,9 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*(results.line(row) for row in rows), sep="\n")
         return 0
 
-    def say(line: str) -> None:
-        print(line, flush=True)
-
+    say = Said()
     if options.paper == RACKS:
         lines = run_racks(settings, results, say)
     else:

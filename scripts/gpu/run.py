@@ -27,8 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +36,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 
 import torch
 
-from scripts.commands import make_parser
+from scripts.commands import Said, make_parser
 from scripts.gpu.checks import MODELS, checks
-from scripts.gpu.judges import Judgement
-from scripts.gpu.sides import Check, Setup, Side
-from scripts.gpu.speeds import SPEEDS, speed_rows
-from scripts.gpu.verdict import SPEED_HEAD, speed_line, verdict
+from scripts.gpu.sides import Check, Judgement, Setup, Side
+from scripts.gpu.speeds import MEMORY, SPEEDS, speed_rows
 from surgeon.gpus import describe_gpu
-from surgeon.processes.files import write_text
+from surgeon.memory import show_size
 from surgeon.provenance import versions
 
 LIMIT_SECONDS = 570.0  # for everything
 CHECK_SECONDS = 180.0  # for one check on one side
 POLL_SECONDS = 0.05
 CHILD = Path(__file__).with_name("child.py")
+Speeds = Mapping[str, Mapping[str, Any]]  # by row, as speeds.py yields them
+SPEED_HEAD = (
+    f"{'speed':<38}{'tokens/s':>9} {'ms each':>8} {'of bandwidth':>13}  most allocated (planned)"
+)
 
 
 @dataclass
@@ -131,7 +133,12 @@ class Processes:
                     if over:
                         break
                     if ended:
-                        yield {"failed": _how_it_ended(process.returncode, log)}
+                        code = process.returncode
+                        how = f"exit code {code}"
+                        if code < 0:
+                            how = f"the process was ended by {signal.Signals(-code).name}"
+                        last = log.read_text(errors="replace").strip().splitlines()[-1:]
+                        yield {"failed": ": ".join([how, *last])}
                         break
                     now = time.monotonic()
                     if now - began > CHECK_SECONDS or now > self.until:
@@ -141,12 +148,6 @@ class Processes:
             finally:
                 process.kill()
                 process.wait()
-
-
-def _how_it_ended(code: int, log: Path) -> str:
-    how = f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    last = log.read_text(errors="replace").strip().splitlines()[-1:]
-    return ": ".join([how, *last])
 
 
 def judged(
@@ -164,8 +165,65 @@ def judged(
             yield row, judge(wanted[0], own[0]), own[1]
 
 
-def table_line(what: str, expected: str, found: str, seconds: str, verdict: str) -> str:
-    return f"{what:<30}{expected:<21} {found:<24} {seconds:>5} {verdict}".rstrip()
+def table_line(what: str, expected: str, found: str, seconds: str, right: str) -> str:
+    return f"{what:<30}{expected:<21} {found:<24} {seconds:>5} {right}".rstrip()
+
+
+def speed_line(row: str, speeds: Speeds) -> str:
+    """A measured row of the table."""
+    found = speeds[row]
+    if row == MEMORY:
+        return f"{row:<38}{found['rate'] / 1e9:>9.0f} GB/s"
+    line = f"{row:<38}{found['batch'] / found['seconds']:>9.1f} {1e3 * found['seconds']:>8.2f}"
+    share = bandwidth_share(row, speeds)
+    shown = "" if share is None else f"{share:.0%}"
+    return f"{line} {shown:>13}  {memory_words(found)}".rstrip()
+
+
+def bandwidth_share(row: str, speeds: Speeds) -> float | None:
+    """Of the measured bandwidth, what a pass reaches by what it has to read; None where that is not known."""
+    found = speeds.get(row, {})
+    if MEMORY not in speeds or "bytes" not in found:
+        return None
+    return float(found["bytes"] / found["seconds"] / speeds[MEMORY]["rate"])
+
+
+def memory_words(found: Mapping[str, Any]) -> str:
+    if "planned" not in found:
+        return ""
+    peak = show_size(found["peak"]) if "peak" in found else "not counted on a CPU"
+    return f"{peak} ({show_size(found['planned'])})"
+
+
+def verdict(rights: Mapping[str, bool], speeds: Speeds, failed: Sequence[str]) -> list[str]:
+    """Sentences: what is right, how fast decoding is, how much memory it took, and what was not measured.
+
+    Args:
+        rights: by compared row, whether it is right.
+        failed: rows of speeds that could not be measured.
+    """
+    wrong = [row for row, right in rights.items() if not right]
+    said = f"{len(rights) - len(wrong)} of {len(rights)} comparisons are right"
+    lines = [said + (f", {len(wrong)} WRONG: {'; '.join(wrong)}" if wrong else "")]
+    lines += [_speed_words(row, speeds) for row in speeds if row.startswith("surgeon, ")]
+    return lines + ([f"not measured: {'; '.join(failed)}"] if failed else [])
+
+
+def _speed_words(row: str, speeds: Speeds) -> str:
+    """A sentence about one load: the share of the bandwidth, and the time that others take beside surgeon's."""
+    found = speeds[row]
+    load = row.removeprefix("surgeon, ")
+    share = bandwidth_share(row, speeds)
+    texts, prompt = load.split(" x ")
+    parts = [] if share is None else [f"reaches {share:.0%} of the measured bandwidth"]
+    for other, measured in speeds.items():
+        if other.endswith(f", {load}") and other != row:
+            who = other.removesuffix(f", {load}")
+            parts.append(f"is {measured['seconds'] / found['seconds']:.2f} times as fast as {who}")
+    if "peak" in found:
+        parts.append(f"allocates {found['peak'] / found['planned']:.2f} times what the memory plan says")
+    what = f"decoding {texts} text{'s' if texts != '1' else ''} behind {prompt} tokens"
+    return f"{what} {', '.join(parts) or 'was measured, and nothing to set it against'}"
 
 
 def compare(
@@ -186,13 +244,8 @@ def compare(
     for name in processes.run("found", names, found):
         for row, judgement, seconds in judged(every[name], name, expected, found):
             rights[row] = judgement.right
-            said = (
-                judgement.expected,
-                judgement.found,
-                f"{seconds:.1f}",
-                "right" if judgement.right else "WRONG",
-            )
-            say(table_line(row, *said))
+            right = "right" if judgement.right else "WRONG"
+            say(table_line(row, judgement.expected, judgement.found, f"{seconds:.1f}", right))
     return rights
 
 
@@ -201,6 +254,7 @@ def measure(
 ) -> tuple[dict[str, Any], list[str]]:
     """Say the table of speeds row by row; returns what was measured, and the rows that could not be."""
     results = Results()
+    found: dict[str, Any] = {}
     failed = []
     say(SPEED_HEAD)
     for name in processes.run("speed", names, results):
@@ -211,7 +265,7 @@ def measure(
             else:
                 failed.append(row)
                 say(f"{row:<38} not measured: {results.failures.get(name, 'nothing was found')}")
-    return {row: value for row, (value, _) in results.values.items()}, failed
+    return found, failed
 
 
 def place_of(setup: Setup) -> str:
@@ -244,22 +298,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    lines = []
-
-    def say(line: str) -> None:
-        lines.append(line)
-        print(line, flush=True)
-
+    say = Said()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if options.folder is None else options.folder
         folder.mkdir(parents=True, exist_ok=True)
+        setup = Setup("cuda", torch.cuda.device_count(), str(folder.resolve()))
         if options.small:
-            setup = Setup("cpu", 0, str(folder.resolve()))
-        else:
-            setup = Setup("cuda", torch.cuda.device_count(), str(folder.resolve()))
-        say(
-            f"{place_of(setup)}; {', '.join(f'{name} {version}' for name, version in versions().items())}"
-        )
+            setup = replace(setup, device="cpu", gpus=0)
+        told = ", ".join(f"{name} {version}" for name, version in versions().items())
+        say(f"{place_of(setup)}; {told}")
         processes = Processes(setup, folder, time.monotonic() + LIMIT_SECONDS)
         compared = [name for name in options.only if name in checks(setup)]
         measured = [name for name in options.only if name in SPEEDS]
@@ -267,8 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found, failed = measure(setup, measured, processes, say) if measured else ({}, [])
         for sentence in verdict(rights, found, failed):
             say(sentence)
-    if options.output is not None:
-        write_text(options.output, "\n".join(lines) + "\n")
+    say.write(options.output)
     if all(rights.values()):
         return 0
     return 1

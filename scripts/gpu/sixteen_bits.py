@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import surgeon
-from scripts.gpu.judges import Judge, judge_error
-from scripts.gpu.sides import Setup, Side
+from scripts.gpu.sides import Judge, Setup, Side, judge_error
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
@@ -24,7 +23,7 @@ from surgeon.runtime.kernels.triton.functions import Placing, TextBlocks, Triton
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
 
-# Relative errors that are let pass: of one kernel, which rounds its result, and of a model of two layers.
+# Relative errors up to these are let pass: of one kernel, which rounds its result, and of a model of two layers.
 KERNEL_ERRORS = {"bfloat16": 8e-3, "float16": 1e-3}
 MODEL_ERRORS = {"bfloat16": 5e-2, "float16": 7e-3}
 LENGTHS = (1, 7, 64, 129)  # of prompts; every new one is a new shape to attention

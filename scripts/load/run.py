@@ -17,23 +17,64 @@ import json
 import os
 import random
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import numpy as np
+import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.commands import make_parser
-from scripts.load.cases import Case, make_cases
-from scripts.load.server import COMPLETIONS, LONGEST_SECONDS, serving
+import surgeon
+from scripts.commands import add_defaults, make_parser
+from scripts.load.server import SURGEON, free_port, serving
 from scripts.markdown import print_table
+from surgeon.checkpoint.texts import open_tokenizer
+from surgeon.demo import library_files
+from surgeon.processes.files import write_json
+from surgeon.progress import progress
 from surgeon.provenance import versions
 
 PERCENTILES = (50, 90, 99)
+COMPLETIONS = "/v1/completions"
+LONGEST_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt, and the greedy answer to it."""
+
+    prompt: list[int]
+    answer: str
+
+
+def make_cases(options: argparse.Namespace) -> list[Case]:
+    """Prompts of many lengths and what `transformers` makes of them, one at a time."""
+    tokenizer = open_tokenizer(options.model)
+    model = surgeon.load(options.model)
+    if options.program:
+        model = surgeon.edit(model, options.program)
+    generator = random.Random(0)
+    found = []
+    files = library_files(held_out=True)
+    with progress("offline answers", options.prompts, "prompts") as done:
+        for number in range(options.prompts):
+            text = files[number % len(files)].read_text(encoding="utf-8", errors="ignore")
+            length = generator.randint(options.prompt_tokens // 8 + 1, options.prompt_tokens)
+            tokens = tokenizer(text[: 20 * length]).input_ids[:length]
+            sampled: Any = model.generate(
+                torch.tensor([tokens]), do_sample=False, max_new_tokens=options.max_tokens
+            )
+            before = tokenizer.decode(tokens, skip_special_tokens=True)
+            answer = tokenizer.decode(sampled[0].tolist(), skip_special_tokens=True)[len(before) :]
+            found.append(Case(tokens, answer))
+            done(1)
+    return found
 
 
 @dataclass
@@ -101,6 +142,13 @@ async def load(url: str, cases: list[Case], options: argparse.Namespace) -> tupl
     return tally, time.monotonic() - begun
 
 
+def metrics(url: str) -> dict[str, float]:
+    """What the server has counted."""
+    text = httpx2.get(f"{url}/metrics", timeout=60).text
+    pairs = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in pairs}
+
+
 def figures_of(tally: Tally, seconds: float) -> dict[str, float]:
     figures = {"requests/s": tally.answers / seconds, "tokens/s": tally.tokens / seconds}
     for name, times in (("TTFT", tally.first), ("TPOT", tally.each)):
@@ -111,28 +159,22 @@ def figures_of(tally: Tally, seconds: float) -> dict[str, float]:
     return figures
 
 
-def show(tally: Tally, figures: dict[str, float]) -> None:
-    verdict = f"{len(tally.wrong)} DIFFER" if tally.wrong else "all as offline"
-    print(*(tally.wrong + tally.errors)[:3], sep="\n")
-    title = f"{tally.answers} answers, {verdict}; {len(tally.errors)} errors"
-    print_table(title, ["figure", "value"], [[name, f"{value:.4g}"] for name, value in figures.items()])
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument(
         "model", nargs="?", default="demo", help="a checkpoint folder, a hub name, or demo"
     )
-    parser.add_argument("--tp", type=int, default=2, help="ranks")
-    parser.add_argument("--program", help="run this one instead of the checkpoint's own")
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="for how long clients begin new requests"
+    add_defaults(
+        parser,
+        tp=(2, "ranks"),
+        clients=64,
+        seconds=(60.0, "for how long clients begin new requests"),
+        prompts=(24, "different prompts"),
+        prompt_tokens=(128, "of the longest prompt"),
+        max_tokens=(48, "of an answer"),
+        max_batch=16,
     )
-    parser.add_argument("--prompts", type=int, default=24, help="different prompts")
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="of the longest prompt")
-    parser.add_argument("--max-tokens", type=int, default=48, help="of an answer")
-    parser.add_argument("--max-batch", type=int, default=16)
+    parser.add_argument("--program", help="run this one instead of the checkpoint's own")
     parser.add_argument("-o", "--output", type=Path, help="a JSON file for the figures")
     return parser.parse_args(arguments)
 
@@ -141,30 +183,27 @@ def main() -> int:
     options = parse()
     transformers.utils.logging.disable_progress_bar()
     cases = make_cases(options)
-    with serving(
-        options, "--max-batch", str(options.max_batch), "--max-waiting", str(options.clients)
-    ) as server:
-        tally, seconds = asyncio.run(load(server.url, cases, options))
-        after = server.metrics()
+    port = free_port()
+    limits = f"--tp {options.tp} --max-batch {options.max_batch} --max-waiting {options.clients}"
+    command = [*SURGEON, options.model, "--port", port, *limits.split()]
+    if options.program:
+        command += ["--program", options.program]
+    with tempfile.TemporaryDirectory() as folder, serving(command, port, Path(folder) / "log") as url:
+        tally, seconds = asyncio.run(load(url, cases, options))
+        after = metrics(url)
     figures = figures_of(tally, seconds)
     figures["prompt tokens shared"] = after["surgeon_cached_tokens_total"] / max(
         1, after["surgeon_prompt_tokens_total"]
     )
-    show(tally, figures)
+    verdict = f"{len(tally.wrong)} DIFFER" if tally.wrong else "all as offline"
+    print(*(tally.wrong + tally.errors)[:3], sep="\n")
+    title = f"{tally.answers} answers, {verdict}; {len(tally.errors)} errors"
+    print_table(title, ["figure", "value"], [[name, f"{value:.4g}"] for name, value in figures.items()])
     if options.output:
-        record = {
-            "command": sys.argv,
-            "versions": versions(),
-            "cores": os.cpu_count(),
-            "seconds": seconds,
-            "answers": tally.answers,
-            "wrong": tally.wrong,
-            "errors": tally.errors,
-            "figures": figures,
-        }
-        options.output.write_text(json.dumps(record, indent=2) + "\n")
-    passed = tally.answers and not tally.wrong and not tally.errors
-    if passed:
+        record = {"command": sys.argv, "versions": versions(), "cores": os.cpu_count()}
+        seen = {name: getattr(tally, name) for name in ("answers", "wrong", "errors")}
+        write_json(options.output, record | seen | {"seconds": seconds, "figures": figures})
+    if tally.answers and not tally.wrong and not tally.errors:
         return 0
     return 1
 

@@ -1,64 +1,71 @@
-"""`surgeon serve` as a process of its own, for run.py."""
+"""Servers as processes of their own."""
 
 from __future__ import annotations
 
-import argparse
-import re
+import os
+import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from urllib.request import urlopen
 
-import httpx2
-
-COMMAND = [
-    sys.executable,
-    "-c",
-    "from surgeon.commands.app import main; raise SystemExit(main())",
-    "serve",
-]
-COMPLETIONS = "/v1/completions"
-LONGEST_SECONDS = 300
+PROJECT = Path(__file__).resolve().parents[2]
+SURGEON = [sys.executable, "-m", "surgeon.commands", "serve"]
+READY_SECONDS = 900
 
 
-class Server:
-    """`surgeon serve` as a process; `lines` is what it has written."""
-
-    def __init__(self, options: argparse.Namespace, *more: str) -> None:
-        command = [*COMMAND, options.model, "--tp", str(options.tp), "--port", "0", *more]
-        if options.program:
-            command += ["--program", options.program]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.lines: list[str] = []
-        self.url = ""
-        ready = threading.Event()
-        threading.Thread(target=self._read, args=(ready,), daemon=True).start()
-        if not ready.wait(LONGEST_SECONDS) or not self.url:
-            self.process.kill()
-            raise SystemExit("the server did not begin:\n" + "\n".join(self.lines))
-
-    def _read(self, ready: threading.Event) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip())
-            if found := re.match(r"serving .* at (http://.*)/v1", line):
-                self.url = found[1]
-                ready.set()
-        ready.set()
-
-    def metrics(self) -> dict[str, float]:
-        text = httpx2.get(f"{self.url}/metrics", timeout=60).text
-        pairs = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
-        return {name: float(value) for name, _, value in pairs}
+def free_port() -> int:
+    """A port that nobody has at the moment."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 @contextmanager
-def serving(options: argparse.Namespace, *more: str) -> Iterator[Server]:
-    server = Server(options, *more)
+def serving(
+    command: Sequence[object], port: int, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """A server's address, once it answers; it and all that it has started have ended afterwards.
+
+    Args:
+        environment: in place of this process's own with the project on its path.
+
+    Raises:
+        SystemExit: if it ends before, or takes longer than a quarter of an hour.
+    """
+    environment = environment or os.environ | {"PYTHONPATH": str(PROJECT)}
+    with log.open("w") as written:
+        process = subprocess.Popen(
+            [*map(str, command)],
+            env=environment,
+            stdout=written,
+            stderr=written,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
     try:
-        yield server
+        _wait_until_ready(process, url, log)
+        yield url
     finally:
-        if server.process.poll() is None:
-            server.process.kill()
-        server.process.wait()
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)  # the session that was started for it
+            process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    begun = time.monotonic()
+    while process.poll() is None and time.monotonic() - begun < READY_SECONDS:
+        try:
+            with urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise SystemExit(
+        f"the server did not begin (exit status {process.poll()}):\n{log.read_text()[-3000:]}"
+    )

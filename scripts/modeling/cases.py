@@ -25,7 +25,7 @@ from surgeon.opened import open_model
 from tests.checkpoint.helpers import IDS, plain_logits, save_source
 
 NEW_TOKENS = 8
-# Layers of one kind of attention.
+# Layers that are fused have one kind of attention.
 PAIRS = dict.fromkeys(("gpt_neo", "smollm3", "cohere2", "ministral"), (1, 3))
 DEFAULT_PAIR = (2, 3)
 SET = {"gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}}  # transformers 5.16 reads no others
@@ -36,7 +36,7 @@ def programs_of(family: Family) -> dict[str, str]:
     first, second = PAIRS.get(family.model_type, DEFAULT_PAIR)
     plain = "A0 F0 A2 F2 A1 F1" if family.steps_per_layer == 2 else "[A0 F0] [A2 F2] [A1 F1]"
     pair = f"[A{first} A{second}] [F{first} F{second}]"
-    # Of which there are no averages; where heads share what they have, no factors.
+    # Mixtures have no averages, and no factors where heads share what they have.
     if family.mixture is not None:
         first = "A0@q5,v3" if family.attention.kept is None else "A0"
         return {
@@ -74,7 +74,7 @@ def write_cases(folder: Path) -> None:
                 IDS, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
             )
             expected[name] = {"logits": plain_logits(model, program), "tokens": tokens}
-            cases.append({"name": name, "family": model_type, "form": form, "program": program})
+            cases.append({"name": name, "form": form})
             print(f"{name}: {program}", flush=True)
     torch.save({"ids": IDS, "expected": expected}, folder / "expected.pt")
     (folder / "cases.json").write_text(json.dumps(cases, indent=1) + "\n")

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,19 @@ TOLERANCE = 1e-5  # of the largest logit
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
+@dataclass
 class Case:
     """One checkpoint, with what it should compute."""
 
-    def __init__(self, folder: Path, form: str, ids: Tensor, logits: Tensor, tokens: Tensor) -> None:
-        self.folder = folder
-        self.form = form
-        self.ids = ids
-        self.logits = logits
-        self.tokens = tokens
-        self.new_tokens = tokens.shape[1] - ids.shape[1]
+    folder: Path
+    form: str
+    ids: Tensor
+    logits: Tensor
+    tokens: Tensor
+
+    @property
+    def new_tokens(self) -> int:
+        return self.tokens.shape[1] - self.ids.shape[1]
 
     def load(self, folder: Path | None = None, **options: Any) -> Any:
         """The model, as a user loads it."""
@@ -92,12 +96,13 @@ def check_generation(case: Case) -> None:
     model = case.load()
     assert torch.equal(case.generate(model), case.tokens)
     assert torch.equal(case.generate(model, use_cache=False), case.tokens)
-    # Stock classes: GPT-Neo's computes something else with a static cache, Llama 4's of transformers 5.16 fails.
+    # Two stock classes are left out: GPT-Neo's computes something else with a static cache, Llama 4's fails in
+    # transformers 5.16.
     if not case.folder.name.startswith(("gpt_neo-", "llama4_text-")):
         assert torch.equal(case.generate(model, cache_implementation="static"), case.tokens), (
             "static cache"
         )
-    # By their scores: which beam is kept of two that are equal may be either's.
+    # Beams are judged by their scores, as either of two that are equal may be kept.
     for cached in (True, False):
         options = {"return_dict_in_generate": True, "output_scores": True, "use_cache": cached}
         beams: Any = case.generate(model, num_beams=3, **options)
@@ -151,7 +156,7 @@ def check_gradients(case: Case) -> None:
 
 def check_lora(case: Case) -> None:
     model = case.load()
-    # By their whole names: what is one matrix in a layer may be two factors in another.
+    # They go by their whole names, as what is one matrix in a layer may be two factors in another.
     linear = {name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)}
     torch.manual_seed(0)
     options = LoraConfig(target_modules=sorted(linear - {"lm_head"}), r=2, init_lora_weights=False)
@@ -167,7 +172,7 @@ def check_lora(case: Case) -> None:
 
 def check_disk(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        # Less than all layers need, so that some go to the disk.
+        # This is less than all layers need, so that some go to the disk.
         bytes_of_model = sum(parameter.numel() * 4 for parameter in case.load().parameters())
         memory = {"cpu": int(0.8 * bytes_of_model)}
         model = case.load(device_map="auto", max_memory=memory, offload_folder=folder)

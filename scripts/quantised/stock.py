@@ -33,7 +33,7 @@ PROGRAMS = {
     "fused": "A0 F0 [A1 A2] [F1 F2] A3 F3",
     "ladder, factors": "A0 F0 >A1 >F1 A2 F2@up8",
 }
-# By scheme: the package that reads it, and how far its numbers may be from ours.
+# Each scheme is read by a package, whose numbers may be so far from ours.
 READ_BY = {
     "fp8": ("transformers", 1e-5),
     "fp8 rows": ("compressed_tensors", 1e-5),

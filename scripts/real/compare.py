@@ -33,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import surgeon
+from scripts.commands import add_defaults, make_parser
 from surgeon.findings.tasks import scores
 from surgeon.processes.files import write_table, write_text
 from surgeon.quality.data import DEMO
@@ -262,31 +263,25 @@ class Comparison:
     def measure(self, about: Mapping[str, Any], what: Any) -> None:
         """Measure on every text and task that has no row yet."""
         key = (about["goal"], about["method"], about["stage"])
-        against = self.model if about["stage"] == "healed" else None
-        for name, text in self.texts.judged.items():
-            if not self.rows.has(*key, name):
-                known = self.rows.of_program(about.get("program", ""), about["stage"], name)
-                if not known:
-                    found = surgeon.evaluate(
-                        what, text, against=against, tokens=self.options.tokens, window=256
-                    ).text
-                    known = [*numbers(found)]
-                self.rows.add({**one, **about, "on": name} for one in known)
-                self.say(about, name, known)
-        for task in self.options.tasks:
-            name = task_name(task)
-            if not self.rows.has(*key, name):
-                known = self.rows.of_program(about.get("program", ""), about["stage"], name)
-                if not known:
-                    known = [
-                        *accuracies(surgeon.evaluate(what, tasks=[task], limit=self.options.rows).tasks)
-                    ]
-                self.rows.add({**one, **about, "on": name} for one in known)
-                self.say(about, name, known)
+        for on in self.judges:
+            if self.rows.has(*key, on):
+                continue
+            known = self.rows.of_program(about.get("program", ""), about["stage"], on)
+            if not known:
+                known = [*self.judged(what, about["stage"], on)]
+            self.rows.add({**one, **about, "on": on} for one in known)
+            values = ", ".join(f"{row['metric']} {row['value']:.4g}" for row in known)
+            print(f"{', '.join(key)}, on {on}: {values}", flush=True)
 
-    def say(self, about: Mapping[str, Any], on: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        values = ", ".join(f"{row['metric']} {row['value']:.4g}" for row in rows)
-        print(f"{about['goal']}, {about['method']}, {about['stage']}, on {on}: {values}", flush=True)
+    def judged(self, what: Any, stage: str, on: str) -> Iterable[dict[str, Any]]:
+        """What a model comes to on one text, or in one task."""
+        if on in self.texts.judged:
+            against = self.model if stage == "healed" else None
+            tokens = self.options.tokens
+            text = self.texts.judged[on]
+            return numbers(surgeon.evaluate(what, text, against=against, tokens=tokens, window=256).text)
+        task = next(one for one in self.options.tasks if task_name(one) == on)
+        return accuracies(surgeon.evaluate(what, tasks=[task], limit=self.options.rows).tasks)
 
 
 def numbers(found: Quality) -> Iterable[dict[str, Any]]:
@@ -294,21 +289,26 @@ def numbers(found: Quality) -> Iterable[dict[str, Any]]:
     for metric in ("perplexity", "divergence", "greedy_acceptance"):
         if found.knows(metric):
             ends = [getattr(found, f"{metric}_{end}", float("nan")) for end in ("low", "high")]
-            row = {"metric": metric, "value": getattr(found, metric), "low": ends[0], "high": ends[1]}
-            yield row | {"count": found.tokens}
+            yield {
+                "metric": metric,
+                "value": getattr(found, metric),
+                "low": ends[0],
+                "high": ends[1],
+                "count": found.tokens,
+            }
 
 
 def accuracies(results: dict[str, Any] | None) -> Iterable[dict[str, Any]]:
     """A row for each of a task's accuracies, with twice its standard error to each side."""
     for one in scores(results or {}):
         error = 1.96 * one.stderr if one.stderr is not None else float("nan")
-        row = {
+        yield {
             "metric": one.metric,
             "value": one.value,
             "low": one.value - error,
             "high": one.value + error,
+            "count": one.rows,
         }
-        yield row | {"count": one.rows}
 
 
 def task_name(task: str) -> str:
@@ -316,30 +316,29 @@ def task_name(task: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("-o", "--output", required=True)
     parser.add_argument("--text", action="append", metavar="NAME=TEXT", required=True)
     parser.add_argument(
         "--scan", help="a folder of surgeon scan on the same text: what it has is not measured again"
     )
-    parser.add_argument("--ranks", type=int, default=3, help="3 divide SmolLM2's nine heads evenly")
+    add_defaults(
+        parser,
+        ranks=(3, "which divide SmolLM2's nine heads evenly"),
+        search_tokens=1024,
+        trials=12,
+        tokens=(1024, "of each text that is judged by"),
+        steps=(0, "to heal each program for, of 1,024 tokens; 0: none"),
+        learning_rate=3e-4,
+        rows=(100, "of each task"),
+    )
     parser.add_argument(
         "--speedups", type=lambda text: [*map(float, text.split(","))], default=[1.25, 1.1, 1.5]
     )
     parser.add_argument("--methods", type=lambda text: text.split(","), default=[*METHODS])
     parser.add_argument("--goals", type=lambda text: text.split(","), default=[])
-    parser.add_argument("--search-tokens", type=int, default=1024)
-    parser.add_argument("--trials", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=1024, help="of each text that is judged by")
-    parser.add_argument(
-        "--steps", type=int, default=0, help="to heal each program for, of 1,024 tokens; 0: none"
-    )
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=[])
-    parser.add_argument("--rows", type=int, default=100, help="of each task")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="begin no further program after so many"
     )

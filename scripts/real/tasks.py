@@ -24,11 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 import pandas as pd
 
 import surgeon
+from scripts.commands import make_parser
 from scripts.gpu.run import table_line
 from scripts.real.get import get_model
 from scripts.real.run import Row
 
-# Per cent.
+# Others give their figures in per cent.
 OTHERS = {("arc_easy", "acc"): 54.1, ("arc_challenge", "acc_norm"): 27.7, ("piqa", "acc_norm"): 66.9}
 NORMAL = 1.96  # standard errors to either end of a 95% interval
 
@@ -48,15 +49,8 @@ def compare(found: pd.DataFrame) -> list[Row]:
 
 def beside_alone(model: Path, rows: Path, count: int, found: pd.DataFrame) -> Row:
     """Whether lm-eval alone finds the same of the first rows of a task."""
-    command = [
-        sys.executable,
-        "-I",
-        str(Path(__file__).with_name("alone.py")),
-        str(model),
-        rows.stem,
-        str(rows),
-    ]
-    ran = subprocess.run([*command, str(count)], stdout=subprocess.PIPE, text=True, check=True)
+    command = [sys.executable, "-I", Path(__file__).with_name("alone.py"), model, rows.stem, rows, count]
+    ran = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, text=True, check=True)
     scores = found.set_index(["task", "metric"])["value"]
     alone = json.loads(ran.stdout)
     own = {metric: float(scores[rows.stem, metric]) for metric in alone}
@@ -66,11 +60,7 @@ def beside_alone(model: Path, rows: Path, count: int, found: pd.DataFrame) -> Ro
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/real/tasks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, prog="scripts/real/tasks")
     parser.add_argument(
         "--model", type=Path, help="the .gguf file, or a folder with the model; default: fetched"
     )
@@ -89,7 +79,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options, began = parse(arguments), time.monotonic()
+    options = parse(arguments)
+    began = time.monotonic()
     names = list(dict.fromkeys(task for task, _ in OTHERS))
     tasks = names if options.rows is None else [options.rows / f"{name}.jsonl" for name in names]
     model = options.model or get_model()
@@ -107,9 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for path in tasks
         ]
     for row in rows:
-        print(
-            table_line(row.what, row.expected, row.found, f"{time.monotonic() - began:.0f}", row.verdict)
-        )
+        seconds = f"{time.monotonic() - began:.0f}"
+        print(table_line(row.what, row.expected, row.found, seconds, row.verdict))
     return 0 if all(row.right for row in rows) else 1
 
 

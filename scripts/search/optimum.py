@@ -16,8 +16,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -26,20 +25,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.commands import make_parser
-from scripts.search.run import try_programs
-from surgeon.analysis.subject import Subject, open_subject
-from surgeon.checkpoint.locate import DEMO, locate
+from scripts.bench.decoding import copy_tokenizer
+from scripts.commands import add_defaults, make_parser
+from scripts.search.run import Known
+from surgeon.analysis.subject import open_subject
 from surgeon.findings.edit import ADDITIVE, Choice
 from surgeon.language.program import Program
-from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.mixture import Mixture, Trial
+from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DEPTH
-from surgeon.searches.question import PricedQuestion, Question
-from surgeon.searches.search import Search
-from surgeon.searches.spaces import parse_spaces
-from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 
 TRIALS = (30, 60, 120)
 ENUMERATED = 16  # layers, up to which all choices are measured
@@ -47,63 +41,48 @@ RANDOM = "random24"
 TOGETHER = 256  # choices measured in one call
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Everything that is known of a model before any search."""
-
-    mixture: Mixture
-    evaluator: Evaluator
-    terms: Terms
-    every: dict[str, float]  # divergence by program, of all choices; empty where there are too many
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("model")
-    parser.add_argument("--data", default="demo")
-    parser.add_argument("--tokens", type=int, default=2048)
+    add_defaults(parser, data="demo", tokens=2048)
     parser.add_argument("--depths", type=int, nargs="*", help="by default all that pairs reach")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = _random_model(Path(folder)) if given.model == RANDOM else given.model
-        known = _measure(open_subject(model, given.data, given.tokens))
+        begun = time.monotonic()
+        subject = open_subject(model, given.data, given.tokens)
+        known = Known.of(subject, "pair")
         layers = known.mixture.model.num_layers
-        depths = given.depths or range(layers - 1, layers - layers // 2 - 1, -1)
-        print(_head(), flush=True)
-        for depth in depths:
-            print(_row(known, depth), flush=True)
+        every = measure_all(known) if layers <= ENUMERATED else {}
+        print(f"{subject.opened.label}: {layers} layers, {subject.windows.predicted:,} tokens; {len(every):,} choices "
+              f"of pairs measured ({time.monotonic() - begun:.0f} s)")  # fmt: skip
+        searches = "".join(f"{f'search {trials}':>16}" for trials in TRIALS)
+        print(f"{'depth':>5} {'sets':>5}{'window':>9}{'sum':>9}{searches}{'best':>9}   at", flush=True)
+        for depth in given.depths or range(layers - 1, layers - layers // 2 - 1, -1):
+            print(_row(known, every, depth), flush=True)
 
 
 def _random_model(folder: Path) -> str:
     """24 layers, 128 wide, random weights; the demo's tokenizer."""
     torch.manual_seed(0)
-    demo = locate(DEMO)
     config = LlamaConfig(
         vocab_size=2048, hidden_size=128, intermediate_size=344, num_hidden_layers=24, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.08, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((demo / file).read_bytes())
+    copy_tokenizer(folder)
     return str(folder)
 
 
-def _measure(subject: Subject) -> Measured:
-    mixture = Mixture(parse_spaces("pair"), subject.opened)
-    layers = subject.opened.num_layers
-    evaluator = Evaluator(subject.model, subject.windows)
-    begun = time.monotonic()
-    terms = measure_terms(evaluator, TermsPlan.whole(mixture))
-    every: dict[str, float] = {}
-    if layers <= ENUMERATED:
-        programs = [mixture.program(choice) for choice in _every_choice(mixture)]
-        for start in range(0, len(programs), TOGETHER):
-            found = evaluator.measure(programs[start : start + TOGETHER])
-            every |= {str(program): measured.divergence for program, measured in found.items()}
-    seconds = time.monotonic() - begun
-    print(f"{subject.opened.label}: {layers} layers, {subject.windows.predicted:,} tokens; {len(every):,} choices of "
-          f"pairs measured ({seconds:.0f} s)")  # fmt: skip
-    return Measured(mixture, evaluator, terms, every)
+def measure_all(known: Known) -> dict[str, float]:
+    """The divergence of every choice, by program."""
+    found = {}
+    choices = list(_every_choice(known.mixture))
+    for start in range(0, len(choices), TOGETHER):
+        programs = map(known.mixture.program, choices[start : start + TOGETHER])
+        measured = known.evaluator.measure([*programs])
+        found |= {str(program): one.divergence for program, one in measured.items()}
+    return found
 
 
 def _every_choice(mixture: Mixture) -> Iterator[Choice]:
@@ -114,18 +93,18 @@ def _every_choice(mixture: Mixture) -> Iterator[Choice]:
                 yield chosen
 
 
-def _head() -> str:
-    searches = "".join(f"{f'search {trials}':>16}" for trials in TRIALS)
-    return f"{'depth':>5} {'sets':>5}{'window':>9}{'sum':>9}{searches}{'best':>9}   at"
-
-
-def _row(known: Measured, depth: int) -> str:
-    trials = _search(known, depth)
-    sets = {key: d for key, d in known.every.items() if Program.parse(key).effective_depth() == depth}
+def _row(known: Known, every: dict[str, float], depth: int) -> str:
+    pricing = Pricing(known.mixture.model, (DEPTH,))
+    _, trials = known.search("pair", f"depth={depth}", pricing, max(TRIALS))
+    sets = {key: d for key, d in every.items() if Program.parse(key).effective_depth() == depth}
     best = min(sets.values(), default=math.nan)
     windows = _windows(known, depth)
     additive = next((t.measured.divergence for t in trials if t.source == ADDITIVE), math.nan)
-    cells = "".join(f"{_cell(_best(trials[:count]), best):>16}" for count in TRIALS)
+    cells = ""
+    for count in TRIALS:
+        value = min(trial.measured.divergence for trial in trials[:count] if trial.measured.whole)
+        beside = "" if math.isnan(best) else f" +{value / best - 1:.1%}"
+        cells += f"{f'{value:.4f}{beside}':>16}"
     place = next(
         (
             n
@@ -139,31 +118,13 @@ def _row(known: Measured, depth: int) -> str:
     return f"{depth:>5} {count:>5}{windows:>9.4f}{additive:>9.4f}{cells}{best:>9.4f}   {at}"
 
 
-def _search(known: Measured, depth: int) -> list[Trial]:
-    """A search at one depth, as `surgeon search --budget depth=N` runs it."""
-    pricing = Pricing(known.mixture.model, (DEPTH,))
-    dense = known.mixture.model.program
-    original = known.evaluator.measure([dense])[dense]
-    settings = Question("pair", f"depth={depth}")
-    question = PricedQuestion(settings, known.mixture, pricing, original)
-    return try_programs(Search(question, known.evaluator, known.terms), max(TRIALS))
-
-
-def _windows(known: Measured, depth: int) -> float:
+def _windows(known: Known, depth: int) -> float:
     """The best unbroken window, all of them measured."""
     count = known.mixture.model.num_layers - depth
     edits = known.mixture.edits
     choices = [edits[start : start + 2 * count : 2] for start in range(len(edits) - 2 * count + 2)]
     programs = [known.mixture.program(choice) for choice in choices]
     return min(measured.divergence for measured in known.evaluator.measure(programs).values())
-
-
-def _best(trials: Sequence[Trial]) -> float:
-    return min(trial.measured.divergence for trial in trials if trial.measured.whole)
-
-
-def _cell(value: float, best: float) -> str:
-    return f"{value:.4f}" + ("" if math.isnan(best) else f" +{value / best - 1:.1%}")
 
 
 if __name__ == "__main__":

@@ -45,6 +45,11 @@ class Worker:
     log: Path
     messages: Path
 
+    def ended(self) -> int:
+        """Wait until it has ended; its exit status."""
+        wait_until(lambda: self.process.poll() is not None)
+        return self.process.returncode
+
     @property
     def measured(self) -> list[str]:
         """The programs that it began to measure."""
@@ -54,10 +59,14 @@ class Worker:
 
 
 class Checks:
-    """What holds and what does not, a line each."""
+    """What holds and what does not, and what happens meanwhile, a line each."""
 
     def __init__(self) -> None:
         self.failed = 0
+        self.begun = time.monotonic()
+
+    def note(self, what: str) -> None:
+        print(f"{time.monotonic() - self.begun:5.1f} s  {what}", flush=True)
 
     def __call__(self, holds: bool, what: str) -> None:
         self.failed += not holds
@@ -93,40 +102,27 @@ def main() -> int:
 
 def killed(server: Server, work: Path, check: Checks) -> None:
     """Four workers, of which two are killed and come back, and a database that goes away and comes back."""
-    begun = time.monotonic()
     workers = [start(server, work, f"worker {index}") for index in range(4)]
     study = made_up_study(server.address, "four")
     for index, finished in ((1, 6), (2, 14)):
-        wait_for(study, finished)
+        wait_until(lambda least=finished: finished_of(study) >= least)
         doomed = workers[index]
         wait_until(lambda worker=doomed: bool(worker.measured))
         held = len(study.get_trials(states=[TrialState.RUNNING]))
         doomed.process.send_signal(signal.SIGKILL)
         doomed.process.wait()
-        print(
-            f"{time.monotonic() - begun:5.1f} s  worker {index} killed; {held} trials were running",
-            flush=True,
-        )
-    wait_for(study, 20)
-    server.kill()
-    print(f"{time.monotonic() - begun:5.1f} s  database killed", flush=True)
-    time.sleep(SECONDS_AWAY)
-    server.start()
-    print(
-        f"{time.monotonic() - begun:5.1f} s  database back, with {finished_of(study)} trials", flush=True
-    )
+        check.note(f"worker {index} killed; {held} trials were running")
+    wait_until(lambda: finished_of(study) >= 20)
+    take_away(server, check)
+    check.note(f"database back, with {finished_of(study)} trials")
     for worker in (workers[0], workers[3]):
-        wait_until(lambda ending=worker: ending.process.poll() is not None)
-        check(worker.process.returncode != 0, f"{worker.log.stem} ends when the database is away")
+        check(worker.ended() != 0, f"{worker.log.stem} ends when the database is away")
     back = [start(server, work, f"worker {index} again") for index in range(4)]
     for worker in back:
-        wait_until(lambda ending=worker: ending.process.poll() is not None)
+        code = worker.ended()
         said = worker.messages.read_text()
-        check(
-            worker.process.returncode == 0,
-            f"{worker.log.stem} ends well{said if worker.process.returncode else ''}",
-        )
-    print(f"{time.monotonic() - begun:5.1f} s  all ended", flush=True)
+        check(code == 0, f"{worker.log.stem} ends well{said if code else ''}")
+    check.note("all ended")
     judge(study, check)
     said = "".join(worker.messages.read_text() for worker in [*workers, *back])
     check("was lost with process" in said, "workers say whose trials were lost")
@@ -135,37 +131,28 @@ def killed(server: Server, work: Path, check: Checks) -> None:
 
 def demo(server: Server, work: Path, check: Checks) -> None:
     """The same to the command that users give."""
-    begun = time.monotonic()
-    one = search(work, "demo-one")
-    wait_until(lambda: one.process.poll() is not None)
-    four = search(work, "demo-four", "--storage", server.address, "--study", "demo", "--workers", "4")
+    search(work, "demo-one").ended()
+    joining = ("--storage", server.address, "--study", "demo")
+    four = search(work, "demo-four", *joining, "--workers", "4")
     storage = open_storage(server.address, work).backend
     wait_until(lambda: "demo" in optuna.get_all_study_names(storage))
     study = optuna.load_study(study_name="demo", storage=storage)
     wait_until(lambda: finished_of(study) >= 3)
     for child in psutil.Process(four.process.pid).children()[:2]:
         child.kill()
-        print(
-            f"{time.monotonic() - begun:5.1f} s  worker killed, with {finished_of(study)} trials",
-            flush=True,
-        )
+        check.note(f"worker killed, with {finished_of(study)} trials")
     wait_until(lambda: finished_of(study) >= 8)
-    server.kill()
-    print(f"{time.monotonic() - begun:5.1f} s  database killed", flush=True)
-    time.sleep(SECONDS_AWAY)
-    server.start()
-    wait_until(lambda: four.process.poll() is not None)
-    print(f"{time.monotonic() - begun:5.1f} s  ended", flush=True)
+    take_away(server, check)
+    four.ended()
+    check.note("ended")
     said = four.messages.read_text()
     check(
         said.count("was ended by SIGKILL; the others go on") == 2, "it says that two workers were killed"
     )
     check("the same command goes on from there" in said, "it says that the database was away")
-    four = search(work, "demo-four", "--storage", server.address, "--study", "demo", "--workers", "4")
-    wait_until(lambda: four.process.poll() is not None)
-    check(four.process.returncode == 0, f"the same command goes on: {four.messages.read_text()}")
-    joined = search(work, "demo-joined", "--storage", server.address, "--study", "demo")
-    wait_until(lambda: joined.process.poll() is not None)
+    four = search(work, "demo-four", *joining, "--workers", "4")
+    check(four.ended() == 0, f"the same command goes on: {four.messages.read_text()}")
+    search(work, "demo-joined", *joining).ended()
     tables = [
         pd.read_csv(work / name / "trials.csv") for name in ("demo-one", "demo-four", "demo-joined")
     ]
@@ -185,6 +172,14 @@ def demo(server: Server, work: Path, check: Checks) -> None:
     check(PASSWORD not in (work / "demo-four" / "search.json").read_text(), "the record has no password")
 
 
+def take_away(server: Server, check: Checks) -> None:
+    """Kill the database, and start it again later."""
+    server.kill()
+    check.note("database killed")
+    time.sleep(SECONDS_AWAY)
+    server.start()
+
+
 def finished_of(study: optuna.Study) -> int:
     """How many trials are finished."""
     return len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
@@ -192,19 +187,8 @@ def finished_of(study: optuna.Study) -> int:
 
 def search(work: Path, name: str, *arguments: str) -> Worker:
     """A `surgeon search` of the demo model, in a folder of its own."""
-    question = [
-        "search",
-        "demo",
-        "--budget",
-        "depth=12",
-        "--data",
-        "demo",
-        "--tokens",
-        "1024",
-        "--trials",
-        "16",
-    ]
-    command = [sys.executable, "-m", "surgeon.commands", *question, "-o", str(work / name), *arguments]
+    question = "search demo --budget depth=12 --data demo --tokens 1024 --trials 16 -o"
+    command = [sys.executable, "-m", "surgeon.commands", *question.split(), str(work / name), *arguments]
     messages = work / f"{name}.txt"
     with messages.open("wb") as file:
         return Worker(begin(command, file), work / name, messages)
@@ -230,7 +214,7 @@ def refusals(server: Server, work: Path, check: Checks) -> None:
     right = server.address
     cases = {
         right.replace("/searches", "/nowhere"): "there is no database 'nowhere'",
-        # PostgreSQL does not tell.
+        # PostgreSQL does not tell that there is no such user.
         right.replace("surgeon@", "nobody@"): "does not take the password of 'nobody'",
         right.replace("surgeon@", "surgeon:wrong-word@"): "does not take the password of 'surgeon'",
         right.replace(f":{server.port}", ":9"): "Connection refused",
@@ -253,18 +237,11 @@ def refusal(address: str, work: Path) -> str:
     return "(nothing)"
 
 
-def start(server: Server, work: Path, name: str, seconds: float = SECONDS_A_TRIAL) -> Worker:
+def start(server: Server, work: Path, name: str) -> Worker:
     log = work / f"{name}.log"
+    told = [server.address, "four", str(SECONDS_A_TRIAL), str(log)]
+    command = [sys.executable, "-m", "scripts.search.made_up", *told]
     messages = work / f"{name}.txt"
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.search.made_up",
-        server.address,
-        "four",
-        str(seconds),
-        str(log),
-    ]
     with messages.open("wb") as file:
         return Worker(begin(command, file), log, messages)
 
@@ -272,10 +249,6 @@ def start(server: Server, work: Path, name: str, seconds: float = SECONDS_A_TRIA
 def begin(command: Sequence[str], messages: BinaryIO) -> subprocess.Popen[bytes]:
     STARTED.append(subprocess.Popen(command, stdout=messages, stderr=messages))
     return STARTED[-1]
-
-
-def wait_for(study: optuna.Study, finished: int) -> None:
-    wait_until(lambda: finished_of(study) >= finished)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

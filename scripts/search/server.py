@@ -76,14 +76,8 @@ class Server:
         ending = time.monotonic() + SECONDS
         while time.monotonic() < ending:
             if self.process is None or self.process.poll() is not None:
-                options = [
-                    "-p",
-                    str(self.port),
-                    "-c",
-                    "listen_addresses=127.0.0.1",
-                    "-k",
-                    str(self.folder),
-                ]
+                where = f"-p {self.port} -c listen_addresses=127.0.0.1 -k"
+                options = [*where.split(), str(self.folder)]
                 with (self.folder.parent / "postgres.log").open("ab") as log:
                     command = [program("postgres"), "-D", str(self.folder / "data"), *options]
                     self.process = subprocess.Popen(

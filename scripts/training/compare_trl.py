@@ -89,13 +89,14 @@ def tokenizer(template: str, special: str) -> Any:
 def by_trl(coded: Any, rows: list[Row], marks: bool) -> Coded:
     """What an SFTTrainer makes of rows."""
     trl = import_module("trl")
-    sizes = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-    }
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(coded), num_hidden_layers=1, **sizes))
+    config = LlamaConfig(
+        vocab_size=len(coded),
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
     with TemporaryDirectory() as folder:
         settings = trl.SFTConfig(
             folder,
@@ -107,7 +108,7 @@ def by_trl(coded: Any, rows: list[Row], marks: bool) -> Coded:
         )
         data = datasets.Dataset.from_list(rows)
         prepared = trl.SFTTrainer(
-            model, settings, train_dataset=data, processing_class=coded
+            LlamaForCausalLM(config), settings, train_dataset=data, processing_class=coded
         ).train_dataset
     return [(row["input_ids"], [int(label != -100) for label in row["labels"]]) for row in prepared]
 
@@ -173,16 +174,8 @@ def main() -> int:
     print("| " + " | ".join(titles) + " | which |\n" + "|:--|:--" + "|--:" * (len(titles) - 2) + "|:--|")
     wrong = 0
     cases = [(name, *way) for name in NAMES for way in ways(name)]
-    plain = tokenizer(None, "")
-    cases.append(
-        (
-            "none",
-            "texts",
-            plain,
-            [dict(zip(("prompt", "completion"), each, strict=True)) for each in TEXTS],
-            False,
-        )
-    )
+    texts = [{"prompt": prompt, "completion": completion} for prompt, completion in TEXTS]
+    cases.append(("none", "texts", tokenizer(None, ""), texts, False))
     for name, way, coded, rows, marks in cases:
         numbers, alone = compared(coded, by_trl(coded, rows, marks), by_surgeon(coded, rows))
         which = ", ".join(f"{token!r} {count}" for token, count in alone.most_common())

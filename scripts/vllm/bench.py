@@ -40,7 +40,7 @@ from scripts.bench.decoding import (
 )
 from scripts.commands import make_parser
 from scripts.markdown import format_table
-from scripts.vllm.engine import PROJECT, has_plugin, vllm_python, vllm_rates
+from scripts.vllm.engine import require_plugin, vllm_python, vllm_rates
 from surgeon.exports.export import plan_export, write_export
 from surgeon.language.program import Program
 from surgeon.opened import open_model
@@ -112,14 +112,8 @@ def table(rows: Sequence[Row], rounds: Sequence[Sequence[Rates]], batches: Seque
                 median(rate / found[base][batch] for rate, found in zip(rates, rounds, strict=True))
                 for base in (0, plugin)
             ]
-            cells = [
-                str(batch),
-                row.program,
-                row.form,
-                f"{median(rates):.1f}",
-                *(f"{ratio:.2f}" for ratio in ratios),
-            ]
-            lines.append(cells)
+            shown = [f"{median(rates):.1f}", *(f"{ratio:.2f}" for ratio in ratios)]
+            lines.append([batch, row.program, row.form, *shown])
     return format_table(
         ["batch", "program", "form", "tokens/s", "x dense", "x dense in the plugin"], lines, left=(1, 2)
     )
@@ -136,10 +130,7 @@ def main() -> None:
     )
     add_options(parser)
     options = parse(parser)
-    if not has_plugin():
-        parser.error(
-            f"vLLM would not find surgeon's plugin in {PROJECT}: run pip install -e . there first"
-        )
+    require_plugin(parser)
     texts: list[str] = []
     record: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as temporary:

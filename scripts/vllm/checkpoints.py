@@ -34,7 +34,7 @@ from surgeon.opened import Model, open_model
 from surgeon.training.scratch.tracks import narrow
 from tests.tiny_models import disturb, tiny_model
 
-# Heads of a width that vLLM's attention on CPUs has; tied random embeddings would only ever repeat the last token.
+# Heads have a width that vLLM's attention on CPUs knows; tied random embeddings would only ever repeat the last token.
 TINY = {"hidden_size": 128, "num_attention_heads": 4, "tie_word_embeddings": False}
 LATENT = {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -59,7 +59,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 NARROWEST = 32  # features of a head that vLLM's attention on CPUs has code for
 
 
-# By the name of a form; ValueError where surgeon knows that there is none.
+# These go by the name of a form, and raise a ValueError where surgeon knows that there is none.
 Programs = dict[str, Callable[[], Program]]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parents[2]
 CELLS = Path(__file__).with_name("cells.py")
 MARK = "CELL "  # of its answers
-# A module that every process of Python imports first: vLLM as on processors without AVX-512.
+# Every process of Python imports this module first, so that vLLM runs as on processors without AVX-512.
 AVX2 = "import torch\n\ntorch.cpu._is_avx512_supported = lambda: False\n"
 
 
@@ -36,10 +36,13 @@ def vllm_python(given: str) -> str:
     return str(Path(found).absolute())  # not resolved: a link is what makes it that environment's
 
 
-def has_plugin() -> bool:
-    """Whether the project's folder says that it has one; without it, vLLM runs the modeling files in checkpoints."""
+def require_plugin(parser: argparse.ArgumentParser) -> None:
+    """End if the project's folder does not say that it has one: vLLM would run the modeling files in checkpoints."""
     entries = [entry for one in distributions(path=[str(PROJECT)]) for entry in one.entry_points]
-    return any(entry.group == "vllm.general_plugins" for entry in entries)
+    if not any(entry.group == "vllm.general_plugins" for entry in entries):
+        parser.error(
+            f"vLLM would not find surgeon's plugin in {PROJECT}: run pip install -e . there first"
+        )
 
 
 def vllm_environment(
@@ -71,7 +74,7 @@ def decode_rates(
     Raises:
         CalledProcessError: if vLLM fails; it has said why.
     """
-    # Warms up with 2.
+    # Every batch is warmed up with two tokens.
     asked = "".join(f"{batch} {prompt} {tokens}\n" for batch in batches for tokens in (2, new))
     done = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=True, **options)
     found = [
@@ -137,7 +140,7 @@ class Measurer:
         command = [python, str(CELLS), *map(str, (model, ranks, longest, batch))]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         environment = vllm_environment(ranks, cache_gigabytes, given)
-        # A group of its own, so that all of vLLM's processes can be stopped.
+        # It has a group of its own, so that all of vLLM's processes can be stopped.
         self._process: Any = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         try:
             self._answer()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench.expected import expected_decode
+from scripts.bench.runtime import expected_decode
 from surgeon.benchmarks.measure import Measurement, Needs, RankBench, Result, plan_candidates, summarise
 from surgeon.benchmarks.timing import PassTiming, RankRun
 from surgeon.cost.candidates import open_candidates

@@ -10,14 +10,7 @@ from scripts.bench import deinfer
 from surgeon.benchmarks.measure import Measurement, Result, Split
 from surgeon.cost.workload import Workload
 from surgeon.runtime.comm.collectives import Counts
-from tests.models.weights.test_view import sublayer
 from tests.tiny_models import save_checkpoint
-
-
-class Whole:
-    """A matrix of which only the shape is asked for."""
-
-    shape = (48, 32)
 
 
 def result(name: str, *per_token: float) -> Result:
@@ -27,12 +20,6 @@ def result(name: str, *per_token: float) -> Result:
     ]
     plan: Any = SimpleNamespace(program="A0 F0", ranks=2, family=SimpleNamespace(steps_per_layer=2))
     return Result(name, plan, Workload(4, 8, 8), rounds=rounds)
-
-
-def test_factors_have_the_shapes_that_are_asked_for() -> None:
-    matrix: Any = Whole()
-    made = deinfer.RandomFactors().factors(sublayer("F0@up7"), "up", matrix)
-    assert (made.first.shape, made.second.shape) == ((7, 32), (48, 7))
 
 
 def test_every_way_of_every_keep(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.bench.expected import expected_seconds
+from scripts.bench.runtime import expected_seconds
 from surgeon.cost.clocks import Transfer
 from surgeon.language.operations import ladder, pair, tracks
 from surgeon.language.program import Program

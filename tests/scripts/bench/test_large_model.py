@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from scripts.bench.large_model import in_shards, make_model
+from scripts.bench.large_model import make_model
 
 SHARD = 20_000
 
@@ -71,13 +69,3 @@ def test_a_model_is_the_same_every_time(folder: Path, tmp_path: Path) -> None:
     make_model(tmp_path, small_config(), SHARD)
     for path in folder.glob("*.safetensors"):
         assert (tmp_path / path.name).read_bytes() == path.read_bytes()
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 100))
-def test_shards_keep_the_order_and_none_could_take_the_next_tensor(sizes: list[int], most: int) -> None:
-    named = {f"tensor {at}": size for at, size in enumerate(sizes)}
-    shards = in_shards(named, most)
-    assert [name for names in shards for name in names] == list(named)
-    totals = [sum(named[name] for name in names) for names in shards]
-    assert all(total <= most or len(names) == 1 for total, names in zip(totals, shards, strict=True))
-    assert all(total + named[after[0]] > most for total, after in zip(totals, shards[1:], strict=False))

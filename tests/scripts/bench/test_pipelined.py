@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from scripts.bench.pipelined_p2p import Pace, Trace, Traffic, shared_file
-from scripts.bench.pipelined_ranks import Job, prepare, read_records
+from scripts.bench.pipelined_ranks import Job, Pace, Trace, Traffic, prepare, read_records, shared_file
 from scripts.bench.rack_model import Optimisation, Stretch, build, cut, head_units
 from surgeon.runtime.comm.link import Link
 from tests import warm
@@ -102,8 +101,8 @@ def test_the_head_counts_as_the_layers_that_compute_as_much() -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     hand = HandClock()
-    monkeypatch.setattr("scripts.bench.pipelined_p2p.time", hand)
-    monkeypatch.setattr("scripts.bench.pipelined_p2p.SystemClock", lambda: hand)
+    monkeypatch.setattr("scripts.bench.pipelined_ranks.time", hand)
+    monkeypatch.setattr("scripts.bench.pipelined_ranks.SystemClock", lambda: hand)
     return hand
 
 

@@ -1,4 +1,4 @@
-"""scripts/bench/racks.py and its rack_*.py: figures of records made by hand."""
+"""scripts/bench/racks.py: figures of records made by hand."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import rack_bench, racks
-from scripts.bench.pipelined_p2p import Trace
-from scripts.bench.pipelined_ranks import SCHEDULES, Job, record_of
-from scripts.bench.rack_bench import RACKS, Bench, Cell
+from scripts.bench import racks
+from scripts.bench.pipelined_ranks import SCHEDULES, Job, Trace, record_of
 from scripts.bench.rack_model import Optimisation, head_units
+from scripts.bench.racks import RACKS, Bench, Cell
 from surgeon.processes.files import write_json
 from surgeon.runtime.comm.link import Link
 from surgeon.training.racks.rack_log import ItemKey, ItemKind, RackLog
@@ -50,7 +49,7 @@ def test_figures_are_those_of_the_steps_behind_the_first(tmp_path: Path) -> None
     made, cell = bench(tmp_path), Cell(2, "none", "1f1b")
     job = leave(made, cell, 0.5, 0.2)
     found = made.figures(cell, cell.folder(tmp_path, 0))
-    assert found.speed == pytest.approx(8 * rack_bench.WINDOW / 0.5)
+    assert found.speed == pytest.approx(8 * racks.WINDOW / 0.5)
     assert (found.idle, found.most_idle) == (pytest.approx(0.2), pytest.approx(0.2))
     steps = job.optimisation.steps
     assert (found.forward, found.backward, found.resident) == (600 / steps, 600 / steps, 1001)
@@ -61,16 +60,16 @@ def test_figures_are_those_of_the_steps_behind_the_first(tmp_path: Path) -> None
 def test_a_coda_and_a_slow_rank_are_to_take_longer() -> None:
     job = Job("1f1b", 2, bench(Path()).config, STEPS, unit=0.01)
     head = head_units(job.config)
-    assert rack_bench.paced_seconds(job, 0) == pytest.approx(3 * 2 * 0.01)
-    assert rack_bench.paced_seconds(job, 1) == pytest.approx(3 * (2 + head) * 0.01)
+    assert racks.paced_seconds(job, 0) == pytest.approx(3 * 2 * 0.01)
+    assert racks.paced_seconds(job, 1) == pytest.approx(3 * (2 + head) * 0.01)
     local = replace(job, schedule=RACKS, factors=(2.0, 1.0))
-    assert rack_bench.paced_seconds(local, 0) == pytest.approx(2 * 3 * (2 + 1 + head) * 0.01)
-    assert rack_bench.paced_seconds(local, 1) == pytest.approx(3 * (2 + head) * 0.01)
+    assert racks.paced_seconds(local, 0) == pytest.approx(2 * 3 * (2 + 1 + head) * 0.01)
+    assert racks.paced_seconds(local, 1) == pytest.approx(3 * (2 + head) * 0.01)
 
 
 def test_every_way_meets_every_link(tmp_path: Path) -> None:
-    todo = rack_bench.cells([2], ["none", "slow"])
-    assert [cell.way for cell in todo] == [*rack_bench.NAMES, *rack_bench.NAMES]
+    todo = racks.cells([2], ["none", "slow"])
+    assert [cell.way for cell in todo] == [*racks.NAMES, *racks.NAMES]
     assert bench(tmp_path).job(todo[-1]).factors == (1.0, 2.0)
     assert bench(tmp_path).job(Cell(2, "10MB/s", "gpipe")).link == Link(bandwidth=10e6)
 
@@ -78,7 +77,7 @@ def test_every_way_meets_every_link(tmp_path: Path) -> None:
 def test_runs_are_tabled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made, todo = (
         bench(tmp_path),
-        [cell for cell in rack_bench.cells([4], ["none"]) if cell.way in SCHEDULES],
+        [cell for cell in racks.cells([4], ["none"]) if cell.way in SCHEDULES],
     )
     for cell in todo:
         leave(made, cell, *((0.4, 0.01) if cell.way == "interleaved" else (0.6, 0.3)))
@@ -113,7 +112,7 @@ def test_surgeons_own_processes_are_read_from_their_run(tmp_path: Path) -> None:
     leave_racks(folder)
     assert cell.has_ended(folder)
     found = bench(tmp_path).figures(cell, folder)
-    assert found.speed == pytest.approx(2 * 8 * rack_bench.WINDOW / 16)
+    assert found.speed == pytest.approx(2 * 8 * racks.WINDOW / 16)
     assert (found.idle, found.most_idle) == (pytest.approx(0.25), pytest.approx(0.25))
     assert (found.forward, found.backward) == (600, 0)
     assert found.paced == pytest.approx(24 / (2 * 8 * 0.5) - 1)

@@ -36,6 +36,9 @@ def test_both_get_the_same_limits_and_only_this_machine_reaches_them() -> None:
     assert (
         "vllm.entrypoints.openai.api_server --model m --tensor-parallel-size 1 --dtype float32" in theirs
     )
-    assert "--max-num-seqs 4 --max-model-len 80 --host 127.0.0.1 --port 1234" in theirs
-    assert "|" not in environment("vllm", options)["VLLM_CPU_OMP_THREADS_BIND"]
+    assert (
+        "--host 127.0.0.1 --port 1234 --served-model-name served --max-num-seqs 4 --max-model-len 80"
+        in theirs
+    )
+    assert "|" not in environment(options)["VLLM_CPU_OMP_THREADS_BIND"]
     assert options.vllm_python.is_absolute()

@@ -8,8 +8,7 @@ import pandas as pd
 import pytest
 from matplotlib.image import imread
 
-from scripts.cost.against import draw, lines, summary
-from scripts.cost.machine import parse_link, plans
+from scripts.cost.machine import draw, lines, parse_link, plans, summary
 from surgeon.demo import MODEL_FOLDER
 from surgeon.language.program import Program
 

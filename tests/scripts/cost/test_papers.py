@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 
 from scripts.cost import papers
-from scripts.cost.cases import Case, read_cases
-from scripts.cost.constants import CONSTANTS, fitted
-from scripts.cost.fit import fit, speedup, starts
-from scripts.cost.models import CONFIGS
-from scripts.cost.predictor import Predictor, hardware_of, shapes_of, whole_prediction
+from scripts.cost.cases import Case, Run, read_cases
+from scripts.cost.constants import CONSTANTS, Values, fit, fitted, speedup, starts
+from scripts.cost.models import CONFIGS, program_of
+from scripts.cost.predictor import (
+    Predictor,
+    deployment_of,
+    hardware_of,
+    layer_shapes_of,
+    shapes_of,
+)
+from surgeon.cost.predict import predict
+from surgeon.cost.workload import Workload
 
 
 def row(
@@ -134,6 +141,16 @@ def test_every_constant_changes_something_that_it_concerns(cases: list[Case]) ->
     values = starts()
     assert (
         fitted(hardware_of("h100-sxm"), runs[1], values).host.forward.at(1) == values["gpt-fast, a pass"]
+    )
+
+
+def whole_prediction(run: Run, values: Values) -> Any:
+    """What `surgeon predict` says of a run."""
+    shapes = shapes_of(run.model)
+    hardware = fitted(hardware_of(run.hardware), run, values)
+    program = program_of(run.system, shapes.layers, layer_shapes_of(run.model))
+    return predict(
+        shapes, program, hardware, Workload(run.batch, run.prompt, run.new), deployment_of(run)
     )
 
 

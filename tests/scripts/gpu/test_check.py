@@ -14,7 +14,8 @@ import torch
 
 from scripts.gpu import run, sixteen_bits
 from scripts.gpu.checks import MODELS, checks, without_kernels
-from scripts.gpu.judges import (
+from scripts.gpu.sides import (
+    Setup,
     judge_bench,
     judge_error,
     judge_numbers,
@@ -22,7 +23,6 @@ from scripts.gpu.judges import (
     judge_switch,
     judge_tokens,
 )
-from scripts.gpu.sides import Setup
 from scripts.gpu.sixteen_bits import kernels_in_16_bits, rows_in_16_bits
 from surgeon.runtime.kernels.library import kernels_used
 from surgeon.runtime.kernels.triton.functions import TritonKernels

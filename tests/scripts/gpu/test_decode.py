@@ -1,4 +1,4 @@
-"""scripts/gpu/decode.py: on the CPU, with a tiny model."""
+"""scripts/gpu/speeds.py: decoding on the CPU, with a tiny model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from scripts.gpu import decode
+from scripts.gpu import speeds
 
 
 def test_what_a_pass_reads(tmp_path: Path) -> None:
     """Every weight once but the norms', in float32 here, and keys and values of half the way."""
-    config, texts = decode.SMALL, decode.Load(3, 20, 10)
+    config, texts = speeds.SMALL, speeds.Load(3, 20, 10)
     folders = [
-        decode.make_model(tmp_path / str(n), one, "cpu")
-        for n, one in enumerate((config, decode.fused(config)))
+        speeds.make_model(tmp_path / str(n), one, "cpu")
+        for n, one in enumerate((config, speeds.fused(config)))
     ]
-    dense, fused = (decode.open_engine(folder, texts, "cpu", "static") for folder in folders)
+    dense, fused = (speeds.open_engine(folder, texts, "cpu", "static") for folder in folders)
     attention = (
         config.hidden_size
         * config.head_dim
@@ -28,22 +28,22 @@ def test_what_a_pass_reads(tmp_path: Path) -> None:
     layers = config.num_hidden_layers
     kept = 2 * layers * config.num_key_value_heads * config.head_dim * 3 * 25
     expected = 4 * (layers * layer + config.hidden_size * config.vocab_size + kept)
-    assert decode.bytes_read(dense, texts) == decode.bytes_read(fused, texts) == expected
+    assert speeds.bytes_read(dense, texts) == speeds.bytes_read(fused, texts) == expected
     assert fused.plan.layers == 2
-    assert decode.continued(dense, texts)[0] != decode.continued(fused, texts)[0]
+    assert speeds.continued(dense, texts)[0] != speeds.continued(fused, texts)[0]
 
 
 def test_the_shape_of_three_billion_parameters() -> None:
     with torch.device("meta"):
-        models = [LlamaForCausalLM(config) for config in (decode.LARGE, decode.fused(decode.LARGE))]
+        models = [LlamaForCausalLM(config) for config in (speeds.LARGE, speeds.fused(speeds.LARGE))]
     dense, fused = (sum(parameter.numel() for parameter in model.parameters()) for model in models)
     assert 3.1e9 < dense < 3.3e9
     # Half of two norms in each layer.
-    assert dense - fused == decode.LARGE.num_hidden_layers * decode.LARGE.hidden_size
+    assert dense - fused == speeds.LARGE.num_hidden_layers * speeds.LARGE.hidden_size
 
 
 def test_bandwidth_is_that_of_the_faster_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.5, 0.2])
-    monkeypatch.setattr(decode, "shortest", lambda *_: next(times))
+    monkeypatch.setattr(speeds, "shortest", lambda *_: next(times))
     # The copy moves 8000 bytes in half a second.
-    assert decode.bandwidth("cpu", 4000) == pytest.approx(4000 / 0.2)
+    assert speeds.bandwidth("cpu", 4000) == pytest.approx(4000 / 0.2)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from scripts.gpu import run, speeds
-from scripts.gpu.decode import Load
+from scripts.gpu.run import speed_line, verdict
 from scripts.gpu.sides import Setup
-from scripts.gpu.verdict import speed_line, verdict
+from scripts.gpu.speeds import Load
 from surgeon.runtime.plan.checks import make_plan
 
 SPEEDS = {

@@ -18,7 +18,7 @@ from surgeon.language.program import Program
 
 
 def test_programs_are_those_that_the_recipes_make() -> None:
-    own = Program.parse(run.program(map(run.layer, range(run.LAYERS))))
+    own = Program.parse(" ".join(map(run.layer, range(run.LAYERS))))
     assert own == Program.dense(run.LAYERS)
     made = OPERATIONS["pair"].function(own, range(24, 28))
     assert str(made) == run.paired(24, 28)

@@ -1,7 +1,4 @@
-"""What an engine goes through in a rehearsal (rehearsal.py), on a CPU and on GPUs that are not there.
-
-Ranks import it.
-"""
+"""What an engine goes through in a rehearsal, on a CPU and on GPUs that are not there; ranks import it."""
 
 from __future__ import annotations
 

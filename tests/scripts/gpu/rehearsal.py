@@ -1,47 +1,25 @@
-"""Goes through what surgeon does on GPUs without one, on tensors that say they lie there.
-
-    scripts/gpu/rehearse [--environment DIR] [--here] [--only TEXT ...] [-o TABLE.txt]
+"""What surgeon does on GPUs, gone through without one, on tensors that say they lie there.
 
 Every kind of program and every family, in passes of any shape, of fixed shapes, and recorded; one rank, and two, over
 gloo or with nothing between them; passes recorded before texts come; ways for small sums; drawn and scored texts;
 factors, a scan, an evaluation on two GPUs, and what training is told on four: all of it is computed on the CPU, then on
 GPUs that are not there. Tokens and numbers are to be the same, tensors of two devices must not meet, and what is
-recorded must not wait for anything. A row of the table is one part, and the exit status is 0 if all are right. It says
-nothing of speed. Ranks that add up over NCCL, and kernels that are compiled, are not in it: scripts/gpu/check runs them
-where there is a GPU.
-
-The environment with PyTorch's build for GPUs takes 6 GB and is made once, in build/rehearse or in DIR; --here takes the
-Python that is there, with whatever build of PyTorch it has.
+recorded must not wait for anything. It says nothing of speed. Ranks that add up over NCCL, and kernels that are
+compiled, are not in it: scripts/gpu/check runs them where there is a GPU.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 from unittest.mock import MagicMock
 
-# Before anything imports triton: there is no GPU to compile for.
-os.environ.setdefault("TRITON_INTERPRET", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not be installed
-
 import torch
 
-from scripts.commands import make_parser
-from scripts.gpu.rehearsed import LONGEST, NEW, PROMPTS, Found, continued, on_rank, through_memory
-from scripts.gpu.rehearsed_models import edited, evaluated, made_factors, scanned, similar, training
-from scripts.gpu.stage import PROGRAMS, Stage
-from surgeon.errors import first_line
-from surgeon.processes.files import write_text
-from surgeon.provenance import versions
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import blocks_for
@@ -51,6 +29,16 @@ from surgeon.runtime.kernels.recording import CudaRecorder
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.worker.worker import ENGINE, complete
 from tests.pretended import pretended_gpus
+from tests.scripts.gpu.rehearsed import LONGEST, NEW, PROMPTS, Found, continued, on_rank, through_memory
+from tests.scripts.gpu.rehearsed_models import (
+    edited,
+    evaluated,
+    made_factors,
+    scanned,
+    similar,
+    training,
+)
+from tests.scripts.gpu.stage import PROGRAMS, Stage
 
 FAMILIES = (
     "mistral",
@@ -239,7 +227,7 @@ Part = Callable[[Stage], str]
 
 
 def parts() -> dict[str, Part]:
-    """All there is to rehearse, by what the table calls it."""
+    """All there is to rehearse, by name."""
     found: dict[str, Part] = {}
     for name, program in PROGRAMS.items():
         found |= {f"{name}: {way} passes": partial(passes, program=program, way=way) for way in WAYS}
@@ -283,55 +271,3 @@ def parts() -> dict[str, Part]:
         "evaluation on two GPUs": partial(evaluated, program=PROGRAMS["average"]),
         "training on a machine with four": training,
     }
-
-
-def rehearse(asked: Sequence[str], folder: Path, say: Callable[[str], None]) -> int:
-    """Say the table row by row; returns how many parts are wrong."""
-    wrong = 0
-    with Stage(folder) as stage:
-        for name in asked:
-            began = time.monotonic()
-            try:
-                found = parts()[name](stage)
-                verdict = "right"
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is what the row is to say
-                found = f"{type(error).__name__}: {first_line(error)}"
-                verdict = "WRONG"
-                wrong = wrong + 1
-            say(f"{name:<48}{found:<40} {time.monotonic() - began:>5.1f} {verdict}")
-    say(f"{len(asked) - wrong} of {len(asked)} parts are right" + (f", {wrong} WRONG" if wrong else ""))
-    return wrong
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, prog="scripts/gpu/rehearse")
-    parser.add_argument("--environment", metavar="DIR", help="where the environment lies, or is made")
-    parser.add_argument("--here", action="store_true", help="make no environment")
-    parser.add_argument(
-        "--only", nargs="+", metavar="TEXT", default=[""], help="parts whose names have one of these"
-    )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the table here, too")
-    options = parser.parse_args(arguments)
-    asked = [name for name in parts() if any(text in name for text in options.only)]
-    if not asked:
-        parser.error(
-            f"no part has {' or '.join(options.only)} in its name; they are {', '.join(parts())}"
-        )
-    lines: list[str] = []
-
-    def say(line: str) -> None:
-        lines.append(line)
-        print(line, flush=True)
-
-    say(", ".join(f"{name} {version}" for name, version in versions().items()))
-    with tempfile.TemporaryDirectory() as folder:
-        wrong = rehearse(asked, Path(folder), say)
-    if options.output is not None:
-        write_text(options.output, "\n".join(lines) + "\n")
-    return min(1, wrong)
-
-
-if __name__ == "__main__":
-    from scripts.gpu import rehearsal  # where ranks find what they are to run
-
-    sys.exit(rehearsal.main())

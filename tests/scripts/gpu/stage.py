@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu.rehearsed import LONGEST
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
+from tests.scripts.gpu.rehearsed import LONGEST
 from tests.tiny_models import sample_sentences, save_checkpoint
 
 FACTORS = "A0@q8,k8,v8,o8 F0@up16,gate16,down16"

@@ -11,8 +11,6 @@ import torch
 from accelerate import PartialState
 
 import surgeon
-from scripts.gpu.rehearsed import require_close
-from scripts.gpu.stage import PROGRAMS, Stage
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.sharing import share
 from surgeon.analysis.factors.factor_plan import FactorPlan, Making
@@ -30,6 +28,8 @@ from surgeon.training.arguments import (
 )
 from surgeon.training.settings import TrainSettings
 from tests.pretended import pretended_gpus
+from tests.scripts.gpu.rehearsed import require_close
+from tests.scripts.gpu.stage import PROGRAMS, Stage
 
 
 def edited(stage: Stage, program: str) -> str:
