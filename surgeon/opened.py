@@ -17,8 +17,7 @@ from surgeon.checkpoint.config import open_stored, read_config_only
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.locate import CONFIG, locate
-from surgeon.checkpoint.read import Checkpoint, read_json
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import Checkpoint, StoredModel, read_json
 from surgeon.errors import did_you_mean, shown
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe

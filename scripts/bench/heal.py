@@ -38,7 +38,7 @@ from scripts.bench.heal_table import RECORD, WINDOWS, is_whole, show_tables
 from scripts.commands import make_parser
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.locate import locate
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe

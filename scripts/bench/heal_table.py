@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from scripts.markdown import format_table
-from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.stored import read_json
 from surgeon.quality.summary import Values, interval
 
 RECORD = "run.json"

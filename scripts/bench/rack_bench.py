@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from scripts.bench.pipelined_ranks import SCHEDULES, Job, read_records, record_of, run_ranks
 from scripts.bench.rack_model import Optimisation, build, byte_texts, config_of, cut, head_units
-from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.stored import read_json
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
 from surgeon.runtime.comm.link import Link

@@ -14,7 +14,7 @@ from typing import Any
 from scripts.cost.cases import Case, Run
 from scripts.cost.models import CONFIGS, SHAPES
 from scripts.cost.programs import LOW_RANK, program_of
-from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.stored import read_json
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes

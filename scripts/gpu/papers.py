@@ -41,7 +41,7 @@ from scripts.gpu import paper_racks
 from scripts.gpu.paper_bench import Settings, Shared, measure
 from scripts.gpu.paper_lines import HEAD, NOTHING, Line, write
 from scripts.gpu.paper_specs import Measured, Place, Row, Spec
-from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.stored import read_json
 from surgeon.errors import first_line
 from surgeon.gpus import describe_gpu
 from surgeon.processes.files import finite, make_folder, write_json

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING
 
-from surgeon.checkpoint.belongings import REPORT_FILE
 from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.base import config_beside
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
 from surgeon.checkpoint.imported import translate_entries
 from surgeon.checkpoint.locate import CONFIG, find_config, locate
-from surgeon.checkpoint.read import QUANTIZATION, Checkpoint, read_json
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import QUANTIZATION, REPORT_FILE, Checkpoint, StoredModel, read_json
 from surgeon.checkpoint.training import is_no_source
 from surgeon.errors import shown
 from surgeon.language.program import Program

@@ -21,8 +21,7 @@ from surgeon.checkpoint.belongings import companions_of
 from surgeon.checkpoint.codas import read_codas
 from surgeon.checkpoint.config import open_stored, read_config_only
 from surgeon.checkpoint.forms import Form, form_of
-from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import Checkpoint, StoredModel
 from surgeon.checkpoint.training import is_no_source
 from surgeon.checkpoint.write import as_bytes
 from surgeon.language.program import Program

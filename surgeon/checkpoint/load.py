@@ -20,8 +20,7 @@ from transformers.utils import logging
 from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.config import dense_config, open_stored
 from surgeon.checkpoint.forms import form_of
-from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import Checkpoint, StoredModel
 from surgeon.checkpoint.tensor_file import StoredTensor
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.models.edit import edit

@@ -12,7 +12,7 @@ from urllib.request import getproxies
 
 from surgeon.checkpoint.belongings import patterns_for_the_hub
 from surgeon.checkpoint.gguf import convert_gguf
-from surgeon.checkpoint.read import PICKLE, PICKLES, UNPICKLE
+from surgeon.checkpoint.stored import PICKLE, PICKLES, UNPICKLE
 from surgeon.demo import demo_model
 from surgeon.errors import shown
 from surgeon.named import GGUF, HOW_TO_NAME, hub_name, is_gguf, on_disk

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.imported import translate_entries
-from surgeon.checkpoint.read import Checkpoint, Wrapped, read_json
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import Checkpoint, StoredModel, Wrapped, read_json
 from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles
 from surgeon.errors import first_line
 from surgeon.language.sublayer import Sublayer

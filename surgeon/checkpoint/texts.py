@@ -21,8 +21,7 @@ from transformers import AutoTokenizer
 from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.locate import locate
-from surgeon.checkpoint.read import read_json
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import StoredModel, read_json
 from surgeon.words import first_few
 
 # Texts beyond are tokenized one at a time, so that they do not fill the memory together.

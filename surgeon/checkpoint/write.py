@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.forms import PlannedTensor
-from surgeon.checkpoint.read import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
+from surgeon.checkpoint.stored import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
 from surgeon.checkpoint.tensor_file import BLOCK, DTYPES
 from surgeon.errors import naming
 from surgeon.processes.files import sync, write_json

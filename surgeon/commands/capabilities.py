@@ -26,7 +26,7 @@ from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.load import StreamedLayers, require_streamable
 from surgeon.checkpoint.locate import CONFIG, DEMO, find_config
 from surgeon.checkpoint.random_weights import RandomCheckpoint, RandomFactors
-from surgeon.checkpoint.read import QUANTIZATION, read_json
+from surgeon.checkpoint.stored import QUANTIZATION, read_json
 from surgeon.commands.opening import draft_program
 from surgeon.exports.plan import check_exportable, layout_of
 from surgeon.exports.prove import original_model

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.forms import Layout, form_of, lay_out
 from surgeon.checkpoint.load import from_files
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.errors import NotProven
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.in_memory import export, logits_of

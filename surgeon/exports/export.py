@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from surgeon.checkpoint.belongings import REPORT_FILE, inherit
-from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.belongings import inherit
+from surgeon.checkpoint.stored import REPORT_FILE, read_json
 from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.checkpoint.write import FileRecord, Writing, shard_limit, split_into_shards
 from surgeon.errors import is_full_disk

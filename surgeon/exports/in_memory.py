@@ -22,8 +22,7 @@ from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.forms import PROGRAM, Layout, lay_out
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.locate import CONFIG
-from surgeon.checkpoint.read import Checkpoint, Wrapped, read_json
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import Checkpoint, StoredModel, Wrapped, read_json
 from surgeon.checkpoint.training import Training
 from surgeon.errors import NotProven
 from surgeon.exports.export import DTYPES, keep_tokenizer_class, plan_export, write_export

@@ -15,8 +15,7 @@ from surgeon.checkpoint.belongings import Companions, companions_of, left_behind
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.checkpoint.forms import FORMS, PROGRAM, Layout, PlannedTensor, lay_out
 from surgeon.checkpoint.forms.planning import carried
-from surgeon.checkpoint.read import QUANTIZATION, Wrapped
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import QUANTIZATION, StoredModel, Wrapped
 from surgeon.errors import did_you_mean
 from surgeon.exports.prove import original_model
 from surgeon.findings.measured import Identity

@@ -29,8 +29,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.forms import Form, PlannedTensor
 from surgeon.checkpoint.load import check_complete, quiet
-from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import Checkpoint, StoredModel
 from surgeon.errors import NotProven
 from surgeon.exports.on_demand import Match, WeightsOnDemand, build_empty, match_names, shape_of
 from surgeon.language.program import Program

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.belongings import CODAS, TEMPLATES
-from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.stored import read_json
 from surgeon.processes.files import publish, scratch, sync_tree
 from surgeon.words import first_few
 

@@ -31,8 +31,7 @@ from surgeon.checkpoint.forms.stored_layers import (
     require_uniform,
     stored_layers,
 )
-from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import Checkpoint, StoredModel
 from surgeon.language.program import Program, Step, steps_of
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.models.edit import PROGRAM_PREFIX

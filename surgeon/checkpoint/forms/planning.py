@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.forms.stored_layers import StoredLayer
-from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import Checkpoint, StoredModel
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Family, Projection, SublayerSpec

@@ -15,9 +15,8 @@ from surgeon.checkpoint import remote_code
 from surgeon.checkpoint.forms.base import BY_THE_FILE, NOT_ON_VLLM, Form, Layout, by_transformers
 from surgeon.checkpoint.forms.planning import ModulePlanner, PlannedTensor
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, require_divisible
-from surgeon.checkpoint.read import Wrapped
 from surgeon.checkpoint.remote_code import FAMILY_KEY
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import StoredModel, Wrapped
 from surgeon.language.program import Program
 from surgeon.language.sublayer import KINDS, Sublayer
 from surgeon.models.edit import PROGRAM_KEY
