@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surgeon.checkpoint.belongings import GGUF_RECORD
-from surgeon.checkpoint.config import open_stored, read_config_only
+from surgeon.checkpoint.config import CONFIG, locate, open_stored, read_config_only
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import load
-from surgeon.checkpoint.locate import CONFIG, locate
 from surgeon.checkpoint.stored import Checkpoint, StoredModel, read_json
 from surgeon.errors import did_you_mean, shown
 from surgeon.language.program import Program

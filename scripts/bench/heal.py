@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.bench.heal_table import RECORD, WINDOWS, is_whole, show_tables
 from scripts.commands import make_parser
+from surgeon.checkpoint.config import locate
 from surgeon.checkpoint.load import load
-from surgeon.checkpoint.locate import locate
 from surgeon.checkpoint.stored import Checkpoint
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.program import Program

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.commands import make_parser
 from scripts.search.run import try_programs
 from surgeon.analysis.subject import Subject, open_subject
-from surgeon.checkpoint.locate import DEMO, locate
+from surgeon.checkpoint.config import DEMO, locate
 from surgeon.findings.edit import ADDITIVE, Choice
 from surgeon.language.program import Program
 from surgeon.searches.evaluate import Evaluator

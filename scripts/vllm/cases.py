@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for scripts and 
 
 from scripts.vllm.checkpoints import NARROWEST, Case, cases_of, random_source, with_wide_heads
 from scripts.vllm.engine import PROJECT, has_plugin, vllm_environment
-from surgeon.checkpoint.locate import locate
+from surgeon.checkpoint.config import locate
 from surgeon.errors import did_you_mean
 from surgeon.models.families import FAMILIES
 

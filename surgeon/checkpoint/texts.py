@@ -19,8 +19,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from surgeon.checkpoint.belongings import GENERATION
-from surgeon.checkpoint.config import open_stored
-from surgeon.checkpoint.locate import locate
+from surgeon.checkpoint.config import locate, open_stored
 from surgeon.checkpoint.stored import StoredModel, read_json
 from surgeon.words import first_few
 

@@ -20,11 +20,11 @@ from surgeon.analysis.cells import SCANNED, select, selected_cells
 from surgeon.analysis.engine.memory import TOKENS_AT_ONCE, streaming_bytes, working_bytes
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.analysis.factors.matrices import choose_weights
+from surgeon.checkpoint.config import CONFIG, DEMO, find_config
 from surgeon.checkpoint.forms import per_layer_lists
 from surgeon.checkpoint.forms.base import NOT_ON_VLLM
 from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.load import StreamedLayers, require_streamable
-from surgeon.checkpoint.locate import CONFIG, DEMO, find_config
 from surgeon.checkpoint.random_weights import RandomCheckpoint, RandomFactors
 from surgeon.checkpoint.stored import QUANTIZATION, read_json
 from surgeon.commands.opening import draft_program

@@ -18,10 +18,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from surgeon.checkpoint.belongings import GENERATION, Companions, FileKind, companions_of, kind_of
 from surgeon.checkpoint.codas import Coda, read_codas, write_codas
-from surgeon.checkpoint.config import open_stored
+from surgeon.checkpoint.config import CONFIG, open_stored
 from surgeon.checkpoint.forms import PROGRAM, Layout, lay_out
 from surgeon.checkpoint.load import load
-from surgeon.checkpoint.locate import CONFIG
 from surgeon.checkpoint.stored import Checkpoint, StoredModel, Wrapped, read_json
 from surgeon.checkpoint.training import Training
 from surgeon.errors import NotProven

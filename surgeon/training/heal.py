@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.belongings import companions_of
+from surgeon.checkpoint.config import DEMO
 from surgeon.checkpoint.forms.fused import FUSED
-from surgeon.checkpoint.locate import DEMO
 from surgeon.checkpoint.stored import REPORT_FILE
 from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.exports.export import source_record
