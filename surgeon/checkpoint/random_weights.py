@@ -85,11 +85,11 @@ class RandomCheckpoint(Checkpoint):
         }
 
 
+@dataclass(frozen=True, eq=False)
 class RandomFactors:
     """A `FactorSource` of random numbers: nothing is factorised."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._device = device
+    device: torch.device | str = "cpu"
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
         """Return (rank, in_features) and (out_features, rank), in the matrix's dtype."""
@@ -97,7 +97,7 @@ class RandomFactors:
         assert rank is not None
         name = f"{replace(sublayer, ranks=())} {role} {rank}"
         first, second = (
-            torch.empty(shape, dtype=matrix.dtype, device=self._device)
+            torch.empty(shape, dtype=matrix.dtype, device=self.device)
             for shape in ((rank, inputs), (outputs, rank))
         )
         return Factors(

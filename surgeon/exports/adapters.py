@@ -23,10 +23,9 @@ from surgeon.checkpoint.forms import Layout, form_of, lay_out
 from surgeon.checkpoint.load import from_files
 from surgeon.checkpoint.stored import Checkpoint
 from surgeon.errors import NotProven
-from surgeon.exports.export import plan_export, write_export
+from surgeon.exports.export import plan_export, staged, write_export
 from surgeon.exports.in_memory import export, logits_of
 from surgeon.exports.prove import EXACT_TOLERANCE, WRITTEN_TOLERANCE, Proof, Reference, random_tokens
-from surgeon.exports.staging import staged
 from surgeon.exports.stock import stock_model
 from surgeon.language.sublayer import KINDS
 from surgeon.models.families import Family, family_of

@@ -24,10 +24,9 @@ from surgeon.checkpoint.load import load
 from surgeon.checkpoint.stored import Checkpoint, StoredModel, Wrapped, read_json
 from surgeon.checkpoint.training import Training
 from surgeon.errors import NotProven
-from surgeon.exports.export import DTYPES, keep_tokenizer_class, plan_export, write_export
+from surgeon.exports.export import DTYPES, check_target, keep_tokenizer_class, plan_export, write_export
 from surgeon.exports.plan import check_storage
 from surgeon.exports.prove import Proof
-from surgeon.exports.staging import check_target
 from surgeon.exports.stock import stock_model
 from surgeon.models.edit import edit, input_device, save_edited_with
 from surgeon.models.families import family_of

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, get_args
 
@@ -331,19 +331,20 @@ def factorise(
     return factors_by(matrix, left, rank)
 
 
+@dataclass(eq=False)
 class TruncatedSVD:
     """Makes the plain factors of any matrix; no text is needed.
 
-    Args:
+    Attributes:
         remembers: whether directions of the layers that were asked for last are kept for other ranks of theirs. The
             model must stay as it is.
         room: bytes that may be taken by directions of other layers, too; those used last are kept.
+        kept: directions, by layers and role.
     """
 
-    def __init__(self, remembers: bool = False, room: int = 0) -> None:
-        self.remembers = remembers
-        self.room = room
-        self.kept: dict[tuple[tuple[int, ...], str], Tensor] = {}
+    remembers: bool = False
+    room: int = 0
+    kept: dict[tuple[tuple[int, ...], str], Tensor] = field(default_factory=dict, init=False)
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
         """Make factors in the matrix's own dtype, but float32 at least.
