@@ -23,13 +23,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from surgeon.errors import did_you_mean, shown
-from surgeon.language.checked import Checked, checked
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.operations.base import parse_range
 from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes
-from surgeon.language.yaml import LONGEST, YamlError, read_yaml
+from surgeon.language.yaml import LONGEST, Checked, YamlError, checked, read_yaml
 from surgeon.named import on_disk
 
 FORMAT = 1
