@@ -14,7 +14,7 @@ from dataclasses import replace
 from surgeon.checkpoint.config import open_stored
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, Sublayer
-from surgeon.memory import parse_size
+from surgeon.machine import parse_size
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import choose_cache

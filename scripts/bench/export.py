@@ -31,7 +31,7 @@ from scripts.bench.goals import MISSED, missed
 from scripts.bench.large_model import make_model
 from scripts.bench.process import peak_of, start
 from scripts.markdown import print_table
-from surgeon.memory import parse_size, show_size
+from surgeon.machine import parse_size, show_size
 from surgeon.processes.files import sync_tree
 
 PEAK_LIMIT = parse_size("1500MB")

@@ -29,7 +29,7 @@ import surgeon
 from scripts.bench.goals import MISSED, missed
 from scripts.bench.process import peak_of, start
 from scripts.markdown import print_table
-from surgeon.memory import parse_size, show_size
+from surgeon.machine import parse_size, show_size
 
 TOLERANCE = 1e-4
 OPERATIONS = ("prune", "merge", "2-parallel", "lp", "ladder")

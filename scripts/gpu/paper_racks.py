@@ -27,7 +27,7 @@ from scripts.bench.rack_model import Stretch, build, cut, next_token_loss, run_l
 from scripts.cost.racks import SIZES, model_entries
 from surgeon.benchmarks.timing import now
 from surgeon.checkpoint.stored import read_json
-from surgeon.memory import show_size
+from surgeon.machine import show_size
 from surgeon.processes.files import write_json
 
 PIPELINE = "pipeline"

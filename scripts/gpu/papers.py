@@ -43,7 +43,7 @@ from scripts.gpu.paper_lines import HEAD, NOTHING, Line, write
 from scripts.gpu.paper_specs import Measured, Place, Row, Spec
 from surgeon.checkpoint.stored import read_json
 from surgeon.errors import first_line
-from surgeon.gpus import describe_gpu
+from surgeon.machine import describe_gpu
 from surgeon.processes.files import finite, make_folder, write_json
 from surgeon.processes.rendezvous import rendezvous_at
 from surgeon.processes.torchrun import TorchrunEnvironment, read_environment

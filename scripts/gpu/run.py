@@ -42,7 +42,7 @@ from scripts.gpu.judges import Judgement
 from scripts.gpu.sides import Check, Setup, Side
 from scripts.gpu.speeds import SPEEDS, speed_rows
 from scripts.gpu.verdict import SPEED_HEAD, speed_line, verdict
-from surgeon.gpus import describe_gpu
+from surgeon.machine import describe_gpu
 from surgeon.processes.files import write_text
 from surgeon.provenance import versions
 

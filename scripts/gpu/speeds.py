@@ -37,9 +37,9 @@ from scripts.gpu.decode import (
 )
 from scripts.gpu.sides import Setup
 from scripts.vllm.engine import CELLS, decode_rates
-from surgeon.gpus import avoid_cudnn_attention
 from surgeon.language.operations import pair
 from surgeon.language.program import Program
+from surgeon.machine import avoid_cudnn_attention
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Decoding, Plan

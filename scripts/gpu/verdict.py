@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scripts.gpu.speeds import MEMORY
-from surgeon.memory import show_size
+from surgeon.machine import show_size
 
 Speeds = Mapping[str, Mapping[str, Any]]  # by row, as speeds.py yields them
 SPEED_HEAD = (

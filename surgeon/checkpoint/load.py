@@ -22,7 +22,7 @@ from surgeon.checkpoint.config import dense_config, open_stored
 from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.stored import Checkpoint, StoredModel
 from surgeon.checkpoint.tensor_file import StoredTensor
-from surgeon.gpus import avoid_cudnn_attention
+from surgeon.machine import avoid_cudnn_attention
 from surgeon.models.edit import edit
 from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource, ModelWeights, take_experts_apart

@@ -22,8 +22,8 @@ from torch import Tensor
 from surgeon.checkpoint.imported import translate_model
 from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles, blocks_of, parse_json
 from surgeon.checkpoint.training import fault_of_report
-from surgeon.gpus import gpu_with_room
 from surgeon.language.program import Program
+from surgeon.machine import gpu_with_room
 from surgeon.models.families import Family, family_of
 from surgeon.models.weights import ModelWeights
 from surgeon.models.weights.quantised import Quantised, quantised_matrices

@@ -36,7 +36,7 @@ from surgeon.language.operations.base import show_range
 from surgeon.language.operations.declare import HEATMAPS, VARIANTS
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
-from surgeon.memory import show_size
+from surgeon.machine import show_size
 from surgeon.models.edit import as_stored, decoder_layers, edit, require_pairs, restore
 from surgeon.models.families.positions import rotated_layers, windowed_layers
 from surgeon.models.weights.quantised import rules_of

@@ -28,11 +28,11 @@ from surgeon.exports.plan import DTYPES, ExportPlan, plan_export
 from surgeon.exports.prove import Proof, prove, reference_of, require_alike
 from surgeon.findings.card import write_card
 from surgeon.findings.measured import CardScore
+from surgeon.machine import Background, one_at_a_time, torch_threads
 from surgeon.opened import Model
 from surgeon.processes.files import check_space, publish, scratch, show_bytes, sync_tree, write_json
 from surgeon.progress import Advance, stretch
 from surgeon.provenance import versions
-from surgeon.threads import Background, one_at_a_time, torch_threads
 from surgeon.version import __version__
 from surgeon.words import first_few
 

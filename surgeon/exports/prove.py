@@ -34,12 +34,12 @@ from surgeon.errors import NotProven
 from surgeon.exports.on_demand import Match, WeightsOnDemand, build_empty, match_names, shape_of
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
+from surgeon.machine import Stopped
 from surgeon.models.edit import edit
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.weights import FactorSource, leave_out, make_room
 from surgeon.opened import Model
 from surgeon.progress import Advance
-from surgeon.threads import Stopped
 
 EXACT_TOLERANCE = 1e-4
 # Rounding changes each computed weight by up to 2^-9 (bfloat16) or 2^-12 (float16) of itself.
