@@ -22,7 +22,6 @@ from surgeon.models.weights.layout import (
     unit_bounds,
     unit_features,
 )
-from surgeon.models.weights.matrix import Averaged, Dense, WeightMatrix, mean
 from surgeon.models.weights.modules import (
     FactoredLinear,
     TakenApart,
@@ -31,7 +30,16 @@ from surgeon.models.weights.modules import (
     take_experts_apart,
     unstored,
 )
-from surgeon.models.weights.store import ModuleStore, NamedTensors, Store, Tensors
+from surgeon.models.weights.store import (
+    Averaged,
+    Dense,
+    ModuleStore,
+    NamedTensors,
+    Store,
+    Tensors,
+    WeightMatrix,
+    mean,
+)
 from surgeon.models.weights.units import (
     ListedUnits,
     Magnitude,

@@ -32,7 +32,7 @@ from surgeon.errors import did_you_mean
 from surgeon.language.operations.lowrank import Method
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights.factors import Factors
-from surgeon.models.weights.matrix import WeightMatrix
+from surgeon.models.weights.store import WeightMatrix
 
 
 class SecondMoment:

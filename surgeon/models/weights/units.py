@@ -16,7 +16,7 @@ from surgeon.language.sublayer import ATTENTION, KINDS, Sublayer
 from surgeon.models.weights.decompose import TruncatedSVD
 from surgeon.models.weights.factors import Factors, FactorSource
 from surgeon.models.weights.layers import StoredWeights
-from surgeon.models.weights.matrix import WeightMatrix
+from surgeon.models.weights.store import WeightMatrix
 
 
 @runtime_checkable
