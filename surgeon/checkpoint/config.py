@@ -214,7 +214,14 @@ def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
         )
     family = family_named(name)
     program = _program_in(entries, path)
-    _check_widths(checkpoint)
+    if WIDTHS_KEY in entries and not form_of(checkpoint).widths_differ:  # where no class builds them
+        able = " or ".join(form.name for form in FORMS.values() if form.widths_differ)
+        raise ValueError(
+            f"{path} has layers of different widths ({WIDTHS_KEY}), which only the {able} form has "
+            f"(model_type {FUSED.model_type}), not {entries.get('model_type')}; export the model again"
+        )
+    if WIDTHS_KEY in entries and not entries.get(GLOBAL_WIDTHS_KEY):
+        raise ValueError(f"{path} has {WIDTHS_KEY}, and so needs {GLOBAL_WIDTHS_KEY}: true")
     _check_counts(checkpoint, family)
     try:
         config = dense_config(form_of(checkpoint).stock_config(checkpoint, family))
@@ -236,7 +243,32 @@ def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
     entries = translate_entries(text_entries(read_json(path))).entries
     model_type = _model_type(entries, path)
     if model_type == FUSED.model_type:
-        return _of_source(path)
+        record = path.with_name(REPORT_FILE)
+        advice = "give the recipe that it was made by, or the model it was made of and the program"
+        if not record.is_file():
+            raise ValueError(
+                f"{path} is of a checkpoint in the fused form, and there is no {REPORT_FILE} beside it; {advice}"
+            )
+        report = read_json(record)
+        source = report.get("source")
+        program = report.get("program")
+        if isinstance(source, dict) and is_no_source(source):
+            raise ValueError(
+                f"{path} is of a checkpoint in the fused form that was trained from scratch, so that there is no model "
+                "that it was made of; give the config.json of a model with its layers, and the program"
+            )
+        model = source.get("model") if isinstance(source, dict) else None
+        if not isinstance(model, str) or not isinstance(program, str):
+            raise ValueError(
+                f"{record} is not what surgeon export writes: it lacks the program or its source; {advice}"
+            )
+        try:
+            config, _ = read_config_only(model)
+        except OSError as error:
+            raise ValueError(
+                f"{path} is of a checkpoint in the fused form, made of {model}: {error}; {advice}"
+            ) from error
+        return config, Program.parse(program)
     family = family_named(
         model_type.removeprefix(PROGRAM_PREFIX) if PROGRAM_KEY in entries else model_type
     )
@@ -263,36 +295,6 @@ def _model_type(entries: dict[str, Any], path: Path) -> str:
     return str(named)
 
 
-def _of_source(path: Path) -> tuple[Any, Program]:
-    """Return the original of a checkpoint in the fused form, and the program that it runs."""
-    record = path.with_name(REPORT_FILE)
-    advice = "give the recipe that it was made by, or the model it was made of and the program"
-    if not record.is_file():
-        raise ValueError(
-            f"{path} is of a checkpoint in the fused form, and there is no {REPORT_FILE} beside it; {advice}"
-        )
-    report = read_json(record)
-    source = report.get("source")
-    program = report.get("program")
-    if isinstance(source, dict) and is_no_source(source):
-        raise ValueError(
-            f"{path} is of a checkpoint in the fused form that was trained from scratch, so that there is no model "
-            "that it was made of; give the config.json of a model with its layers, and the program"
-        )
-    model = source.get("model") if isinstance(source, dict) else None
-    if not isinstance(model, str) or not isinstance(program, str):
-        raise ValueError(
-            f"{record} is not what surgeon export writes: it lacks the program or its source; {advice}"
-        )
-    try:
-        config, _ = read_config_only(model)
-    except OSError as error:
-        raise ValueError(
-            f"{path} is of a checkpoint in the fused form, made of {model}: {error}; {advice}"
-        ) from error
-    return config, Program.parse(program)
-
-
 def _program_in(entries: dict[str, Any], path: Path) -> Program | None:
     """Return the program in a config.json at a path; None if there is none."""
     if PROGRAM_KEY not in entries:
@@ -312,11 +314,12 @@ def _program_in(entries: dict[str, Any], path: Path) -> Program | None:
 def _check_counts(checkpoint: Checkpoint, family: Family) -> None:
     """Refuse counts of things that `transformers` would begin to make one by one."""
     tensors = len(checkpoint.names())
-    named = ((name, checkpoint.config.get(name)) for name in family.entries.counts)
-    counts = [(name, count, tensors) for name, value in named for count in _numbers_in(value)]
-    counts.append(("num_labels", checkpoint.config.get("num_labels"), MOST_LABELS))
-    for name, count, limit in counts:
-        if isinstance(count, int | float) and count > limit:
+    left = [(name, checkpoint.config.get(name), tensors) for name in family.entries.counts]
+    left.append(("num_labels", checkpoint.config.get("num_labels"), MOST_LABELS))
+    for name, count, limit in left:
+        if isinstance(count, list):
+            left += [(name, each, limit) for each in count]  # which are looked at, too
+        elif isinstance(count, int | float) and count > limit:
             if limit == tensors:
                 reason = f"there are {tensors} tensors"
             else:
@@ -355,21 +358,6 @@ def _check_sizes(path: Path, config: Any, family: Family) -> None:
             raise ValueError(
                 f"{path} is not a valid configuration: {name} must be at least 1, not {size}"
             )
-
-
-def _check_widths(checkpoint: Checkpoint) -> None:
-    """Refuse layers of different widths where no class builds them."""
-    path = checkpoint.folder / "config.json"
-    if WIDTHS_KEY not in checkpoint.config:
-        return
-    if not form_of(checkpoint).widths_differ:
-        able = " or ".join(form.name for form in FORMS.values() if form.widths_differ)
-        raise ValueError(
-            f"{path} has layers of different widths ({WIDTHS_KEY}), which only the {able} form has "
-            f"(model_type {FUSED.model_type}), not {checkpoint.config.get('model_type')}; export the model again"
-        )
-    if not checkpoint.config.get(GLOBAL_WIDTHS_KEY):
-        raise ValueError(f"{path} has {WIDTHS_KEY}, and so needs {GLOBAL_WIDTHS_KEY}: true")
 
 
 def _leave_out_biases(checkpoint: Checkpoint, config: Any) -> None:
@@ -416,16 +404,3 @@ def _are_tied(checkpoint: Checkpoint, family: Family, wanted: bool) -> bool:
     return all(
         a == b for a, b in zip(checkpoint[embedding].blocks(), checkpoint[head].blocks(), strict=True)
     )
-
-
-def _numbers_in(value: Any) -> list[Any]:
-    """Flatten lists of lists."""
-    found = []
-    left = [value]
-    while left:
-        item = left.pop()
-        if isinstance(item, list):
-            left += item
-        else:
-            found.append(item)
-    return found

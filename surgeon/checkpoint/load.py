@@ -100,10 +100,12 @@ def from_files(
     elif wrapped is None:
         loaded, report = model_class.from_pretrained(stored.folder, **options)
     else:
+        # Patterns of stored names, and what stands in their place in the text decoder alone.
+        inside = {
+            f"^{before.replace('.', '[.]')}": own for before, own in wrapped.prefixes if before != own
+        }
         with quiet():  # it would tell of all that is around the text decoder
-            loaded, report = model_class.from_pretrained(
-                stored.folder, key_mapping=wrapped.loading, **options
-            )
+            loaded, report = model_class.from_pretrained(stored.folder, key_mapping=inside, **options)
         vars(loaded).pop("_weight_conversions", None)  # saved, the decoder is a model of its own
     check_complete(stored.folder, report)
     made: PreTrainedModel = loaded

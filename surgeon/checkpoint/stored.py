@@ -51,7 +51,10 @@ class Wrapped:
 
     @cached_property
     def prefixes(self) -> Prefixes:
-        return self.wrapper.prefixes_among(self.files.names())
+        """How the names of tensors begin in this folder, and in the text decoder alone."""
+        names = self.files.names()
+        ways = (way for way in self.wrapper.names if any(name.startswith(way[0][0]) for name in names))
+        return next(ways, self.wrapper.names[0])
 
     def stored_name(self, name: str) -> str:
         """Return the name that files of this folder have for a tensor of the text decoder."""
@@ -63,11 +66,6 @@ class Wrapped:
     def around(self) -> list[str]:
         """Stored names of the tensors outside the text decoder."""
         return [name for name in self.files.names() if renamed(name, self.prefixes) is None]
-
-    @property
-    def loading(self) -> dict[str, str]:
-        """Patterns of stored names, and their replacements, by which `transformers` loads the text decoder alone."""
-        return {f"^{stored.replace('.', '[.]')}": own for stored, own in self.prefixes if stored != own}
 
     def around_text(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json of the same wrapper around another text decoder.

@@ -29,6 +29,7 @@ from surgeon.checkpoint.forms.planning import joined
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.machine import in_order, usable_cores
 from surgeon.models.weights import take_experts_apart
+from surgeon.models.wrappers import renamed
 
 # Elements of a weight that are held in float32 at a time: they stay in the processor's cache.
 BLOCK = 1 << 20
@@ -199,7 +200,8 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
     paths: dict[str, str | None] = {parameter: parameter for parameter in parameters}
     if store.wrapped is not None and not isinstance(model.config, type(stored.config)):
         # What is around the text decoder no text is computed with.
-        paths = {parameter: store.wrapped.wrapper.text_path(parameter) for parameter in parameters}
+        places = store.wrapped.wrapper.places
+        paths = {parameter: renamed(parameter, places) for parameter in parameters}
         parameters = {
             parameter: tensor for parameter, tensor in parameters.items() if paths[parameter] is not None
         }

@@ -6,7 +6,7 @@ are written again as they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +24,6 @@ _INSIDE = (("model.language_model.", "model."), ("lm_head.", "lm_head."))
 _SHARED = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def _as_it_is(entries: Entries) -> Entries:
-    return entries
-
-
-def _no_layers(_: Entries) -> int:
-    return 0
-
-
 @dataclass(frozen=True)
 class Wrapper:
     """One architecture around a text decoder.
@@ -45,8 +37,10 @@ class Wrapper:
         head: path of what a causal language model has as "lm_head".
         names: ways in which checkpoints name tensors.
         tied: whether embedding and head are one matrix where `config.json` does not say.
-        alone: makes the text decoder's entries those of its family.
-        fed_layers: counts the first layers that have features of images added behind them.
+        plainly_rotary: the `model_type` of a text decoder whose positions have three parts (time, height, width), all
+            the same in a text: without them it is of that family.
+        fed: the entry of the vision tower's configuration that has an item for each of the first layers with features
+            of images added behind them.
     """
 
     name: str
@@ -57,8 +51,8 @@ class Wrapper:
     head: str = "lm_head"
     names: tuple[Prefixes, ...] = (_BEFORE_ALL, _INSIDE)
     tied: bool = True
-    alone: Callable[[Entries], Entries] = _as_it_is
-    fed_layers: Callable[[Entries], int] = _no_layers
+    plainly_rotary: str | None = None
+    fed: str | None = None
 
     def text_entries(self, entries: Entries) -> Entries:
         """Return the text decoder's `config.json` as a causal language model, or raise ValueError without one."""
@@ -71,21 +65,25 @@ class Wrapper:
         given = {"model_type": self.decoder_type} | own
         given |= {key: entries[key] for key in _SHARED if key in entries and own.get(key) is None}
         given |= {key: value for key, value in entries.items() if key.startswith(PROGRAM_PREFIX)}
-        return self.alone(given | {"tie_word_embeddings": entries.get("tie_word_embeddings", self.tied)})
+        given["tie_word_embeddings"] = entries.get("tie_word_embeddings", self.tied)
+        if self.plainly_rotary is None:
+            return given
+        for key in ("rope_parameters", "rope_scaling"):
+            if isinstance(rope := given.get(key), dict):
+                kept = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+                if "mrope" in (kept.get("type"), kept.get("rope_type")):
+                    kept |= {"type": "default", "rope_type": "default"}
+                given[key] = kept
+        return given | {"model_type": self.plainly_rotary}
 
-    def prefixes_among(self, names: Iterable[str]) -> Prefixes:
-        """Return the way in which a checkpoint with tensors of these names calls the text decoder's."""
-        there = list(names)
-        ways = (way for way in self.names if any(name.startswith(way[0][0]) for name in there))
-        return next(ways, self.names[0])
-
-    def text_path(self, path: str) -> str | None:
-        """Return the path in a causal language model of what lies here in the wrapper, if it is of the text."""
-        return renamed(path, self._places)
+    @property
+    def places(self) -> Prefixes:
+        """How paths begin in the wrapper, and in a causal language model."""
+        return (f"{self.decoder}.", "model."), (f"{self.head}.", "lm_head.")
 
     def path_inside(self, path: str) -> str:
         """Return the path in the wrapper of what lies here in a causal language model."""
-        return renamed(path, [(own, place) for place, own in self._places]) or path
+        return renamed(path, [(own, place) for place, own in self.places]) or path
 
     def path_around(self, name: str) -> str:
         """Return the path in the wrapper of what is not of the text decoder, by its stored name."""
@@ -93,10 +91,6 @@ class Wrapper:
         if inside:
             return f"model.{name}"
         return name
-
-    @property
-    def _places(self) -> Prefixes:
-        return (f"{self.decoder}.", "model."), (f"{self.head}.", "lm_head.")
 
 
 def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str | None:
@@ -120,26 +114,6 @@ def text_entries(entries: Entries) -> Entries:
     return wrapper.text_entries(entries)
 
 
-def _plainly_rotary(model_type: str) -> Callable[[Entries], Entries]:
-    """Leave out the three parts of positions (time, height, width), all the same in a text."""
-
-    def alone(entries: Entries) -> Entries:
-        found = entries | {"model_type": model_type}
-        for key in ("rope_parameters", "rope_scaling"):
-            if isinstance(rope := found.get(key), dict):
-                kept = {name: value for name, value in rope.items() if not name.startswith("mrope")}
-                if "mrope" in (kept.get("type"), kept.get("rope_type")):
-                    kept |= {"type": "default", "rope_type": "default"}
-                found[key] = kept
-        return found
-
-    return alone
-
-
-def _deepstack(entries: Entries) -> int:
-    return len(entries.get("vision_config", {}).get("deepstack_visual_indexes", ()))
-
-
 WRAPPERS = {
     wrapper.model_type: wrapper
     for wrapper in (
@@ -150,8 +124,8 @@ WRAPPERS = {
             "qwen3_vl",
             "qwen3_vl_text",
             tied=False,
-            alone=_plainly_rotary("qwen3"),
-            fed_layers=_deepstack,
+            plainly_rotary="qwen3",
+            fed="deepstack_visual_indexes",
         ),
         Wrapper("Qwen3.5", "qwen3_5", "qwen3_5_text", tied=False),
         Wrapper("Qwen3.5-MoE", "qwen3_5_moe", "qwen3_5_moe_text", tied=False),

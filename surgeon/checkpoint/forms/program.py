@@ -70,7 +70,7 @@ class ProgramForm(Form):
         wrapper = wrapped.wrapper
         program = layout.program
         assert program is not None
-        fed = wrapper.fed_layers(wrapped.entries)
+        fed = len(wrapped.entries.get("vision_config", {}).get(wrapper.fed, ()))
         if fed and program.whole() != Program.dense(len(layout.layers), family.steps_per_layer):
             raise Inexpressible(
                 f"a {wrapper.name} adds features of images behind its first {fed} layers, and the program is another "
