@@ -240,7 +240,7 @@ def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
     A checkpoint in the fused form is the model that it was made of, under the program that it runs.
     """
     path = find_config(what)
-    entries = translate_entries(text_entries(read_json(path))).entries
+    entries, _ = translate_entries(text_entries(read_json(path)))
     model_type = _model_type(entries, path)
     if model_type == FUSED.model_type:
         record = path.with_name(REPORT_FILE)

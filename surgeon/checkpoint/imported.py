@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from surgeon.checkpoint.tensor_file import Derived, StoredTensor, TensorFiles
 from surgeon.errors import shown
 from surgeon.language.program import Program
-from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES, Sublayer
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, ROLES, Sublayer
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.weights import Names, Store
@@ -53,49 +53,20 @@ STYLES = (
 _ROUNDED_TO = 256  # neurons, by DeciLM's ffn_mult
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two factors in place of a matrix.
+def translate_entries(entries: Entries) -> tuple[Entries, dict[int, int]]:
+    """Return config.json as in the program form, where it has `block_configs`; else as it is.
 
-    Attributes:
-        path: of the matrix's module, with the layer's own.
-        first, seconds: names of the stored factors; each of several seconds maps a part of the first's outputs.
-        biases: behind the seconds, if they have any.
-        rank: outputs of the first.
+    Returns:
+        Its entries; and by layer with fewer KV heads than others, how often each is repeated to have as many.
     """
-
-    path: str
-    first: str
-    seconds: tuple[str, ...]
-    biases: tuple[str, ...]
-    rank: int
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """A config.json that describes layer by layer, as one in the program form.
-
-    Attributes:
-        entries: of its config.json.
-        repeats: by layer with fewer KV heads than others, how often each is repeated to have as many.
-        divides: whether queries are divided by the number of their layer, from 1.
-    """
-
-    entries: Entries
-    repeats: dict[int, int]
-    divides: bool = False
-
-
-def translate_entries(entries: Entries) -> Uniform:
-    """Return config.json as in the program form, where it has `block_configs`; else as it is."""
     model_type = str(entries.get("model_type"))
     if model_type in BASE_TYPES:
         entries = entries | {"model_type": BASE_TYPES[model_type]}
     if entries.get(BY_LAYER_KEY):
-        return Uniform(entries | {BY_LAYER_KEY: False}, {}, divides=True)
+        return entries | {BY_LAYER_KEY: False}, {}
     blocks = entries.get(BLOCKS_KEY)
     if blocks is None or PROGRAM_KEY in entries or entries["model_type"] not in FAMILIES:
-        return Uniform(entries, {})
+        return entries, {}
     if not isinstance(blocks, list) or not all(isinstance(one, dict) for one in blocks) or not blocks:
         raise ValueError(
             f"{BLOCKS_KEY} in config.json has an object for each layer, not {shown(blocks)}"
@@ -123,41 +94,31 @@ def translate_entries(entries: Entries) -> Uniform:
     kept |= {key: value for key, value in sizes.items() if value} | {
         PROGRAM_KEY: " ".join(map(str, nodes))
     }
-    return Uniform(kept, {layer: times for layer, times in repeats.items() if times > 1})
+    return kept, {layer: times for layer, times in repeats.items() if times > 1}
 
 
 def translate_model(entries: Entries, store: TensorFiles) -> tuple[Entries, dict[str, StoredTensor]]:
     """Return config.json and the tensors of a model as they would be in the program form."""
-    found = translate_entries(entries)
+    found, repeats = translate_entries(entries)
     tensors = dict(store.tensors)
-    family = FAMILIES.get(str(found.entries.get("model_type")))
+    family = FAMILIES.get(str(found.get("model_type")))
     if family is None or (layers := Names(store, family).prefix_of_layers) is None:
-        return found.entries, tensors
-    pairs = find_pairs(family, layers, store)
-    for pair in pairs.values():
-        outputs = sum(store.shape(name)[0] for name in pair.seconds)
-        tensors[f"{pair.path}.first.weight"] = tensors.pop(pair.first)
-        for name, stored, shape, make in (
-            ("second.weight", pair.seconds, (outputs, pair.rank), join_blocks),
-            ("second.bias", pair.biases, (outputs,), torch.cat),
-        ):
-            parts = [tensors.pop(one) for one in stored]
-            if len(parts) == 1:
-                tensors[f"{pair.path}.{name}"] = parts[0]
-            elif parts:
-                tensors[f"{pair.path}.{name}"] = Derived(parts, shape, make)
-    for layer, times in found.repeats.items():
+        return found, tensors
+    ranks = translate_factors(family, layers, store, tensors)
+    for layer, times in repeats.items():
         for role in ("k", "v"):
             path = f"{layers}{layer}.{family.attention.projection(role).path}"
             for name in {f"{path}.weight", f"{path}.bias"} & tensors.keys():
                 rows, *others = tensors[name].shape
-                make = partial(
-                    repeat_heads, rows * times // int(found.entries["num_key_value_heads"]), times
-                )
+                make = partial(repeat_heads, rows * times // int(found["num_key_value_heads"]), times)
                 tensors[name] = Derived([tensors[name]], (rows * times, *others), make)
-    for name, layer in find_queries(family, layers, store) if found.divides else ():
-        tensors[name] = Derived([tensors[name]], tensors[name].shape, partial(divide_queries, layer + 1))
-    return add_ranks(found.entries, family, pairs), tensors
+    if entries.get(BY_LAYER_KEY):  # of the first layer it divides by 1
+        path = re.escape(family.attention.projection("q").path)
+        for name in store.names():
+            if one := re.fullmatch(rf"{re.escape(layers)}([1-9]\d*)\.{path}\.(weight|bias)", name):
+                make = partial(divide_queries, int(one[1]) + 1)
+                tensors[name] = Derived([tensors[name]], tensors[name].shape, make)
+    return add_ranks(found, family, ranks), tensors
 
 
 def _part(block: Entries, name: str, layer: int) -> Entries | None:
@@ -214,12 +175,6 @@ def repeat_heads(head_dim: int, times: int, tensors: list[Tensor]) -> Tensor:
     return heads.repeat_interleave(times, 0).flatten(0, 1)
 
 
-def find_queries(family: Family, layers: str, store: Store) -> list[tuple[str, int]]:
-    """List the tensors that make queries, keys and values in layers behind the first, with their layer."""
-    pattern = rf"{re.escape(layers)}([1-9]\d*)\.{re.escape(family.attention.projection('q').path)}\.(weight|bias)"
-    return [(name, int(one[1])) for name in store.names() if (one := re.fullmatch(pattern, name))]
-
-
 def divide_queries(number: int, tensors: list[Tensor]) -> Tensor:
     """Divide queries, which come before as many keys and as many values."""
     (whole,) = tensors
@@ -227,31 +182,48 @@ def divide_queries(number: int, tensors: list[Tensor]) -> Tensor:
     return torch.cat([(queries.float() / number).to(whole.dtype), *others], -1)
 
 
-def find_pairs(family: Family, layers: str, store: Store) -> dict[tuple[int, str], Pair]:
-    """Find the matrices that are stored as two factors, by layer and role."""
-    roles = {one.path: one.role for spec in (family.attention, family.mlp) for one in spec.projections}
-    alone = [
-        path
-        for spec in (family.attention, family.mlp)
+def translate_factors(
+    family: Family, layers: str, store: Store, tensors: dict[str, StoredTensor]
+) -> dict[tuple[str, int], dict[str, int]]:
+    """Rename matrices that are stored as two factors, and return their ranks by role, of each kind and layer."""
+    alone = {
+        path: (kind, packed[0].role)
+        for kind, spec in ((ATTENTION, family.attention), (FEED_FORWARD, family.mlp))
         for path, packed in modules_of(spec).items()
         if len(packed) == 1 and not packed[0].transposed and not packed[0].stacked
-    ]
+    }
     inside: dict[int, set[str]] = {}
     for name in store.names():
         if (found := re.fullmatch(rf"{re.escape(layers)}(\d+)\.(.+)", name)) is not None:
             inside.setdefault(int(found[1]), set()).add(found[2])
-    pairs = {}
+    ranks: dict[tuple[str, int], dict[str, int]] = {}
     for layer, names in inside.items():
-        for path in alone:
-            if (
-                f"{path}.weight" not in names
-                and (pair := _pair(f"{layers}{layer}.", path, names, store)) is not None
+        for path, (kind, role) in alone.items():
+            pair = None if f"{path}.weight" in names else _pair(f"{layers}{layer}.", path, names, store)
+            if pair is None:
+                continue
+            first, seconds, biases = pair
+            rank = store.shape(first)[0]
+            outputs = sum(store.shape(name)[0] for name in seconds)
+            place = f"{layers}{layer}.{path}"
+            tensors[f"{place}.first.weight"] = tensors.pop(first)
+            for name, stored, shape, make in (
+                ("second.weight", seconds, (outputs, rank), join_blocks),
+                ("second.bias", biases, (outputs,), torch.cat),
             ):
-                pairs[layer, roles[path]] = pair
-    return pairs
+                parts = [tensors.pop(one) for one in stored]
+                if len(parts) == 1:
+                    tensors[f"{place}.{name}"] = parts[0]
+                elif parts:
+                    tensors[f"{place}.{name}"] = Derived(parts, shape, make)
+            ranks.setdefault((kind, layer), {})[role] = rank
+    return ranks
 
 
-def _pair(prefix: str, path: str, names: set[str], store: Store) -> Pair | None:
+def _pair(
+    prefix: str, path: str, names: set[str], store: Store
+) -> tuple[str, list[str], list[str]] | None:
+    """Find the factors of a matrix: the first, and the seconds, of which each maps a part of it, with their biases."""
     parent, _, name = path.rpartition(".")
     words = {"path": path, "parent": f"{parent}." if parent else "", "stem": name.removesuffix("_proj")}
     for first, second in ((a.format(**words), b.format(**words)) for a, b in STYLES):
@@ -261,7 +233,6 @@ def _pair(prefix: str, path: str, names: set[str], store: Store) -> Pair | None:
             (one for one in names if re.fullmatch(rf"{re.escape(second)}(\.\d+)?\.weight", one)),
             key=_numbers,
         )
-        biases = [one.removesuffix("weight") + "bias" for one in blocks]
         rank = store.shape(f"{prefix}{first}.weight")[0]
         parts = [store.shape(f"{prefix}{one}") for one in blocks]
         if sum(shape[1] for shape in parts) != rank:
@@ -273,13 +244,11 @@ def _pair(prefix: str, path: str, names: set[str], store: Store) -> Pair | None:
             raise ValueError(
                 f"{prefix}{path} gives its features in another order (inv_perm), which no program can say"
             )
-        there = tuple(f"{prefix}{one}" for one in biases if one in names)
-        return Pair(
-            f"{prefix}{path}",
+        biases = (one.removesuffix("weight") + "bias" for one in blocks)
+        return (
             f"{prefix}{first}.weight",
-            tuple(f"{prefix}{one}" for one in blocks),
-            there,
-            rank,
+            [f"{prefix}{one}" for one in blocks],
+            [f"{prefix}{one}" for one in biases if one in names],
         )
     return None
 
@@ -288,14 +257,12 @@ def _numbers(name: str) -> list[int]:
     return [int(one) for one in re.findall(r"\d+", name)]
 
 
-def add_ranks(entries: Entries, family: Family, pairs: Mapping[tuple[int, str], Pair]) -> Entries:
-    """Return config.json in the program form, with a rank for each pair of factors."""
-    if not pairs:
+def add_ranks(
+    entries: Entries, family: Family, ranks: Mapping[tuple[str, int], dict[str, int]]
+) -> Entries:
+    """Return config.json in the program form, with the ranks of factors by role, of each kind and layer."""
+    if not ranks:
         return entries
-    ranks: dict[tuple[str, int], dict[str, int]] = {}
-    for (layer, role), pair in pairs.items():
-        kind = next(kind for kind in KINDS if role in ROLES[kind])
-        ranks.setdefault((kind, layer), {})[role] = pair.rank
     own = entries.get(PROGRAM_KEY)
     if own is None:
         layers = next(entries[key] for key in ("num_hidden_layers", "n_layer") if key in entries)

@@ -65,7 +65,7 @@ class RandomCheckpoint(Checkpoint):
         if config is None:
             config, _ = read_config_only(path)
             self.entries = read_json(path)
-            self.config = translate_entries(text_entries(self.entries)).entries
+            self.config, _ = translate_entries(text_entries(self.entries))
         else:
             self.entries = self.config = config.to_dict()
         if (wrapper := wrapper_of(self.entries)) is not None:
