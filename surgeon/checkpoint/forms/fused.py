@@ -6,7 +6,7 @@ Its configuration describes the architecture in the words of the modeling file i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -91,14 +91,11 @@ class FusedPlanner(TensorPlanner):
         return planned + self._head()
 
     def _head(self) -> list[PlannedTensor]:
-        tied = self.config.tie_word_embeddings
-        planned = list[PlannedTensor]()
-        planned += [] if tied else self._move(f"{FUSED_FAMILY.head}.weight", self.family.head)
-        planned += (
-            self._move(f"{FUSED_FAMILY.head}.bias", self.family.head, "bias")
-            if self.family.head_bias
-            else []
-        )
+        planned = []
+        if not self.config.tie_word_embeddings:
+            planned += self._move(f"{FUSED_FAMILY.head}.weight", self.family.head)
+        if self.family.head_bias:
+            planned += self._move(f"{FUSED_FAMILY.head}.bias", self.family.head, "bias")
         return planned
 
     def _move(self, name: str, path: str, part: str = "weight") -> list[PlannedTensor]:
@@ -150,17 +147,14 @@ class FusedPlanner(TensorPlanner):
             return self._in_turn(matrices, sublayers, dim=0)
         offset = int(self.family.norms.unit_offset)
         gains = [offset + self._norm_part(sublayer, "weight", weights).float() for sublayer in sublayers]
-        return self._fold_gains(matrices, gains, sublayers)
-
-    def _fold_gains(
-        self, matrices: list[Tensor], gains: list[Tensor], sublayers: tuple[Sublayer, ...]
-    ) -> Iterator[Tensor]:
-        """Yield rows of all matrices, a block of each in turn, multiplied with a gain per column."""
+        # Rows of all matrices, a block of each in turn, multiplied with a gain per column: one new tensor, not two.
         blocks = self._blocks(sublayers)
-        for turn in range(blocks):
-            for matrix, gain in zip(matrices, gains, strict=True):
-                for rows in matrix.unflatten(0, (blocks, -1))[turn].split(ROWS):
-                    yield rows.to(torch.float32, copy=True).mul_(gain)  # one new tensor, not two
+        return (
+            rows.to(torch.float32, copy=True).mul_(gain)
+            for turn in range(blocks)
+            for matrix, gain in zip(matrices, gains, strict=True)
+            for rows in matrix.unflatten(0, (blocks, -1))[turn].split(ROWS)
+        )
 
     def _bias(
         self, sublayers: tuple[Sublayer, ...], projection: Projection, weights: ModelWeights

@@ -177,9 +177,13 @@ class TensorPlanner:
     def as_stored(self, sublayer: Sublayer, path: str) -> Compute:
         """Return the computation of a tensor that is written in the way that its layers store it."""
         compute = partial(self.part, sublayer, path)
-        chosen = sublayer.experts is not None and path in self._by_expert(sublayer)
-        if chosen:
-            return OfExperts(compute, sublayer.experts or ())
+        spec = self.weights.spec(sublayer)
+        if spec.mixture is None or sublayer.experts is None:
+            return compute
+        router = (own for name, own in spec.mixture.whole.items() if not name.startswith("shared"))
+        stacked = (own for one in spec.projections if one.stacked for own in (one.weight, one.bias))
+        if path in {self._source_path(sublayer, own) for own in (*router, *stacked)}:
+            return OfExperts(compute, sublayer.experts)
         return compute
 
     def _of_experts(self, sublayer: Sublayer, path: str) -> str | None:
@@ -287,7 +291,7 @@ class TensorPlanner:
 
     def _roots(self, spec: SublayerSpec) -> tuple[str, ...]:
         """Return the prefixes of a sublayer's tensors, behind those of the layer."""
-        roots = _roots(spec)
+        roots = tuple(f"{root}." for root in spec.stages)
         return roots + tuple(
             stored + root.removeprefix(own)
             for root in roots
@@ -301,15 +305,6 @@ class TensorPlanner:
             return weights.stored(sublayer, path)
         tensors = (weights.tensor(f"{self.family.layers}.{layer}.{path}") for layer in sublayer.layers)
         return mean(tensors, averaging_dtype(sublayer))
-
-    def _by_expert(self, sublayer: Sublayer) -> set[str]:
-        """Return paths of tensors with a part for each of a mixture's experts, if it keeps some."""
-        spec = self.weights.spec(sublayer)
-        if spec.mixture is None or sublayer.experts is None:
-            return set()
-        router = (path for name, path in spec.mixture.whole.items() if not name.startswith("shared"))
-        stacked = (path for one in spec.projections if one.stacked for path in (one.weight, one.bias))
-        return {self._source_path(sublayer, path) for path in (*router, *stacked)}
 
 
 class ModulePlanner(TensorPlanner):
@@ -477,10 +472,6 @@ def joined(rows: list[Tensor]) -> Tensor:
     if len(rows) == 1:
         return rows[0]
     return torch.cat(rows)
-
-
-def _roots(spec: SublayerSpec) -> tuple[str, ...]:
-    return tuple(f"{root}." for root in spec.stages)
 
 
 def known_modules(spec: SublayerSpec) -> set[str]:

@@ -18,10 +18,10 @@ from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, r
 from surgeon.checkpoint.remote_code import FAMILY_KEY
 from surgeon.checkpoint.stored import StoredModel, Wrapped
 from surgeon.language.program import Program
-from surgeon.language.sublayer import KINDS, Sublayer
+from surgeon.language.sublayer import KINDS
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
-from surgeon.models.weights import FactorSource, Group, Groups, leave_out, make_room, unstored
+from surgeon.models.weights import FactorSource, Groups, leave_out, make_room, unstored
 
 
 class ProgramForm(Form):
@@ -45,10 +45,17 @@ class ProgramForm(Form):
                 f"{family.name}"
             )
         groups = _groups(program)
-        layers = tuple(
-            StoredLayer(*((_stored_sublayer(one, kind, family),) for kind in KINDS))
-            for one in groups.groups
-        )
+        layers = []
+        for group in groups.groups:
+            held = [group.sublayer(kind) for kind in KINDS]
+            if (
+                family.mixture is not None
+            ):  # of which there are no averages: beside one stands that of its first layer
+                held = [
+                    one if one.kind in group.used else replace(one, layers=one.layers[:1])
+                    for one in held
+                ]
+            layers.append(StoredLayer(*((one,) for one in held)))
         require_divisible(program.sublayers(), family, config)
         renumbered = program.renamed(lambda sublayer: sublayer.stored_in(groups.place(sublayer)))
         why_plugin = needs_plugin(renumbered, family, config, len(layers))
@@ -64,7 +71,7 @@ class ProgramForm(Form):
             reason += f"; {NOT_ON_VLLM} of {why_not}"
         elif why_plugin:
             reason += f"; vLLM needs surgeon's plugin, because {why_plugin}"
-        return Layout(self, reason, layers, renumbered)
+        return Layout(self, reason, tuple(layers), renumbered)
 
     def inside(self, wrapped: Wrapped, layout: Layout, family: Family) -> Layout:
         wrapper = wrapped.wrapper
@@ -252,15 +259,6 @@ def _shares(family: Family, config: Any, path: str) -> list[int]:
     projections = [p for spec in family.specs() for p in spec.projections if p.path == path]
     widths = [family.units(config)[p.unit] for p in projections]
     return [width // math.gcd(*widths) for width in widths]
-
-
-def _stored_sublayer(group: Group, kind: str, family: Family) -> Sublayer:
-    """Return a stored layer's sublayer of a kind; beside an average that runs alone a mixture of its first layer."""
-    held = group.sublayer(kind)
-    alone = family.mixture is not None and kind not in group.used  # of mixtures there are no averages
-    if alone:
-        return replace(held, layers=held.layers[:1])
-    return held
 
 
 def _groups(program: Program) -> Groups:

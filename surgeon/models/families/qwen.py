@@ -158,10 +158,6 @@ QWEN3_NEXT = replace(
 _QWEN3_5_LINEAR = linear_attention("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
-def _qwen3_5_variant(family: Family, config: Any) -> Family:
-    return with_linear_layers(family, config, _QWEN3_5_LINEAR)
-
-
 def _unfusable(_: Any) -> str:
     return "layers stored side by side have neither linear attention nor gates behind their heads"
 
@@ -175,7 +171,7 @@ QWEN3_5 = replace(
     norms=Norms(unit_offset=True),
     positions=Positions(partial=True),
     window=AttentionWindow(),
-    variant=_qwen3_5_variant,
+    variant=partial(with_linear_layers, linear=_QWEN3_5_LINEAR),
     unfusable=_unfusable,
 )
 assert WEIGHED.mixture is not None

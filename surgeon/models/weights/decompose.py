@@ -210,8 +210,13 @@ def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
         else:
             reached = 0
     left = left[:, :reached]
-    if left.shape[1] < full_rank:
-        left = _complete_basis(matrix.double(), left)
+    if (
+        left.shape[1] < full_rank
+    ):  # columns are added for the part of the matrix that the others do not span
+        whole = matrix.double()
+        more, sizes = _left_singular(whole - left @ (left.T @ whole))
+        beyond = sizes[: more.shape[1]] > _ROUNDING * torch.linalg.matrix_norm(whole)
+        left = torch.linalg.qr(torch.cat([left, more[:, beyond]], dim=1)).Q
     padded = np.zeros(full_rank)
     padded[: len(values)] = values.cpu().numpy()
     return Decomposition(padded, left[:, :full_rank], reached)
@@ -219,14 +224,10 @@ def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
 
 def _left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Compute left singular vectors, (out, at most min(out, in)), and all singular values."""
-    if matrix.numel() > LARGE:
-        return _from_products(matrix)
-    left, values, _ = torch.linalg.svd(matrix.double(), full_matrices=False)
-    return left, values
-
-
-def _from_products(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute them by eigenvectors of W W' or W'W, whichever is smaller; of W'W those that are no rounding."""
+    if matrix.numel() <= LARGE:
+        left, values, _ = torch.linalg.svd(matrix.double(), full_matrices=False)
+        return left, values
+    # By eigenvectors of W W' or W'W, whichever is smaller; of W'W those that are no rounding.
     tall = len(matrix) > matrix.shape[1]
     lines = matrix if tall else matrix.T
     width = lines.shape[1]
@@ -262,15 +263,6 @@ def _blocks(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for first in range(0, len(matrix), count):
         rows = slice(first, min(first + count, len(matrix)))
         yield rows, matrix[rows].double()
-
-
-def _complete_basis(matrix: Tensor, left: Tensor) -> Tensor:
-    """Add orthonormal columns for the part of the matrix that the given ones do not span."""
-    rest = matrix - left @ (left.T @ matrix)
-    more, values = _left_singular(rest)
-    beyond = values[: more.shape[1]] > _ROUNDING * torch.linalg.matrix_norm(matrix)
-    orthonormal: Tensor = torch.linalg.qr(torch.cat([left, more[:, beyond]], dim=1)).Q
-    return orthonormal
 
 
 def truncate(matrix: Tensor, left: Tensor, rank: int) -> Tensor:
@@ -360,13 +352,9 @@ class TruncatedSVD:
             raise ValueError(
                 f"{role} of {sublayer} holds numbers that are not finite, so that it has no factors"
             )
-        if self.remembers:
-            first, second = factors_by(whole, self._directions(sublayer, role, whole), rank)
-        else:
+        if not self.remembers:
             first, second = factorise(whole, rank)
-        return Factors(first.to(kept), second.to(kept))
-
-    def _directions(self, sublayer: Sublayer, role: str, whole: Tensor) -> Tensor:
+            return Factors(first.to(kept), second.to(kept))
         key = sublayer.layers, role
         if key in self.kept:
             left = self.kept.pop(key)
@@ -378,7 +366,8 @@ class TruncatedSVD:
         for known in others:
             if taken > self.room:
                 taken -= self.kept.pop(known).nbytes
-        return left
+        first, second = factors_by(whole, left, rank)
+        return Factors(first.to(kept), second.to(kept))
 
 
 def fitted(
