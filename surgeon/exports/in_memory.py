@@ -131,29 +131,26 @@ def export_with_codas(
     """
 
     def add_codas(written: Path) -> None:
-        if codas:
-            write_codas(written, racks, nodes, depth, codas, DTYPES.get(dtype or ""))
-            _prove_codas(written, nodes, codas)
+        if not codas:
+            return
+        write_codas(written, racks, nodes, depth, codas, DTYPES.get(dtype or ""))
+        # They are read back, and compared with what they should be, bit for bit.
+        program = open_stored(written).program
+        found = read_codas(written)
+        assert found is not None
+        if len(program) != nodes[-1]:
+            raise NotProven(
+                f"the checkpoint runs {len(program)} steps or forks, and the racks have {nodes[-1]}"
+            )
+        for rack, coda in enumerate(codas):
+            back = found.coda(rack)
+            if back.tensors.keys() != coda.tensors.keys() or str(found.program) != str(coda.program):
+                raise NotProven(f"the coda of rack {rack} is not what was written")
+            for name, tensor in back.tensors.items():
+                if not torch.equal(tensor, coda.tensors[name].detach().cpu().to(tensor.dtype)):
+                    raise NotProven(f"{name} of the coda of rack {rack} is not what was written")
 
     return export(model, folder, dtype=dtype, overwrite=overwrite, complete=add_codas, **options)
-
-
-def _prove_codas(folder: Path, nodes: Sequence[int], codas: Sequence[Coda]) -> None:
-    """Read what was written, and compare it with what it should be, bit for bit."""
-    program = open_stored(folder).program
-    found = read_codas(folder)
-    assert found is not None
-    if len(program) != nodes[-1]:
-        raise NotProven(
-            f"the checkpoint runs {len(program)} steps or forks, and the racks have {nodes[-1]}"
-        )
-    for rack, coda in enumerate(codas):
-        written = found.coda(rack)
-        if written.tensors.keys() != coda.tensors.keys() or str(found.program) != str(coda.program):
-            raise NotProven(f"the coda of rack {rack} is not what was written")
-        for name, tensor in written.tensors.items():
-            if not torch.equal(tensor, coda.tensors[name].detach().cpu().to(tensor.dtype)):
-                raise NotProven(f"{name} of the coda of rack {rack} is not what was written")
 
 
 def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: Any) -> None:

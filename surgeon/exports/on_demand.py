@@ -51,7 +51,8 @@ class WeightsOnDemand(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, rows: Mapping[str, Rows]) -> None:
         super().__init__()
-        self.parameters = _parameters(model)  # kept, so that nothing else can get the id of one of them
+        # Kept, so that nothing else can get the id of one of them.
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.rows = {
             id(parameter): rows[name] for name, parameter in self.parameters.items() if name in rows
         }
@@ -141,10 +142,6 @@ _BY_ROWS: dict[Any, Any] = {
 }
 
 
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(model.named_parameters(remove_duplicate=False))
-
-
 def build_empty(model_class: Any, config: Any, buffers: bool = True) -> PreTrainedModel:
     """Build a model without numbers in its parameters (and, unless wanted, buffers), in evaluation mode.
 
@@ -195,7 +192,7 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
             if kept and stored.weights.names.own(f"{path}.{name}") in stored.checkpoint:
                 del module._buffers[name]
                 module.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
-    parameters = _parameters(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     store = stored.checkpoint
     paths: dict[str, str | None] = {parameter: parameter for parameter in parameters}
     if store.wrapped is not None and not isinstance(model.config, type(stored.config)):

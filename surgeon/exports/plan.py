@@ -138,20 +138,18 @@ class ExportPlan:
         """Notes for the user before it is written, a line each."""
         if left := left_behind(self.companions.left):
             yield f"left behind in {self.companions.folder}: {left}"
-        if self.original.checkpoint.quantised:
-            yield self._of_quantised
-
-    @property
-    def _of_quantised(self) -> str:
+        if not self.original.checkpoint.quantised:
+            return
         schemes = ", ".join(self.original.schemes)
         kept = {tensor.part_of for tensor in self.tensors} - {None}
         computed = [tensor for tensor in self.tensors if tensor.dequantised]
         if not computed:
-            return f"all {len(kept)} matrices stored as {schemes} stay so, bit for bit"
+            yield f"all {len(kept)} matrices stored as {schemes} stay so, bit for bit"
+            return
         stored = str(computed[0].dtype).removeprefix("torch.")
         left = f"the other {len(kept)} stay so" if kept else "none stays so"
         made = f"{len(computed)} matrices made of those stored as {schemes}"
-        return f"{made} are dequantised, and stored in {stored}; {left}"
+        yield f"{made} are dequantised, and stored in {stored}; {left}"
 
 
 def plan_export(

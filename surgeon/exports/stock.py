@@ -99,7 +99,9 @@ def _layer_of(group: Group, edited: EditedLayers, state: Tensors | None) -> nn.M
         sublayers = [group.sublayer(kind, piece) for piece in pieces]
         parts = [_values_of(sublayer, edited, state) for sublayer in sublayers]
         live = [
-            part for part, sublayer in zip(parts, sublayers, strict=True) if _lives(sublayer, edited)
+            part
+            for part, sublayer in zip(parts, sublayers, strict=True)
+            if str(sublayer) in edited._modules
         ]
         tensors = packed(_join(parts, live, f"{kind}{group.layers[0]}"), spec, weights.unit_width(kind))
         for name, module in module_with(tensors, owner, spec, weights.head_dim).named_children():
@@ -108,8 +110,8 @@ def _layer_of(group: Group, edited: EditedLayers, state: Tensors | None) -> nn.M
 
 
 def _values_of(sublayer: Sublayer, edited: EditedLayers, state: Tensors | None) -> Tensors:
-    """Return a sublayer's tensors by role, from its derived module, or derived anew."""
-    if not _lives(sublayer, edited):
+    """Return a sublayer's tensors by role, from its derived module, whose weights may have changed, or derived anew."""
+    if str(sublayer) not in edited._modules:
         return edited.weights().by_role(sublayer)
     layer = sublayer.layers[0]
     inside = f"{edited.family.layers}.{layer}."
@@ -120,11 +122,6 @@ def _values_of(sublayer: Sublayer, edited: EditedLayers, state: Tensors | None) 
         store = NamedTensors({inside + name.removeprefix(own): tensor for name, tensor in found.items()})
     weights = ModelWeights(store, edited.family, edited.family.head_dim(edited.config))
     return weights.by_role(Sublayer(sublayer.kind, (layer,), ranks=sublayer.ranks))
-
-
-def _lives(sublayer: Sublayer, edited: EditedLayers) -> bool:
-    """Tell whether it has a module, whose weights may have changed since it was derived."""
-    return str(sublayer) in edited._modules
 
 
 def _join(parts: list[Tensors], live: list[Tensors], name: str) -> Tensors:
