@@ -282,7 +282,7 @@ def inherit(folder: Path) -> Inherited:
         if path.stat().st_size > LARGEST_CARD:
             raise ValueError(f"the file has more than {LARGEST_CARD:,} bytes")
         match = _FRONT_MATTER.match(path.read_text(encoding="utf-8-sig"))
-        front = read_yaml(match[1]).value if match else None
+        front = read_yaml(match[1])[0] if match else None
         if not isinstance(front, dict | None):
             raise ValueError("it is no mapping")
     except (OSError, ValueError) as error:

@@ -231,7 +231,7 @@ def _pair(
             continue
         blocks = sorted(
             (one for one in names if re.fullmatch(rf"{re.escape(second)}(\.\d+)?\.weight", one)),
-            key=_numbers,
+            key=lambda one: [int(digits) for digits in re.findall(r"\d+", one)],
         )
         rank = store.shape(f"{prefix}{first}.weight")[0]
         parts = [store.shape(f"{prefix}{one}") for one in blocks]
@@ -251,10 +251,6 @@ def _pair(
             [f"{prefix}{one}" for one in biases if one in names],
         )
     return None
-
-
-def _numbers(name: str) -> list[int]:
-    return [int(one) for one in re.findall(r"\d+", name)]
 
 
 def add_ranks(

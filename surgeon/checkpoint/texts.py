@@ -377,10 +377,15 @@ def read_defaults(path_or_name: str | Path) -> Defaults:
     unapplied = _differences(found, _UNAPPLIED)
     if found.get("do_sample"):
         unapplied += _differences(found, _UNAPPLIED_DRAWING)
-    suppressed, at_first = (
-        _tokens(file, found, name) for name in ("suppress_tokens", "begin_suppress_tokens")
-    )
-    return Defaults(float(penalty), suppressed, at_first, unapplied, file.name)
+    lists = []
+    for name in ("suppress_tokens", "begin_suppress_tokens"):
+        tokens = found.get(name) or []
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise ValueError(
+                f"{file}: {name} must be a list of token ids, not {tokens!r:.60}; correct it there"
+            )
+        lists.append(tuple(tokens))
+    return Defaults(float(penalty), *lists, unapplied, file.name)
 
 
 def _differences(
@@ -390,12 +395,3 @@ def _differences(
     return tuple(
         (name, value) for name, value in values if value is not None and value not in neutral[name]
     )
-
-
-def _tokens(file: Path, found: dict[str, Any], name: str) -> tuple[int, ...]:
-    tokens = found.get(name) or []
-    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise ValueError(
-            f"{file}: {name} must be a list of token ids, not {tokens!r:.60}; correct it there"
-        )
-    return tuple(tokens)

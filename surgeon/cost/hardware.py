@@ -355,9 +355,7 @@ def parse_hardware(text: str) -> Hardware:
     Raises:
         YamlError: with the line, and what is wrong there.
     """
-    document = read_yaml(text)
-    value = document.value
-    lines = document.lines
+    value, lines = read_yaml(text)
     if isinstance(value, dict):
         value.pop("intervals", None)  # of figures in files of 0.2.0
     hardware = checked(Hardware, value, lines, messages=_MESSAGES)

@@ -21,7 +21,7 @@ from surgeon.checkpoint.codas import Coda, read_codas, write_codas
 from surgeon.checkpoint.config import CONFIG, open_stored
 from surgeon.checkpoint.forms import PROGRAM, Layout, lay_out
 from surgeon.checkpoint.load import load
-from surgeon.checkpoint.stored import Checkpoint, StoredModel, Wrapped, read_json
+from surgeon.checkpoint.stored import Checkpoint, StoredModel, read_json
 from surgeon.checkpoint.training import Training
 from surgeon.errors import NotProven
 from surgeon.exports.export import DTYPES, check_target, keep_tokenizer_class, plan_export, write_export
@@ -96,7 +96,10 @@ def export(
         if unstored(original.weights, stock.program, original.num_layers):
             original = replace(original, own=stock.program)  # layers lack what it does not run
         companions = _with_home(companions_of(source), model, tokenizer is not None)
-        around = original.wrapped or _around(model)
+        around = original.wrapped
+        home = _home_of(model)
+        if around is None and home is not None and wrapper_of(read_json(home / CONFIG)) is not None:
+            around = Checkpoint(home).wrapped  # of which the model was loaded as the text decoder
         plan = plan_export(original, stock.program, form, dtype, companions=companions, wrapped=around)
         alive = partial(logits_of, model)
         return write_export(plan, target, overwrite, alive=alive, training=training, complete=complete)
@@ -223,14 +226,6 @@ def _with_home(written: Companions, model: PreTrainedModel, has_tokenizer: bool)
             name: path for name, path in carried.items() if kind_of(name) is not FileKind.TOKENIZER
         }
     return replace(found, files=carried | written.files)
-
-
-def _around(model: PreTrainedModel) -> Wrapped | None:
-    """Return the wrapper of the text decoder that a model was loaded as, if any."""
-    home = _home_of(model)
-    if home is None or wrapper_of(read_json(home / CONFIG)) is None:
-        return None
-    return Checkpoint(home).wrapped
 
 
 def _home_of(model: PreTrainedModel) -> Path | None:

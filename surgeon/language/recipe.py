@@ -243,11 +243,9 @@ class DocumentReader:
     def __init__(self, text: str, source: str) -> None:
         self.source = source
         try:
-            read = read_yaml(text)
+            self.document, self.lines = read_yaml(text)
         except YamlError as error:
             raise self.error(error.line, error.problem) from error
-        self.document = read.value
-        self.lines = read.lines
 
     def error(self, line: int, message: str) -> ValueError:
         return ValueError(f"{self.source}:{line}: {message}")
@@ -340,31 +338,30 @@ class _RecipeReader(DocumentReader):
             raise self.error(
                 self.lines["model",], f"model must be a folder or a hub name, not {shown(model)}"
             )
+        operations = self.operations(document["operations"])
+        expect = document.get("expect")
+        if expect is None:
+            expected = Expect()
+        elif isinstance(expect, dict):
+            expected = self.validate(Expect, expect, ("expect",))
+        else:
+            raise self.error(
+                self.lines["expect",], "expect must be a mapping, as in expect: {effective_depth: 19}"
+            )
+        weights = document.get("weights")
+        match = _WEIGHTS.fullmatch(weights) if isinstance(weights, str) else None
+        if "weights" in document and match is None:
+            raise self.error(
+                self.lines["weights",],
+                f"weights must be sha256: and 64 digits of 0-9 and a-f, not {shown(weights)}; copy them from a "
+                "search's recipe or a checkpoint's surgeon.json, or remove the line",
+            )
         return Recipe(
             model=model,
-            operations=self.operations(document["operations"]),
-            expect=self._expect(document.get("expect")),
-            weights=self._weights(document["weights"]) if "weights" in document else None,
+            operations=operations,
+            expect=expected,
+            weights=None if match is None else match[1],
             source=self.source,
             expect_line=self.lines.get(("expect",), 0),
             weights_line=self.lines.get(("weights",), 0),
         )
-
-    def _weights(self, given: Any) -> str:
-        match = _WEIGHTS.fullmatch(given) if isinstance(given, str) else None
-        if match is None:
-            raise self.error(
-                self.lines["weights",],
-                f"weights must be sha256: and 64 digits of 0-9 and a-f, not {shown(given)}; copy them from a search's "
-                "recipe or a checkpoint's surgeon.json, or remove the line",
-            )
-        return match[1]
-
-    def _expect(self, given: Any) -> Expect:
-        if given is None:
-            return Expect()
-        if not isinstance(given, dict):
-            raise self.error(
-                self.lines["expect",], "expect must be a mapping, as in expect: {effective_depth: 19}"
-            )
-        return self.validate(Expect, given, ("expect",))

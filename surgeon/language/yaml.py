@@ -7,7 +7,6 @@ a document are checked by pydantic; what is wrong is named with its line, its va
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -43,26 +42,17 @@ class YamlError(ValueError):
         self.problem = problem
 
 
-@dataclass(frozen=True)
-class Document:
-    """A parsed text, with the line of each of its parts.
-
-    Attributes:
-        value: nothing, a text, a number, a date, or lists and mappings of these; nothing for an empty text.
-        lines: of every entry, by the keys and indices that lead to it; () is the whole document.
-    """
-
-    value: Any
-    lines: dict[Path, int]
-
-
 def line_of(path: Path, lines: Mapping[Path, int]) -> int:
     """The line of what a path leads to, or of the innermost thing on the way there that stands in the document."""
     return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
 
 
-def read_yaml(text: str) -> Document:
+def read_yaml(text: str) -> tuple[Any, dict[Path, int]]:
     """Read one document.
+
+    Returns:
+        Nothing, a text, a number, a date, or lists and mappings of these (nothing for an empty text); and the line of
+        every entry, by the keys and indices that lead to it; () is the whole document.
 
     Raises:
         YamlError: if it is no valid YAML, has a key twice, holds what is not supported, or is too large.
@@ -94,7 +84,7 @@ def read_yaml(text: str) -> Document:
     lines: dict[Path, int] = {(): 1}
     if node is not None:
         _note_lines(loader, node, (), lines)
-    return Document(value, lines)
+    return value, lines
 
 
 def _note_lines(loader: _Loader, node: yaml.Node, path: Path, lines: dict[Path, int]) -> None:
@@ -204,7 +194,7 @@ def checked(
 
     Args:
         kind: a model of pydantic's, or a dataclass whose annotations are for pydantic.
-        lines: as `Document` has them; `path` leads to this part.
+        lines: as of `read_yaml`; `path` leads to this part.
         messages: what is said of an error, by pydantic's type of it, or by that and the entry's name. They hold {name},
             {value}, what pydantic says ({problem}), what the part is ({within}), and of a {key} the {known} ones.
 

@@ -93,10 +93,7 @@ class VerifiedKeys:
         keys, values = self._layers[layer]
         first, end = unit_bounds(keys.shape[1], attention.piece)
         joined = _Joined(keys[:, first:end], values[:, first:end])
-        return arguments | {name: joined, "attention_mask": self._mask(layer, keys)}
-
-    def _mask(self, layer: int, keys: Tensor) -> Tensor:
-        """Mask both kinds of keys for each token, (1, 1, T, 2 T)."""
+        # Both kinds of keys for each token, (1, 1, T, 2 T).
         tokens = torch.arange(keys.shape[2], device=keys.device)
         own = tokens[:, None]
         other = tokens[None]
@@ -111,9 +108,9 @@ class VerifiedKeys:
             )
         in_flight = own // ROUND == other // ROUND
         mask = torch.cat([sees & ~in_flight, sees & in_flight], -1)[None, None]
-        if self._as_bools:
-            return mask
-        return torch.zeros_like(mask, dtype=keys.dtype).masked_fill(~mask, -torch.inf)
+        if not self._as_bools:
+            mask = torch.zeros_like(mask, dtype=keys.dtype).masked_fill(~mask, -torch.inf)
+        return arguments | {name: joined, "attention_mask": mask}
 
 
 class _Joined:

@@ -327,31 +327,22 @@ class ModulePlanner(TensorPlanner):
         apart = taken_apart(spec, lambda role: sublayer.rank(role) is not None)
         for packed_here in modules_of(spec).values():
             if packed_here[0] not in apart:
-                yield from self._quantised_tensors(sublayer, packed_here) or self._module(
-                    sublayer, packed_here
-                )
+                yield from self._module(sublayer, packed_here)
         yield from self.apart(sublayer, apart)
-
-    def _quantised_tensors(
-        self, sublayer: Sublayer, projections: list[Projection]
-    ) -> list[tuple[str, Compute]]:
-        """Return a quantised parameter that stays as it is stored; empty if there is none."""
-        like = projections[0]
-        layer, *others = sublayer.layers
-        stored = [
-            path for path in (like.weight, like.bias) if f"{self.prefix}{layer}.{path}" in self.source
-        ]
-        is_whole = sublayer.width in (None, self.weights.stored_width(sublayer.kind, layer))
-        if others or sublayer.piece is not None or not is_whole:
-            return []
-        if f"{self.prefix}{layer}.{like.weight}" not in self.source.quantised or not like.stacked:
-            return []
-        return [(path, self.as_stored(sublayer, path)) for path in stored]
 
     def _module(
         self, sublayer: Sublayer, projections: list[Projection]
     ) -> Iterator[tuple[str, Compute]]:
+        """Yield the tensors of a module; a whole layer's quantised parameter stays as it is stored."""
         like = projections[0]
+        layer, *others = sublayer.layers
+        is_whole = sublayer.width in (None, self.weights.stored_width(sublayer.kind, layer))
+        is_quantised = like.stacked and f"{self.prefix}{layer}.{like.weight}" in self.source.quantised
+        if is_quantised and is_whole and not others and sublayer.piece is None:
+            for path in (like.weight, like.bias):
+                if f"{self.prefix}{layer}.{path}" in self.source:
+                    yield path, self.as_stored(sublayer, path)
+            return
         each = self.weights.each_expert(sublayer) if like.stacked else None
         has_bias = self.weights.bias(each[0] if each else sublayer, like.role) is not None
         for path in (like.weight, like.bias) if has_bias else (like.weight,):
