@@ -24,7 +24,7 @@ from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.base import config_beside
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
 from surgeon.checkpoint.gguf import convert_gguf
-from surgeon.checkpoint.imported import translate_entries
+from surgeon.checkpoint.imported import text_entries, translate_entries
 from surgeon.checkpoint.stored import (
     PICKLE,
     PICKLES,
@@ -43,7 +43,6 @@ from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import Family, Unsupported, family_named, family_of
 from surgeon.models.families.fused import FUSED
 from surgeon.models.weights import Names
-from surgeon.models.wrappers import text_entries
 from surgeon.named import GGUF, HOW_TO_NAME, hub_name, is_gguf, model_name, on_disk
 
 DEMO = "demo"

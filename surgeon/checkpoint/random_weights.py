@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.imported import translate_entries
+from surgeon.checkpoint.imported import text_entries, translate_entries, wrapper_of
 from surgeon.checkpoint.stored import Checkpoint, StoredModel, Wrapped, read_json
 from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles
 from surgeon.errors import first_line
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights import Factors, ModelWeights, WeightMatrix
-from surgeon.models.wrappers import text_entries, wrapper_of
 
 SPREAD = 0.02  # the standard deviation of a matrix's numbers, and of those of the product of two factors
 

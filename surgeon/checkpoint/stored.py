@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.imported import translate_model
+from surgeon.checkpoint.imported import Prefixes, Wrapper, renamed, translate_model, wrapper_of
 from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles, blocks_of, parse_json
 from surgeon.checkpoint.training import fault_of_report
 from surgeon.language.program import Program
@@ -27,7 +27,6 @@ from surgeon.machine import gpu_with_room
 from surgeon.models.families import Family, family_of
 from surgeon.models.weights import ModelWeights
 from surgeon.models.weights.quantised import Quantised, quantised_matrices
-from surgeon.models.wrappers import Prefixes, Wrapper, renamed, wrapper_of
 
 TIED = "tie_word_embeddings"
 # Entries of a parsed configuration that are not of the decoder alone, or say how it was read.

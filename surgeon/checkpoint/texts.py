@@ -377,15 +377,15 @@ def read_defaults(path_or_name: str | Path) -> Defaults:
     unapplied = _differences(found, _UNAPPLIED)
     if found.get("do_sample"):
         unapplied += _differences(found, _UNAPPLIED_DRAWING)
-    lists = []
+    lists: dict[str, tuple[int, ...]] = {}
     for name in ("suppress_tokens", "begin_suppress_tokens"):
         tokens = found.get(name) or []
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise ValueError(
                 f"{file}: {name} must be a list of token ids, not {tokens!r:.60}; correct it there"
             )
-        lists.append(tuple(tokens))
-    return Defaults(float(penalty), *lists, unapplied, file.name)
+        lists[name] = tuple(tokens)
+    return Defaults(float(penalty), **lists, unapplied=unapplied, source=file.name)
 
 
 def _differences(

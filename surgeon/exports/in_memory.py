@@ -20,6 +20,7 @@ from surgeon.checkpoint.belongings import GENERATION, Companions, FileKind, comp
 from surgeon.checkpoint.codas import Coda, read_codas, write_codas
 from surgeon.checkpoint.config import CONFIG, open_stored
 from surgeon.checkpoint.forms import PROGRAM, Layout, lay_out
+from surgeon.checkpoint.imported import wrapper_of
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.stored import Checkpoint, StoredModel, read_json
 from surgeon.checkpoint.training import Training
@@ -33,7 +34,6 @@ from surgeon.models.families import family_of
 from surgeon.models.families.fused import FUSED
 from surgeon.models.weights import Tensors, unstored
 from surgeon.models.weights.quantised import PackedTensor
-from surgeon.models.wrappers import wrapper_of
 from surgeon.named import hub_name, on_disk
 from surgeon.opened import Model
 from surgeon.processes.files import scratch, write_json

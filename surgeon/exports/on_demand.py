@@ -26,10 +26,10 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from surgeon.checkpoint.forms.planning import joined
+from surgeon.checkpoint.imported import renamed
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.machine import in_order, usable_cores
 from surgeon.models.weights import take_experts_apart
-from surgeon.models.wrappers import renamed
 
 # Elements of a weight that are held in float32 at a time: they stay in the processor's cache.
 BLOCK = 1 << 20
