@@ -99,7 +99,7 @@ class Wrapper:
 
     @property
     def places(self) -> Prefixes:
-        """How paths begin in the wrapper, and in a causal language model."""
+        """Beginnings of paths in the wrapper, and in a causal language model."""
         return (f"{self.decoder}.", "model."), (f"{self.head}.", "lm_head.")
 
     def path_inside(self, path: str) -> str:

@@ -50,7 +50,7 @@ class Wrapped:
 
     @cached_property
     def prefixes(self) -> Prefixes:
-        """How the names of tensors begin in this folder, and in the text decoder alone."""
+        """Beginnings of names of tensors in this folder, and in the text decoder alone."""
         names = self.files.names()
         ways = (way for way in self.wrapper.names if any(name.startswith(way[0][0]) for name in names))
         return next(ways, self.wrapper.names[0])
