@@ -59,7 +59,9 @@ def unfused(model: str | Path | StoredModel) -> PreTrainedModel:
         )
     said = fused.to_dict()  # its attributes are those of single layers where these differ
     parts = [_parts_of(index, said, weights) for index in range(stored.num_layers)]
-    nodes: list[Step] = []  # of the stock model's program: the layers of each fused one read the same stream
+    nodes: list[
+        Step
+    ] = []  # of the stock model's program: the layers of each fused one read the same stream
     first = 0
     for part in parts:
         steps = [

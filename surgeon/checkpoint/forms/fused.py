@@ -80,7 +80,7 @@ class FusedPlanner(TensorPlanner):
                                 f"{path} of {self.family.name} cannot be stored in the fused form"
                             )
                 if sublayers:
-                    tensors = self._norms(kind, sublayers) | self._projections(kind, sublayers)
+                    tensors = self._tensors(kind, sublayers)
                 else:
                     tensors = {}
                 for path, compute in tensors.items():
@@ -107,8 +107,8 @@ class FusedPlanner(TensorPlanner):
             )
         return self.planned(name, lambda weights: weights.tensor(whole))
 
-    def _norms(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
-        """The norm before a sublayer, which does no more than norm where several lie side by side; and head norms."""
+    def _tensors(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
+        """Compute the projections, the norms of heads, and the norm before, which only norms in front of several."""
         spec = self.family.spec(kind)
         own = spec.stream_norms["norm"]
         written = FUSED_FAMILY.spec(kind).stream_norms["norm"]
@@ -121,11 +121,7 @@ class FusedPlanner(TensorPlanner):
             tensors[f"{written}.{part}"] = compute
         for path in spec.head_norm.paths.values():
             tensors[f"{path}.weight"] = partial(self._head_gains, sublayers, f"{path}.weight")
-        return tensors
-
-    def _projections(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
-        tensors: dict[str, Compute] = {}
-        for projection in self.family.spec(kind).projections:
+        for projection in spec.projections:
             path = PROJECTIONS[projection.role].path
             tensors[f"{path}.weight"] = partial(self._weight, sublayers, projection)
             if self.biases[projection.role]:

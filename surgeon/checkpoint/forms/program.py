@@ -132,7 +132,19 @@ class ProgramForm(Form):
         return self.shipped.entries(family.model_type) | runs | scaled
 
     def model_class(self, stored: StoredModel) -> Any:
-        return with_room(MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored)
+        stock: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)]
+        as_wide = all(one.width is None and one.experts is None for one in stored.program.sublayers())
+        gone = unstored(stored.weights, stored.program, stored.num_layers)
+        if as_wide and not gone and not stored.weights.has_factors():
+            return stock
+
+        # Whose models have the stored factors, narrower layers and fewer experts.
+        def build(model: Any, config: Any, *arguments: Any, **options: Any) -> None:
+            stock.__init__(model, config, *arguments, **options)
+            make_room(model, stored.weights, stored.program)
+            leave_out(model, stored.weights, stored.program)
+
+        return type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
 
     def serving(self, stored: StoredModel, serve: str) -> tuple[str, str]:
         name = serve.partition(" --")[0].removeprefix("vllm serve ")
@@ -237,21 +249,6 @@ def _mixture_row(family: Family) -> dict[str, Any] | None:
         "transposed": stacked[0].transposed,
         "turns": stacked[0].interleaved,
     }
-
-
-def with_room(stock: Any, stored: StoredModel) -> Any:
-    """Return a stock class whose models have the stored factors, narrower layers and fewer experts."""
-    as_wide = all(one.width is None and one.experts is None for one in stored.program.sublayers())
-    gone = unstored(stored.weights, stored.program, stored.num_layers)
-    if as_wide and not gone and not stored.weights.has_factors():
-        return stock
-
-    def build(model: Any, config: Any, *arguments: Any, **options: Any) -> None:
-        stock.__init__(model, config, *arguments, **options)
-        make_room(model, stored.weights, stored.program)
-        leave_out(model, stored.weights, stored.program)
-
-    return type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
 
 
 def _shares(family: Family, config: Any, path: str) -> list[int]:

@@ -23,14 +23,17 @@ Scale = Callable[[Any], float | None]  # of a config: a factor; None where the a
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor that a config has in an attribute, where 1 is none."""
+    """A factor, or its inverse, that a config has in an attribute, where 1 is none."""
 
     attribute: str
+    inverse: bool = False
 
     def __call__(self, config: Any) -> float | None:
         factor = float(getattr(config, self.attribute))
         if factor == 1:
             return None
+        if self.inverse:
+            return 1 / factor
         return factor
 
 
