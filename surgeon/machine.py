@@ -345,7 +345,10 @@ def gpus_in_turn(index: int, each: int = 1) -> dict[str, str]:
     if count < 2:
         return {}
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = given if len(given) == count else list(map(str, range(count)))
+    if len(given) == count:
+        names = given
+    else:
+        names = list(map(str, range(count)))
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(
             names[number % count] for number in range(index * each, (index + 1) * each)
@@ -358,5 +361,8 @@ def describe_gpu(device: torch.device) -> str:
     import torch
 
     count = torch.cuda.device_count()
-    beside = f", one of {count} GPUs" if count > 1 else ""
+    if count > 1:
+        beside = f", one of {count} GPUs"
+    else:
+        beside = ""
     return f"{device} ({torch.cuda.get_device_name(device)}){beside}"

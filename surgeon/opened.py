@@ -162,7 +162,10 @@ def open_model(name: str | Path | Model, weights: bool = True) -> Model:
             f"{name.name} was edited, and this takes models as they are stored; give its `model`, and its `program` "
             "where one is taken, or export it and give the folder"
         )
-    text = name.source if isinstance(name, Recipe) else str(name)
+    if isinstance(name, Recipe):
+        text = name.source
+    else:
+        text = str(name)
     if isinstance(name, Recipe) or is_recipe(text) or is_program(text):
         what = "a program" if is_program(text) else "a recipe"
         raise ValueError(

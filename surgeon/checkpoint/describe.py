@@ -97,7 +97,10 @@ class Surgery:
         said = self.training
         if said is None:
             return None
-        again = "" if "earlier" not in said else "; not for the first time"
+        if "earlier" not in said:
+            again = ""
+        else:
+            again = "; not for the first time"
         steps = plural(said["steps"], "step")
         tokens = plural(said["tokens"], "token")
         return f"{steps} on {tokens} of {said['data']}, {said['method']}{again}"

@@ -331,7 +331,10 @@ def translate_factors(
     ranks: dict[tuple[str, int], dict[str, int]] = {}
     for layer, names in inside.items():
         for path, (kind, role) in alone.items():
-            pair = None if f"{path}.weight" in names else _pair(f"{layers}{layer}.", path, names, store)
+            if f"{path}.weight" in names:
+                pair = None
+            else:
+                pair = _pair(f"{layers}{layer}.", path, names, store)
             if pair is None:
                 continue
             first, seconds, biases = pair

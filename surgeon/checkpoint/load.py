@@ -122,7 +122,10 @@ class _Unread:
         self.packed = packed
 
     def __getitem__(self, everything: Any) -> Tensor:
-        matrix = self.checkpoint.quantised.get(self.name) if self.packed else None
+        if self.packed:
+            matrix = self.checkpoint.quantised.get(self.name)
+        else:
+            matrix = None
         if matrix is not None and len(matrix.shape) == 2:  # others are stacked, and used in parts
             return PackedTensor.of(matrix)
         return self.checkpoint.tensor(self.name)[everything]

@@ -248,7 +248,10 @@ class Checkpoint(TensorFiles):
             if (self.folder / name).exists():
                 return name
         pickled = sorted(path.name for path in self.folder.iterdir() if path.suffix.lower() in PICKLES)
-        found = f" ({pickled[0]} is {PICKLE}: {UNPICKLE})" if pickled else ""
+        if pickled:
+            found = f" ({pickled[0]} is {PICKLE}: {UNPICKLE})"
+        else:
+            found = ""
         raise FileNotFoundError(
             f"{self.folder} has no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read{found}"
         )

@@ -225,19 +225,22 @@ def parse_recipe(text: str, source: str = "recipe") -> Recipe:
         raise reader.error(
             reader.lines["expect",], "expect must be a mapping, as in expect: {effective_depth: 19}"
         )
-    weights = document.get("weights")
-    match = _WEIGHTS.fullmatch(weights) if isinstance(weights, str) else None
-    if "weights" in document and match is None:
-        raise reader.error(
-            reader.lines["weights",],
-            f"weights must be sha256: and 64 digits of 0-9 and a-f, not {shown(weights)}; copy them from a "
-            "search's recipe or a checkpoint's surgeon.json, or remove the line",
-        )
+    weights = None
+    if "weights" in document:
+        given = document["weights"]
+        match = _WEIGHTS.fullmatch(given) if isinstance(given, str) else None
+        if match is None:
+            raise reader.error(
+                reader.lines["weights",],
+                f"weights must be sha256: and 64 digits of 0-9 and a-f, not {shown(given)}; copy them from a search's "
+                "recipe or a checkpoint's surgeon.json, or remove the line",
+            )
+        weights = match[1]
     return Recipe(
         model=model,
         operations=operations,
         expect=expected,
-        weights=None if match is None else match[1],
+        weights=weights,
         source=source,
         expect_line=reader.lines.get(("expect",), 0),
         weights_line=reader.lines.get(("weights",), 0),

@@ -62,7 +62,10 @@ def read_yaml(text: str) -> tuple[Any, dict[Path, int]]:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        value = None if node is None else loader.construct_document(node)
+        if node is None:
+            value = None
+        else:
+            value = loader.construct_document(node)
     except YamlError:
         raise
     except yaml.reader.ReaderError as error:
@@ -222,12 +225,14 @@ def checked(
             message = "{within}{problem}"
         else:
             message = messages.get(f"{type_} {name}") or messages.get(type_, OTHERWISE)
+        key = known = ""
+        if type_ in UNKNOWN:
+            key = shown((there if len(there) == len(loc) else loc)[-1])
+            known = did_you_mean(str(loc[-1]), _entries(kind, first["loc"][:-1]))
         problem = message.format(
             name=name,
-            key=shown((there if len(there) == len(loc) else loc)[-1]) if type_ in UNKNOWN else "",
-            known=did_you_mean(str(loc[-1]), _entries(kind, first["loc"][:-1]))
-            if type_ in UNKNOWN
-            else "",
+            key=key,
+            known=known,
             value=shown(first["input"]),
             problem=first.get("ctx", {}).get("error", first["msg"]),
             within=f"{path[-1]}: " if path else "",

@@ -128,7 +128,10 @@ class ProgramForm(Form):
             return self.shipped.entries(wrapper.model_type, around=True) | runs
         scale = family.scales.logits(config)
         # By this name vLLM's transformers backend, which has a head of its own, knows it.
-        scaled = {} if scale is None else {"logit_scale": scale}
+        if scale is None:
+            scaled = {}
+        else:
+            scaled = {"logit_scale": scale}
         return self.shipped.entries(family.model_type) | runs | scaled
 
     def model_class(self, stored: StoredModel) -> Any:

@@ -361,7 +361,10 @@ class Family:
         shapes = {}
         for projection in (*attention.projections, *mlp.projections):
             divided = units[projection.unit] * self.unit_width(config, projection.unit)
-            shapes[projection.role] = (divided, hidden) if projection.reads_stream else (hidden, divided)
+            if projection.reads_stream:
+                shapes[projection.role] = (divided, hidden)
+            else:
+                shapes[projection.role] = (hidden, divided)
         counts = {ATTENTION: units["kv_heads"], FEED_FORWARD: units["neurons"]}
         if attention.kept is not None:
             del counts[ATTENTION]

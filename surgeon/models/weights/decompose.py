@@ -229,7 +229,10 @@ def _left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
         return left, values
     # By eigenvectors of W W' or W'W, whichever is smaller; of W'W those that are no rounding.
     tall = len(matrix) > matrix.shape[1]
-    lines = matrix if tall else matrix.T
+    if tall:
+        lines = matrix
+    else:
+        lines = matrix.T
     width = lines.shape[1]
     products = lines.new_zeros(width, width, dtype=torch.float64)
     for _, block in _blocks(lines):

@@ -63,8 +63,9 @@ class Untold:
     """
 
     def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
-        source = Magnitude() if kind == ATTENTION else RandomUnits()
-        return source.order(kind, layer, weights)
+        if kind == ATTENTION:
+            return Magnitude().order(kind, layer, weights)
+        return RandomUnits().order(kind, layer, weights)
 
 
 @dataclass(frozen=True)
