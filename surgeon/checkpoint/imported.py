@@ -205,13 +205,13 @@ def translate_entries(entries: Entries) -> tuple[Entries, dict[int, int]]:
         )
     family = FAMILIES[entries["model_type"]]
     heads = int(entries["num_attention_heads"])
-    attentions = [_heads(one, heads, layer) for layer, one in enumerate(blocks)]
-    neurons = [_neurons(one, entries, layer) for layer, one in enumerate(blocks)]
-    kv_heads = max((kv for own, kv in filter(None, attentions) if own == heads), default=heads)
-    widest = max(filter(None, neurons), default=0)
+    sizes_of = [_sizes(one, entries, layer) for layer, one in enumerate(blocks)]
+    attentions = [attention for attention, _ in sizes_of if attention is not None]
+    kv_heads = max((kv for own, kv in attentions if own == heads), default=heads)
+    widest = max((width for _, width in sizes_of if width is not None), default=0)
     nodes = []
     repeats = {}
-    for layer, (attention, width) in enumerate(zip(attentions, neurons, strict=True)):
+    for layer, (attention, width) in enumerate(sizes_of):
         if attention is not None:
             groups, repeats[layer] = _groups(attention, (heads, kv_heads), layer)
             nodes.append(Sublayer(ATTENTION, (layer,), width=None if groups == kv_heads else groups))
@@ -267,13 +267,23 @@ def _part(block: Entries, name: str, layer: int) -> Entries | None:
     return found
 
 
-def _heads(block: Entries, heads: int, layer: int) -> tuple[int, int] | None:
-    """Return a layer's heads and KV heads; None if it has no attention."""
-    part = _part(block, "attention", layer)
-    if part is None:
-        return None
-    own = int(part.get("num_attention_heads") or heads)
-    return own, int(part.get("num_key_value_heads") or own // int(part.get("n_heads_in_group") or 1))
+def _sizes(block: Entries, entries: Entries, layer: int) -> tuple[tuple[int, int] | None, int | None]:
+    """Return a layer's heads and KV heads, None without attention; and its neurons, None without an MLP."""
+    heads = None
+    if (part := _part(block, "attention", layer)) is not None:
+        own = int(part.get("num_attention_heads") or entries["num_attention_heads"])
+        shared = part.get("num_key_value_heads") or own // int(part.get("n_heads_in_group") or 1)
+        heads = own, int(shared)
+    if (part := _part(block, "ffn", layer)) is None:
+        return heads, None
+    if part.get("intermediate_size"):
+        neurons = int(part["intermediate_size"])
+    elif part.get("ffn_mult"):
+        wide = int(2 * float(part["ffn_mult"]) * int(entries["hidden_size"]) / 3)
+        neurons = -(-wide // _ROUNDED_TO) * _ROUNDED_TO
+    else:
+        neurons = int(entries["intermediate_size"])
+    return heads, neurons
 
 
 def _groups(attention: tuple[int, int], most: tuple[int, int], layer: int) -> tuple[int, int]:
@@ -286,18 +296,6 @@ def _groups(attention: tuple[int, int], most: tuple[int, int], layer: int) -> tu
             "no program can say"
         )
     return kv * times, times
-
-
-def _neurons(block: Entries, entries: Entries, layer: int) -> int | None:
-    part = _part(block, "ffn", layer)
-    if part is None:
-        return None
-    if part.get("intermediate_size"):
-        return int(part["intermediate_size"])
-    if not part.get("ffn_mult"):
-        return int(entries["intermediate_size"])
-    neurons = int(2 * float(part["ffn_mult"]) * int(entries["hidden_size"]) / 3)
-    return -(-neurons // _ROUNDED_TO) * _ROUNDED_TO
 
 
 def repeat_heads(head_dim: int, times: int, tensors: list[Tensor]) -> Tensor:

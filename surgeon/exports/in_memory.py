@@ -95,9 +95,9 @@ def export(
         original = Model.of(Checkpoint(source), name)
         if unstored(original.weights, stock.program, original.num_layers):
             original = replace(original, own=stock.program)  # layers lack what it does not run
-        companions = _with_home(companions_of(source), model, tokenizer is not None)
-        around = original.wrapped
         home = _home_of(model)
+        companions = _with_home(companions_of(source), home, model, tokenizer is not None)
+        around = original.wrapped
         if around is None and home is not None and wrapper_of(read_json(home / CONFIG)) is not None:
             around = Checkpoint(home).wrapped  # of which the model was loaded as the text decoder
         plan = plan_export(original, stock.program, form, dtype, companions=companions, wrapped=around)
@@ -197,9 +197,10 @@ def _numbers_of(model: PreTrainedModel) -> Tensors:
     return state | packed
 
 
-def _with_home(written: Companions, model: PreTrainedModel, has_tokenizer: bool) -> Companions:
+def _with_home(
+    written: Companions, home: Path | None, model: PreTrainedModel, has_tokenizer: bool
+) -> Companions:
     """Join the files written of a model and those of the folder that it was loaded from."""
-    home = _home_of(model)
     if home is None:
         if model.name_or_path and not has_tokenizer:
             warnings.warn(
