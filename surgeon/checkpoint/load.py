@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,13 +114,13 @@ def from_files(
     return made
 
 
+@dataclass(frozen=True, eq=False)
 class _Unread:
     """A tensor that `transformers` reads by indexing it with `...`, when it has a place for it."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, packed: bool) -> None:
-        self.checkpoint = checkpoint
-        self.name = name
-        self.packed = packed
+    checkpoint: Checkpoint
+    name: str
+    packed: bool
 
     def __getitem__(self, everything: Any) -> Tensor:
         if self.packed:

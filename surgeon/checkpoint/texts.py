@@ -247,6 +247,7 @@ def _alike(first: str, second: str) -> int:
     )
 
 
+@dataclass
 class StopTexts:
     """Finds the first of some texts in another that comes in pieces, and keeps back a possible start of one.
 
@@ -254,23 +255,22 @@ class StopTexts:
         found: whether one has come.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.found = False
-        self._stops = tuple(stops)
-        self._kept = ""
+    stops: Sequence[str]
+    found: bool = False
+    _kept: str = ""
 
     def add(self, piece: str) -> str:
         """Return the text that can be shown after one more piece: nothing from a (possible) stop text on."""
         if self.found:
             return ""
         text = self._kept + piece
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        places = [place for stop in self.stops if (place := text.find(stop)) >= 0]
         if places:
             self.found = True
             self._kept = ""
             return text[: min(places)]
         begun = (
-            stop[:length] for stop in self._stops for length in range(1, min(len(stop), len(text) + 1))
+            stop[:length] for stop in self.stops for length in range(1, min(len(stop), len(text) + 1))
         )
         self._kept = max((start for start in begun if text.endswith(start)), key=len, default="")
         return text.removesuffix(self._kept)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,11 +114,12 @@ class VerifiedKeys:
         return arguments | {name: joined, "attention_mask": mask}
 
 
+@dataclass(frozen=True, eq=False)
 class _Joined:
     """Stands for a cache in one call of an attention, whose keys and values come behind the original's."""
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self._before = keys, values
+    keys: Tensor
+    values: Tensor
 
     def get_seq_length(self, *_: Any) -> int:
         """Count the tokens before those that are computed."""
@@ -125,7 +127,7 @@ class _Joined:
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Both kinds, (B, K, 2 T, width)."""
-        before = (one.to(keys.device, keys.dtype) for one in self._before)
+        before = (one.to(keys.device, keys.dtype) for one in (self.keys, self.values))
         joined_keys, joined_values = (
             torch.cat(both, 2) for both in zip(before, (keys, values), strict=True)
         )

@@ -50,13 +50,12 @@ def dense(tensor: Any) -> Tensor:
     return found
 
 
+@dataclass(eq=False)
 class NamedTensors(Store):
     """Tensors that are given, by their names."""
 
     where = "the state dict"
-
-    def __init__(self, tensors: Tensors) -> None:
-        self.tensors = tensors
+    tensors: Tensors
 
     def names(self) -> Iterable[str]:
         return self.tensors
@@ -70,18 +69,17 @@ class NamedTensors(Store):
         return self.tensors[name]
 
 
+@dataclass(eq=False)
 class ModuleStore(Store):
     """The parameters of a module in memory, or wherever `accelerate` has put them.
 
-    Args:
+    Attributes:
         prefix: of all names, before the module's own.
     """
 
     where = "the model"
-
-    def __init__(self, module: nn.Module, prefix: str = "") -> None:
-        self.module = module
-        self.prefix = prefix
+    module: nn.Module
+    prefix: str = ""
 
     def names(self) -> Iterable[str]:
         return [
