@@ -23,9 +23,8 @@ from surgeon.checkpoint.load import from_files
 from surgeon.checkpoint.stored import Checkpoint
 from surgeon.errors import NotProven
 from surgeon.exports.export import plan_export, staged, write_export
-from surgeon.exports.in_memory import export, logits_of
+from surgeon.exports.in_memory import export, logits_of, stock_model
 from surgeon.exports.prove import EXACT_TOLERANCE, WRITTEN_TOLERANCE, Proof, Reference, random_tokens
-from surgeon.exports.stock import stock_model
 from surgeon.language.sublayer import KINDS
 from surgeon.models.families import Family, family_of
 from surgeon.models.lora import LoraConfig, LoraLayer, PeftModel, get_peft_model_state_dict
