@@ -147,7 +147,10 @@ class ExportPlan:
             yield f"all {len(kept)} matrices stored as {schemes} stay so, bit for bit"
             return
         stored = str(computed[0].dtype).removeprefix("torch.")
-        left = f"the other {len(kept)} stay so" if kept else "none stays so"
+        if kept:
+            left = f"the other {len(kept)} stay so"
+        else:
+            left = "none stays so"
         made = f"{len(computed)} matrices made of those stored as {schemes}"
         yield f"{made} are dequantised, and stored in {stored}; {left}"
 
