@@ -103,7 +103,9 @@ def hub_name(text: str) -> HubName | None:
         if found is None:
             return None
         return HubName(*found.group(1, 3, 2))
-    parts = [] if site is None else re.split("[?#]", text[site.end() :])[0].strip("/").split("/")
+    parts: list[str] = []
+    if site is not None:
+        parts = re.split("[?#]", text[site.end() :])[0].strip("/").split("/")
     typed = "/".join(parts)
     inside = False
     if len(parts) > 3 and parts[2] in _OF_REVISION:

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surgeon.checkpoint.belongings import GGUF_RECORD
-from surgeon.checkpoint.config import open_stored, read_config_only
+from surgeon.checkpoint.config import CONFIG, locate, open_stored, read_config_only
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import load
-from surgeon.checkpoint.locate import CONFIG, locate
-from surgeon.checkpoint.read import Checkpoint, read_json
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import Checkpoint, StoredModel, read_json
 from surgeon.errors import did_you_mean, shown
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
@@ -164,7 +162,10 @@ def open_model(name: str | Path | Model, weights: bool = True) -> Model:
             f"{name.name} was edited, and this takes models as they are stored; give its `model`, and its `program` "
             "where one is taken, or export it and give the folder"
         )
-    text = name.source if isinstance(name, Recipe) else str(name)
+    if isinstance(name, Recipe):
+        text = name.source
+    else:
+        text = str(name)
     if isinstance(name, Recipe) or is_recipe(text) or is_program(text):
         what = "a program" if is_program(text) else "a recipe"
         raise ValueError(

@@ -22,7 +22,7 @@ from zlib import crc32
 import pytest
 from hypothesis import settings
 
-from surgeon.threads import wait_asleep
+from surgeon.machine import wait_asleep
 from tests import warm
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ def test_a_model_is_opened_without_its_weights(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "surgeon.checkpoint.read.Checkpoint.tensor", lambda *_: pytest.fail("weights were read")
+        "surgeon.checkpoint.stored.Checkpoint.tensor", lambda *_: pytest.fail("weights were read")
     )
     model = surgeon.open(tiny_checkpoint)
     assert (model.num_layers, model.family.name, str(model.form)) == (4, "Llama", "plain")

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 import surgeon
-from surgeon.checkpoint.config import read_config_only
+from surgeon.checkpoint.config import locate, read_config_only
 from surgeon.checkpoint.describe import describe
-from surgeon.checkpoint.locate import locate
 from surgeon.cost.hardware import load_hardware
 from surgeon.language.recipe import read_recipe
 from surgeon.named import (

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.commands import make_parser
 from scripts.markdown import format_table
 from surgeon.checkpoint.config import open_stored
-from surgeon.memory import parse_size
+from surgeon.machine import parse_size
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import choose_cache

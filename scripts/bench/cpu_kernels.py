@@ -23,8 +23,7 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from surgeon.memory import use_huge_pages
-from surgeon.threads import wait_asleep
+from surgeon.machine import use_huge_pages, wait_asleep
 
 wait_asleep()  # as ranks do, before torch is imported
 use_huge_pages()

@@ -19,10 +19,10 @@ from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.demo import demo_model
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.language.program import Program
+from surgeon.machine import threads_per_rank
 from surgeon.processes.files import write_text
 from surgeon.provenance import versions
 from surgeon.quality.data import DEMO, load_windows
-from surgeon.threads import threads_per_rank
 
 RANKS = 2
 LAYERS = 24  # of the random model

@@ -34,8 +34,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.commands import add_defaults, make_parser
-from surgeon.memory import use_huge_pages
-from surgeon.threads import wait_asleep
+from surgeon.machine import use_huge_pages, wait_asleep
 
 AS_FOUND = dict(os.environ)  # which vLLM gets
 wait_asleep()  # as ranks do, before torch is imported: rooflines are measured in this process

@@ -30,7 +30,7 @@ from scripts.bench.goals import MISSED, missed, run_surgeon
 from scripts.bench.large_model import make_model
 from scripts.commands import make_parser
 from scripts.markdown import print_table, spread
-from surgeon.memory import parse_size, show_size
+from surgeon.machine import parse_size, show_size
 from surgeon.processes.files import sync_tree
 
 PEAK_LIMIT = parse_size("1500MB")

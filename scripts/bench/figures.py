@@ -39,9 +39,9 @@ from scripts.bench.goals import MISSED, missed_in
 from scripts.bench.tables import worse
 from scripts.commands import make_parser
 from scripts.vllm.engine import vllm_python
+from surgeon.machine import usable_cores
 from surgeon.processes.files import write_text
 from surgeon.provenance import versions
-from surgeon.threads import usable_cores
 
 PROJECT = Path(__file__).resolve().parents[2]
 MEASURED = PROJECT / "docs" / "measured"

@@ -27,7 +27,7 @@ from scripts.bench.goals import MISSED, missed
 from scripts.bench.large_model import make_model
 from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table
-from surgeon.memory import show_size
+from surgeon.machine import show_size
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.worker.options import RankOptions

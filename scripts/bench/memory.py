@@ -28,7 +28,7 @@ from scripts.bench.goals import MISSED, missed, run_surgeon
 from scripts.bench.large_model import make_model
 from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table
-from surgeon.memory import parse_size, show_size
+from surgeon.machine import parse_size, show_size
 
 TOLERANCE = 1e-4
 SHARD_BYTES = 500_000_000

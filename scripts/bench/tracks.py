@@ -40,12 +40,12 @@ from surgeon.benchmarks.measure import RankBench, Result, bench_record, bench_ta
 from surgeon.cost.workload import Workload
 from surgeon.language.operations import tracks
 from surgeon.language.program import Program
+from surgeon.machine import threads_per_rank, usable_cores
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.threads import threads_per_rank, usable_cores
 from surgeon.training.scratch.tracks import count_parameters, narrow, track_program
 
 LAYERS = 16

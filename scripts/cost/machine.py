@@ -46,12 +46,12 @@ from surgeon.demo import MODEL_FOLDER
 from surgeon.findings.drawing import scale
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.language.program import Program
+from surgeon.machine import threads_per_rank
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.threads import threads_per_rank
 
 MODELS = ("demo", "random")
 LINKS = ("none", "0.2ms", "1ms", "10MB/s")

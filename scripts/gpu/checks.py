@@ -42,9 +42,9 @@ from surgeon.benchmarks.measure import Needs, RankBench, bench_table
 from surgeon.commands.app import main as surgeon_command
 from surgeon.cost.workload import Workload
 from surgeon.demo import demo_model
-from surgeon.gpus import avoid_cudnn_attention
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
+from surgeon.machine import avoid_cudnn_attention
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.kernels.build import SWITCH
 from surgeon.runtime.plan.checks import make_plan

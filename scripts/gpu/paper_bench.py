@@ -22,7 +22,7 @@ from surgeon.checkpoint.stored import StoredModel
 from surgeon.cost.plans import USABLE, activation_bytes
 from surgeon.errors import first_line
 from surgeon.language.program import Program
-from surgeon.memory import free_bytes, show_size
+from surgeon.machine import free_bytes, show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Plan, Ways

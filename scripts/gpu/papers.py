@@ -43,9 +43,9 @@ from scripts.gpu import paper_racks
 from scripts.gpu.paper_bench import Settings, Shared, measure
 from scripts.gpu.paper_specs import Measured, Place, Row, Spec
 from scripts.markdown import format_row
-from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.stored import read_json
 from surgeon.errors import first_line
-from surgeon.gpus import describe_gpu
+from surgeon.machine import describe_gpu
 from surgeon.processes.files import finite, make_folder, write_json, write_table, write_text
 from surgeon.processes.rendezvous import rendezvous_at
 from surgeon.processes.torchrun import TorchrunEnvironment, read_environment

@@ -40,8 +40,7 @@ from scripts.commands import Said, make_parser
 from scripts.gpu.checks import MODELS, checks
 from scripts.gpu.sides import Check, Judgement, Setup, Side
 from scripts.gpu.speeds import MEMORY, SPEEDS, speed_rows
-from surgeon.gpus import describe_gpu
-from surgeon.memory import show_size
+from surgeon.machine import describe_gpu, show_size
 from surgeon.provenance import versions
 
 LIMIT_SECONDS = 570.0  # for everything

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import surgeon
 from scripts.gpu.sides import Judge, Setup, Side, judge_error
-from surgeon.gpus import avoid_cudnn_attention
+from surgeon.machine import avoid_cudnn_attention
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.comm.collectives import Alone

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, Stopp
 
 from scripts.gpu.sides import Setup
 from scripts.vllm.engine import CELLS, decode_rates
-from surgeon.gpus import avoid_cudnn_attention
 from surgeon.language.operations import pair
 from surgeon.language.program import Program
+from surgeon.machine import avoid_cudnn_attention
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import PASS_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Alone

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for scripts and 
 from scripts.commands import make_parser
 from scripts.vllm.checkpoints import NARROWEST, Case, cases_of, random_source, with_wide_heads
 from scripts.vllm.engine import PROJECT, require_plugin, vllm_environment
-from surgeon.checkpoint.locate import locate
+from surgeon.checkpoint.config import locate
 from surgeon.errors import did_you_mean
 from surgeon.models.families import FAMILIES
 

@@ -38,7 +38,7 @@ from surgeon.analysis.factors.program_run import EXPERTS, ProgramRun, matrices_i
 from surgeon.language.operations.width import USUAL, Criterion
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
-from surgeon.memory import stay_below
+from surgeon.machine import stay_below
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
 from surgeon.models.routing import Routing, route

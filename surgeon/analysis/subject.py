@@ -11,8 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.load import load, load_streamed
-from surgeon.gpus import gpu_with_room
-from surgeon.memory import available_bytes, parse_size, show_size
+from surgeon.machine import available_bytes, gpu_with_room, parse_size, show_size
 from surgeon.opened import Model, open_model
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, default_data, load_windows, window_for
 

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import REPORT_FILE, Checkpoint
 from surgeon.errors import first_line, shown
 from surgeon.language.yaml import read_yaml
 from surgeon.words import first_few
@@ -23,7 +23,6 @@ from surgeon.words import first_few
 GENERATION = "generation_config.json"
 # The GGUF file that a folder was made of (name, SHA-256, types), and the folder's files.
 GGUF_RECORD = "gguf.json"
-REPORT_FILE = "surgeon.json"  # in which a checkpoint says what it was made of
 CODAS = "codas"  # where racks' codas lie (see codas.py)
 TEMPLATES = "additional_chat_templates"  # where transformers puts all chat templates but the default one
 
@@ -283,7 +282,7 @@ def inherit(folder: Path) -> Inherited:
         if path.stat().st_size > LARGEST_CARD:
             raise ValueError(f"the file has more than {LARGEST_CARD:,} bytes")
         match = _FRONT_MATTER.match(path.read_text(encoding="utf-8-sig"))
-        front = read_yaml(match[1]).value if match else None
+        front = read_yaml(match[1])[0] if match else None
         if not isinstance(front, dict | None):
             raise ValueError("it is no mapping")
     except (OSError, ValueError) as error:

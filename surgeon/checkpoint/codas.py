@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from surgeon.checkpoint.belongings import CODAS
-from surgeon.checkpoint.read import Checkpoint, read_json
+from surgeon.checkpoint.stored import Checkpoint, read_json
 from surgeon.checkpoint.tensor_file import read_header
 from surgeon.errors import first_line, shown
 from surgeon.language.program import Program

@@ -1,33 +1,55 @@
-"""config.json as `transformers` reads it, checked against the tensors of its checkpoint, if there are any."""
+"""Finding a model, and its config.json as `transformers` reads it, checked against the tensors if there are any.
+
+A model lies in a folder, in the hub's cache, or in ours, for GGUF files; without a network nothing is retried.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from transformers import CONFIG_MAPPING
 
-from surgeon.checkpoint.belongings import REPORT_FILE
+from surgeon.checkpoint.belongings import patterns_for_the_hub
 from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.base import config_beside
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
-from surgeon.checkpoint.imported import translate_entries
-from surgeon.checkpoint.locate import CONFIG, find_config, locate
-from surgeon.checkpoint.read import QUANTIZATION, Checkpoint, read_json
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.gguf import convert_gguf
+from surgeon.checkpoint.imported import text_entries, translate_entries
+from surgeon.checkpoint.stored import (
+    PICKLE,
+    PICKLES,
+    QUANTIZATION,
+    REPORT_FILE,
+    UNPICKLE,
+    Checkpoint,
+    StoredModel,
+    read_json,
+)
 from surgeon.checkpoint.training import is_no_source
+from surgeon.demo import demo_model
 from surgeon.errors import shown
 from surgeon.language.program import Program
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import Family, Unsupported, family_named, family_of
 from surgeon.models.families.fused import FUSED
 from surgeon.models.weights import Names
-from surgeon.models.wrappers import text_entries
-from surgeon.named import model_name
+from surgeon.named import GGUF, HOW_TO_NAME, hub_name, is_gguf, model_name, on_disk
 
+DEMO = "demo"
+CONFIG = "config.json"
+# Of a model on the hub: what it consists of, what goes on with it, and code that a configuration may name.
+WANTED = ("*.json", "*.safetensors", "README.md", "*.py", *patterns_for_the_hub())
+SECONDS = 5.0  # that a connection may take
 MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
 _OF_LAYERS_THAT_DIFFER = "transformers.integrations.heterogeneity.configuration_utils"  # a logger
 
@@ -40,6 +62,121 @@ logging.getLogger(_OF_LAYERS_THAT_DIFFER).addFilter(
         )
     )
 )
+
+
+@contextmanager
+def fetching(name: str, what: str, advice: str) -> Iterator[None]:
+    """Fetch something of a hub model in the block; whatever goes wrong is FileNotFoundError, ending in `advice`."""
+    try:
+        with without_retries():
+            yield
+    except Exception as error:
+        raise FileNotFoundError(
+            f"{name} is no folder here, and {what}could not be fetched from the hub ({type(error).__name__}); {advice}"
+        ) from error
+
+
+@contextmanager
+def without_retries() -> Iterator[None]:
+    """Work as under HF_HUB_OFFLINE=1 if the hub cannot be reached.
+
+    Its libraries would try for half a minute, for every file, before they look into their cache.
+    """
+    import datasets
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or hub_answers(constants.ENDPOINT):
+        yield
+        return
+    before = datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = False
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def hub_answers(address: str) -> bool:
+    """Tell whether the address accepts connections; behind a proxy it may."""
+    url = urlsplit(address)
+    if url.scheme in getproxies() or url.hostname is None:
+        return True
+    try:
+        socket.create_connection(
+            (url.hostname, url.port or (80 if url.scheme == "http" else 443)), SECONDS
+        ).close()
+    except OSError:
+        return False
+    return True
+
+
+def locate(path_or_name: str | Path) -> Path:
+    """Return the folder of a model: itself, "demo" for the one that ships with surgeon, or a hub name's download.
+
+    A GGUF file, here or on the hub, is converted into a folder (`convert_gguf`). Without a model it is
+    FileNotFoundError.
+    """
+    if not isinstance(path_or_name, str | Path):
+        raise ValueError(
+            f"a model is given by its folder or its name on the hub, not by {type(path_or_name).__name__} "
+            f"{shown(path_or_name)}"
+        )
+    name = str(path_or_name)
+    there = on_disk(path_or_name)
+    if there is not None:
+        if there.suffix.lower() == GGUF and not there.is_dir():
+            return convert_gguf(there)
+        if not there.is_dir():
+            pickled = there.suffix.lower() in PICKLES
+            raise FileNotFoundError(
+                f"{there} is {PICKLE if pickled else 'a file'}; a model is a folder with config.json and *.safetensors"
+                f"{f' ({UNPICKLE})' if pickled else ''}"
+            )
+        return there
+    if name == DEMO:
+        return demo_model()
+    if (named := hub_name(name)) is None:
+        raise FileNotFoundError(f"there is no model folder {name}; {HOW_TO_NAME}")
+    with fetching(
+        str(named), "", "check the name and the connection, or give the path of a local folder"
+    ):
+        from huggingface_hub import snapshot_download
+
+        wanted = [*WANTED]
+        if named.file is not None:
+            wanted = [re.sub(r"-\d{5}(-of-\d{5}\.)", r"-*\1", named.file)]  # all parts of a split one
+        folder = Path(
+            snapshot_download(named.repository, revision=named.revision, allow_patterns=wanted)
+        )
+    if named.file is None:
+        return folder
+    if not (folder / named.file).is_file():
+        raise FileNotFoundError(
+            f"{named.repository} has no file {named.file} on the hub; look up what its files are called"
+        )
+    return locate(folder / named.file)
+
+
+def find_config(what: str | Path) -> Path:
+    """Return the config.json of a model: its folder or itself, demo, or a hub name, of which only it is fetched."""
+    name = str(what)
+    there = on_disk(what)
+    if is_gguf(what):  # which is one file with all that there is
+        return locate(what) / CONFIG
+    if there is not None and not there.is_dir():
+        if there.suffix.lower() != ".json":
+            raise FileNotFoundError(
+                f"{there} is no {CONFIG}; give one, a folder with one, a name on the hub, or a recipe"
+            )
+        return there
+    if there is not None or name == DEMO or (named := hub_name(name)) is None:
+        return locate(what) / CONFIG
+    advice = "check the name and the connection, or give the path of a config.json"
+    with fetching(str(named), "its configuration ", advice):
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(named.repository, CONFIG, revision=named.revision))
 
 
 def open_stored(what: str | Path | Checkpoint | StoredModel) -> StoredModel:
@@ -76,7 +213,14 @@ def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
         )
     family = family_named(name)
     program = _program_in(entries, path)
-    _check_widths(checkpoint)
+    if WIDTHS_KEY in entries and not form_of(checkpoint).widths_differ:  # where no class builds them
+        able = " or ".join(form.name for form in FORMS.values() if form.widths_differ)
+        raise ValueError(
+            f"{path} has layers of different widths ({WIDTHS_KEY}), which only the {able} form has "
+            f"(model_type {FUSED.model_type}), not {entries.get('model_type')}; export the model again"
+        )
+    if WIDTHS_KEY in entries and not entries.get(GLOBAL_WIDTHS_KEY):
+        raise ValueError(f"{path} has {WIDTHS_KEY}, and so needs {GLOBAL_WIDTHS_KEY}: true")
     _check_counts(checkpoint, family)
     try:
         config = dense_config(form_of(checkpoint).stock_config(checkpoint, family))
@@ -95,10 +239,35 @@ def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
     A checkpoint in the fused form is the model that it was made of, under the program that it runs.
     """
     path = find_config(what)
-    entries = translate_entries(text_entries(read_json(path))).entries
+    entries, _ = translate_entries(text_entries(read_json(path)))
     model_type = _model_type(entries, path)
     if model_type == FUSED.model_type:
-        return _of_source(path)
+        record = path.with_name(REPORT_FILE)
+        advice = "give the recipe that it was made by, or the model it was made of and the program"
+        if not record.is_file():
+            raise ValueError(
+                f"{path} is of a checkpoint in the fused form, and there is no {REPORT_FILE} beside it; {advice}"
+            )
+        report = read_json(record)
+        source = report.get("source")
+        program = report.get("program")
+        if isinstance(source, dict) and is_no_source(source):
+            raise ValueError(
+                f"{path} is of a checkpoint in the fused form that was trained from scratch, so that there is no model "
+                "that it was made of; give the config.json of a model with its layers, and the program"
+            )
+        model = source.get("model") if isinstance(source, dict) else None
+        if not isinstance(model, str) or not isinstance(program, str):
+            raise ValueError(
+                f"{record} is not what surgeon export writes: it lacks the program or its source; {advice}"
+            )
+        try:
+            config, _ = read_config_only(model)
+        except OSError as error:
+            raise ValueError(
+                f"{path} is of a checkpoint in the fused form, made of {model}: {error}; {advice}"
+            ) from error
+        return config, Program.parse(program)
     family = family_named(
         model_type.removeprefix(PROGRAM_PREFIX) if PROGRAM_KEY in entries else model_type
     )
@@ -125,36 +294,6 @@ def _model_type(entries: dict[str, Any], path: Path) -> str:
     return str(named)
 
 
-def _of_source(path: Path) -> tuple[Any, Program]:
-    """Return the original of a checkpoint in the fused form, and the program that it runs."""
-    record = path.with_name(REPORT_FILE)
-    advice = "give the recipe that it was made by, or the model it was made of and the program"
-    if not record.is_file():
-        raise ValueError(
-            f"{path} is of a checkpoint in the fused form, and there is no {REPORT_FILE} beside it; {advice}"
-        )
-    report = read_json(record)
-    source = report.get("source")
-    program = report.get("program")
-    if isinstance(source, dict) and is_no_source(source):
-        raise ValueError(
-            f"{path} is of a checkpoint in the fused form that was trained from scratch, so that there is no model "
-            "that it was made of; give the config.json of a model with its layers, and the program"
-        )
-    model = source.get("model") if isinstance(source, dict) else None
-    if not isinstance(model, str) or not isinstance(program, str):
-        raise ValueError(
-            f"{record} is not what surgeon export writes: it lacks the program or its source; {advice}"
-        )
-    try:
-        config, _ = read_config_only(model)
-    except OSError as error:
-        raise ValueError(
-            f"{path} is of a checkpoint in the fused form, made of {model}: {error}; {advice}"
-        ) from error
-    return config, Program.parse(program)
-
-
 def _program_in(entries: dict[str, Any], path: Path) -> Program | None:
     """Return the program in a config.json at a path; None if there is none."""
     if PROGRAM_KEY not in entries:
@@ -174,11 +313,12 @@ def _program_in(entries: dict[str, Any], path: Path) -> Program | None:
 def _check_counts(checkpoint: Checkpoint, family: Family) -> None:
     """Refuse counts of things that `transformers` would begin to make one by one."""
     tensors = len(checkpoint.names())
-    named = ((name, checkpoint.config.get(name)) for name in family.entries.counts)
-    counts = [(name, count, tensors) for name, value in named for count in _numbers_in(value)]
-    counts.append(("num_labels", checkpoint.config.get("num_labels"), MOST_LABELS))
-    for name, count, limit in counts:
-        if isinstance(count, int | float) and count > limit:
+    left = [(name, checkpoint.config.get(name), tensors) for name in family.entries.counts]
+    left.append(("num_labels", checkpoint.config.get("num_labels"), MOST_LABELS))
+    for name, count, limit in left:
+        if isinstance(count, list):
+            left += [(name, each, limit) for each in count]  # which are looked at, too
+        elif isinstance(count, int | float) and count > limit:
             if limit == tensors:
                 reason = f"there are {tensors} tensors"
             else:
@@ -217,21 +357,6 @@ def _check_sizes(path: Path, config: Any, family: Family) -> None:
             raise ValueError(
                 f"{path} is not a valid configuration: {name} must be at least 1, not {size}"
             )
-
-
-def _check_widths(checkpoint: Checkpoint) -> None:
-    """Refuse layers of different widths where no class builds them."""
-    path = checkpoint.folder / "config.json"
-    if WIDTHS_KEY not in checkpoint.config:
-        return
-    if not form_of(checkpoint).widths_differ:
-        able = " or ".join(form.name for form in FORMS.values() if form.widths_differ)
-        raise ValueError(
-            f"{path} has layers of different widths ({WIDTHS_KEY}), which only the {able} form has "
-            f"(model_type {FUSED.model_type}), not {checkpoint.config.get('model_type')}; export the model again"
-        )
-    if not checkpoint.config.get(GLOBAL_WIDTHS_KEY):
-        raise ValueError(f"{path} has {WIDTHS_KEY}, and so needs {GLOBAL_WIDTHS_KEY}: true")
 
 
 def _leave_out_biases(checkpoint: Checkpoint, config: Any) -> None:
@@ -278,16 +403,3 @@ def _are_tied(checkpoint: Checkpoint, family: Family, wanted: bool) -> bool:
     return all(
         a == b for a, b in zip(checkpoint[embedding].blocks(), checkpoint[head].blocks(), strict=True)
     )
-
-
-def _numbers_in(value: Any) -> list[Any]:
-    """Flatten lists of lists."""
-    found = []
-    left = [value]
-    while left:
-        item = left.pop()
-        if isinstance(item, list):
-            left += item
-        else:
-            found.append(item)
-    return found

@@ -21,8 +21,7 @@ from surgeon.checkpoint.belongings import companions_of
 from surgeon.checkpoint.codas import read_codas
 from surgeon.checkpoint.config import open_stored, read_config_only
 from surgeon.checkpoint.forms import Form, form_of
-from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import Checkpoint, StoredModel
 from surgeon.checkpoint.training import is_no_source
 from surgeon.checkpoint.write import as_bytes
 from surgeon.language.program import Program
@@ -98,7 +97,10 @@ class Surgery:
         said = self.training
         if said is None:
             return None
-        again = "" if "earlier" not in said else "; not for the first time"
+        if "earlier" not in said:
+            again = ""
+        else:
+            again = "; not for the first time"
         steps = plural(said["steps"], "step")
         tokens = plural(said["tokens"], "token")
         return f"{steps} on {tokens} of {said['data']}, {said['method']}{again}"
@@ -178,13 +180,24 @@ def compare(a: Surgery, b: Surgery, advance: Advance = lambda _: None) -> Compar
         advance(ours[name].num_bytes)
     keys = dict.fromkeys([*ours.config, *theirs.config])
     values = {key: (ours.config.get(key), theirs.config.get(key)) for key in keys}
+    # Tokenizer, chat templates, settings, licence and code; the report and card always differ.
+    beside_a, beside_b = (
+        {path.name: path for path in one.folder.glob("*.py")}
+        | companions_of(one.folder, one.file_names).files
+        for one in (ours, theirs)
+    )
+    files = dict.fromkeys(beside_a.keys() - beside_b.keys(), "only in A")
+    files |= dict.fromkeys(beside_b.keys() - beside_a.keys(), "only in B")
+    for name in beside_a.keys() & beside_b.keys():
+        if not filecmp.cmp(beside_a[name], beside_b[name], shallow=False):
+            files[name] = "different"
     return Comparison(
         len(names_a.keys() & names_b.keys()) - len(different),
         [key for key in names_a if key not in names_b],
         [key for key in names_b if key not in names_a],
         different,
         {key: pair for key, pair in values.items() if pair[0] != pair[1]},
-        _compare_files(ours, theirs),
+        dict(sorted(files.items())),
     )
 
 
@@ -245,21 +258,3 @@ def _wide(tensor: Tensor) -> Tensor:
     if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32):
         return tensor.float()
     return tensor.double()
-
-
-def _compare_files(*checkpoints: Checkpoint) -> dict[str, str]:
-    """Compare tokenizer, chat templates, settings, licence and code; the report and card always differ."""
-    ours, theirs = (
-        {path.name: path for path in one.folder.glob("*.py")}
-        | companions_of(one.folder, one.file_names).files
-        for one in checkpoints
-    )
-    found = {}
-    for name in sorted(ours.keys() | theirs.keys()):
-        if name not in theirs:
-            found[name] = "only in A"
-        elif name not in ours:
-            found[name] = "only in B"
-        elif not filecmp.cmp(ours[name], theirs[name], shallow=False):
-            found[name] = "different"
-    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 
@@ -23,6 +23,7 @@ from surgeon.models.weights.layers import StoredWeights
 from surgeon.processes.files import whole_file
 
 
+@dataclass(eq=False)
 class FactorCache:
     """Factors of another source, made once.
 
@@ -30,10 +31,10 @@ class FactorCache:
         folder: where to keep them; without one they are made on every call.
     """
 
-    def __init__(self, source: FactorSource, folder: Path | None = None) -> None:
-        self.source = source
-        self.folder = folder
-        self._making = Lock()  # so that threads that want the same factors make them once
+    source: FactorSource
+    folder: Path | None = None
+    # So that threads that want the same factors make them once.
+    _making: Lock = field(default_factory=Lock, init=False, repr=False)
 
     @contextmanager
     def inside(self, folder: Path) -> Iterator[None]:

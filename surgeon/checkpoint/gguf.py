@@ -22,7 +22,7 @@ from torch import Tensor
 
 from surgeon.checkpoint.belongings import CARD_FILE, GGUF_RECORD
 from surgeon.checkpoint.forms import PlannedTensor
-from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.stored import read_json
 from surgeon.checkpoint.write import Writing, split_into_shards
 from surgeon.errors import did_you_mean, naming, needs_extra
 from surgeon.models.families import family_named

@@ -1,4 +1,8 @@
-"""Models that others decomposed or pruned, seen as if they were stored in the program form.
+"""Models that others wrapped, decomposed or pruned, seen as if they were stored alone in the program form.
+
+A wrapper is a model around a text decoder, which is a causal language model of its own family. Vision towers,
+projectors and whatever else is around it are written again as they were. What others do to layers, and how the program
+form has it:
 
     SVD-LLM   q_proj is q_u_proj behind q_v_proj              A0@q64
     ASVD      q_proj is q_proj.ALinear behind q_proj.BLinear  A0@q64
@@ -13,7 +17,7 @@ Only config.json and the tensors' names and shapes are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,13 +28,141 @@ from torch import Tensor
 from surgeon.checkpoint.tensor_file import Derived, StoredTensor, TensorFiles
 from surgeon.errors import shown
 from surgeon.language.program import Program
-from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES, Sublayer
-from surgeon.models.edit import PROGRAM_KEY
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, ROLES, Sublayer
+from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.weights import Names, Store
 from surgeon.models.weights.layout import modules_of
 
 Entries = dict[str, Any]  # of a config.json
+# What names of tensors begin with, in files and in the text model alone; the first pair that fits counts.
+Prefixes = tuple[tuple[str, str], ...]
+
+# Most checkpoints on the hub have this prefix, and transformers writes it.
+_BEFORE_ALL = (("language_model.", ""),)
+_INSIDE = (("model.language_model.", "model."), ("lm_head.", "lm_head."))
+# Of the whole model, where config.json says it of the text decoder, too.
+_SHARED = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """One architecture around a text decoder.
+
+    Attributes:
+        name: as users know it.
+        model_type: as `config.json` has it.
+        decoder_type: the `model_type` of the text decoder, where its configuration does not say it.
+        text: the entry of `config.json` that is the text decoder's configuration.
+        decoder: path of the text decoder, where a causal language model has "model".
+        head: path of what a causal language model has as "lm_head".
+        names: ways in which checkpoints name tensors.
+        tied: whether embedding and head are one matrix where `config.json` does not say.
+        plainly_rotary: the `model_type` of a text decoder whose positions have three parts (time, height, width), all
+            the same in a text: without them it is of that family.
+        fed: the entry of the vision tower's configuration that has an item for each of the first layers with features
+            of images added behind them.
+    """
+
+    name: str
+    model_type: str
+    decoder_type: str
+    text: str = "text_config"
+    decoder: str = "model.language_model"
+    head: str = "lm_head"
+    names: tuple[Prefixes, ...] = (_BEFORE_ALL, _INSIDE)
+    tied: bool = True
+    plainly_rotary: str | None = None
+    fed: str | None = None
+
+    def text_entries(self, entries: Entries) -> Entries:
+        """Return the text decoder's `config.json` as a causal language model, or raise ValueError without one."""
+        own = entries.get(self.text)
+        if not isinstance(own, dict):
+            raise ValueError(
+                f"the config.json of a {self.name} has its text decoder's configuration as {self.text}, "
+                f"not {shown(own)}; is it damaged?"
+            )
+        given = {"model_type": self.decoder_type} | own
+        given |= {key: entries[key] for key in _SHARED if key in entries and own.get(key) is None}
+        given |= {key: value for key, value in entries.items() if key.startswith(PROGRAM_PREFIX)}
+        given["tie_word_embeddings"] = entries.get("tie_word_embeddings", self.tied)
+        if self.plainly_rotary is None:
+            return given
+        for key in ("rope_parameters", "rope_scaling"):
+            if isinstance(rope := given.get(key), dict):
+                kept = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+                if "mrope" in (kept.get("type"), kept.get("rope_type")):
+                    kept |= {"type": "default", "rope_type": "default"}
+                given[key] = kept
+        return given | {"model_type": self.plainly_rotary}
+
+    @property
+    def places(self) -> Prefixes:
+        """Beginnings of paths in the wrapper, and in a causal language model."""
+        return (f"{self.decoder}.", "model."), (f"{self.head}.", "lm_head.")
+
+    def path_inside(self, path: str) -> str:
+        """Return the path in the wrapper of what lies here in a causal language model."""
+        return renamed(path, [(own, place) for place, own in self.places]) or path
+
+    def path_around(self, name: str) -> str:
+        """Return the path in the wrapper of what is not of the text decoder, by its stored name."""
+        inside = self.decoder.startswith("model.") and not name.startswith("model.")
+        if inside:
+            return f"model.{name}"
+        return name
+
+
+def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str | None:
+    """Give a name another beginning; None if none of the prefixes is its own."""
+    return next((new + name.removeprefix(old) for old, new in prefixes if name.startswith(old)), None)
+
+
+def wrapper_of(entries: Entries) -> Wrapper | None:
+    """Return the wrapper that a config.json describes; None if it is of a causal language model."""
+    model_type = str(entries.get("model_type"))
+    return WRAPPERS.get(
+        model_type.removeprefix(PROGRAM_PREFIX) if PROGRAM_KEY in entries else model_type
+    )
+
+
+def text_entries(entries: Entries) -> Entries:
+    """Return the entries of a config.json, or as `Wrapper.text_entries` those of the text decoder inside."""
+    wrapper = wrapper_of(entries)
+    if wrapper is None:
+        return entries
+    return wrapper.text_entries(entries)
+
+
+WRAPPERS = {
+    wrapper.model_type: wrapper
+    for wrapper in (
+        Wrapper("Mistral 3", "mistral3", "mistral"),
+        Wrapper("Gemma 3", "gemma3", "gemma3_text"),
+        Wrapper(
+            "Qwen3-VL",
+            "qwen3_vl",
+            "qwen3_vl_text",
+            tied=False,
+            plainly_rotary="qwen3",
+            fed="deepstack_visual_indexes",
+        ),
+        Wrapper("Qwen3.5", "qwen3_5", "qwen3_5_text", tied=False),
+        Wrapper("Qwen3.5-MoE", "qwen3_5_moe", "qwen3_5_moe_text", tied=False),
+        Wrapper(
+            "Llama 4",
+            "llama4",
+            "llama4_text",
+            decoder="language_model.model",
+            head="language_model.lm_head",
+            names=(_BEFORE_ALL,),
+            tied=False,
+        ),
+    )
+}
+
+
 BLOCKS_KEY = "block_configs"
 BY_LAYER_KEY = "scale_attn_by_inverse_layer_idx"
 # What others call a model whose layers are those of an architecture that there is.
@@ -53,62 +185,33 @@ STYLES = (
 _ROUNDED_TO = 256  # neurons, by DeciLM's ffn_mult
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two factors in place of a matrix.
+def translate_entries(entries: Entries) -> tuple[Entries, dict[int, int]]:
+    """Return config.json as in the program form, where it has `block_configs`; else as it is.
 
-    Attributes:
-        path: of the matrix's module, with the layer's own.
-        first, seconds: names of the stored factors; each of several seconds maps a part of the first's outputs.
-        biases: behind the seconds, if they have any.
-        rank: outputs of the first.
+    Returns:
+        Its entries; and by layer with fewer KV heads than others, how often each is repeated to have as many.
     """
-
-    path: str
-    first: str
-    seconds: tuple[str, ...]
-    biases: tuple[str, ...]
-    rank: int
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """A config.json that describes layer by layer, as one in the program form.
-
-    Attributes:
-        entries: of its config.json.
-        repeats: by layer with fewer KV heads than others, how often each is repeated to have as many.
-        divides: whether queries are divided by the number of their layer, from 1.
-    """
-
-    entries: Entries
-    repeats: dict[int, int]
-    divides: bool = False
-
-
-def translate_entries(entries: Entries) -> Uniform:
-    """Return config.json as in the program form, where it has `block_configs`; else as it is."""
     model_type = str(entries.get("model_type"))
     if model_type in BASE_TYPES:
         entries = entries | {"model_type": BASE_TYPES[model_type]}
     if entries.get(BY_LAYER_KEY):
-        return Uniform(entries | {BY_LAYER_KEY: False}, {}, divides=True)
+        return entries | {BY_LAYER_KEY: False}, {}
     blocks = entries.get(BLOCKS_KEY)
     if blocks is None or PROGRAM_KEY in entries or entries["model_type"] not in FAMILIES:
-        return Uniform(entries, {})
+        return entries, {}
     if not isinstance(blocks, list) or not all(isinstance(one, dict) for one in blocks) or not blocks:
         raise ValueError(
             f"{BLOCKS_KEY} in config.json has an object for each layer, not {shown(blocks)}"
         )
     family = FAMILIES[entries["model_type"]]
     heads = int(entries["num_attention_heads"])
-    attentions = [_heads(one, heads, layer) for layer, one in enumerate(blocks)]
-    neurons = [_neurons(one, entries, layer) for layer, one in enumerate(blocks)]
-    kv_heads = max((kv for own, kv in filter(None, attentions) if own == heads), default=heads)
-    widest = max(filter(None, neurons), default=0)
+    sizes_of = [_sizes(one, entries, layer) for layer, one in enumerate(blocks)]
+    attentions = [attention for attention, _ in sizes_of if attention is not None]
+    kv_heads = max((kv for own, kv in attentions if own == heads), default=heads)
+    widest = max((width for _, width in sizes_of if width is not None), default=0)
     nodes = []
     repeats = {}
-    for layer, (attention, width) in enumerate(zip(attentions, neurons, strict=True)):
+    for layer, (attention, width) in enumerate(sizes_of):
         if attention is not None:
             groups, repeats[layer] = _groups(attention, (heads, kv_heads), layer)
             nodes.append(Sublayer(ATTENTION, (layer,), width=None if groups == kv_heads else groups))
@@ -123,41 +226,31 @@ def translate_entries(entries: Entries) -> Uniform:
     kept |= {key: value for key, value in sizes.items() if value} | {
         PROGRAM_KEY: " ".join(map(str, nodes))
     }
-    return Uniform(kept, {layer: times for layer, times in repeats.items() if times > 1})
+    return kept, {layer: times for layer, times in repeats.items() if times > 1}
 
 
 def translate_model(entries: Entries, store: TensorFiles) -> tuple[Entries, dict[str, StoredTensor]]:
     """Return config.json and the tensors of a model as they would be in the program form."""
-    found = translate_entries(entries)
+    found, repeats = translate_entries(entries)
     tensors = dict(store.tensors)
-    family = FAMILIES.get(str(found.entries.get("model_type")))
+    family = FAMILIES.get(str(found.get("model_type")))
     if family is None or (layers := Names(store, family).prefix_of_layers) is None:
-        return found.entries, tensors
-    pairs = find_pairs(family, layers, store)
-    for pair in pairs.values():
-        outputs = sum(store.shape(name)[0] for name in pair.seconds)
-        tensors[f"{pair.path}.first.weight"] = tensors.pop(pair.first)
-        for name, stored, shape, make in (
-            ("second.weight", pair.seconds, (outputs, pair.rank), join_blocks),
-            ("second.bias", pair.biases, (outputs,), torch.cat),
-        ):
-            parts = [tensors.pop(one) for one in stored]
-            if len(parts) == 1:
-                tensors[f"{pair.path}.{name}"] = parts[0]
-            elif parts:
-                tensors[f"{pair.path}.{name}"] = Derived(parts, shape, make)
-    for layer, times in found.repeats.items():
+        return found, tensors
+    ranks = translate_factors(family, layers, store, tensors)
+    for layer, times in repeats.items():
         for role in ("k", "v"):
             path = f"{layers}{layer}.{family.attention.projection(role).path}"
             for name in {f"{path}.weight", f"{path}.bias"} & tensors.keys():
                 rows, *others = tensors[name].shape
-                make = partial(
-                    repeat_heads, rows * times // int(found.entries["num_key_value_heads"]), times
-                )
+                make = partial(repeat_heads, rows * times // int(found["num_key_value_heads"]), times)
                 tensors[name] = Derived([tensors[name]], (rows * times, *others), make)
-    for name, layer in find_queries(family, layers, store) if found.divides else ():
-        tensors[name] = Derived([tensors[name]], tensors[name].shape, partial(divide_queries, layer + 1))
-    return add_ranks(found.entries, family, pairs), tensors
+    if entries.get(BY_LAYER_KEY):  # of the first layer it divides by 1
+        path = re.escape(family.attention.projection("q").path)
+        for name in store.names():
+            if one := re.fullmatch(rf"{re.escape(layers)}([1-9]\d*)\.{path}\.(weight|bias)", name):
+                make = partial(divide_queries, int(one[1]) + 1)
+                tensors[name] = Derived([tensors[name]], tensors[name].shape, make)
+    return add_ranks(found, family, ranks), tensors
 
 
 def _part(block: Entries, name: str, layer: int) -> Entries | None:
@@ -174,13 +267,23 @@ def _part(block: Entries, name: str, layer: int) -> Entries | None:
     return found
 
 
-def _heads(block: Entries, heads: int, layer: int) -> tuple[int, int] | None:
-    """Return a layer's heads and KV heads; None if it has no attention."""
-    part = _part(block, "attention", layer)
-    if part is None:
-        return None
-    own = int(part.get("num_attention_heads") or heads)
-    return own, int(part.get("num_key_value_heads") or own // int(part.get("n_heads_in_group") or 1))
+def _sizes(block: Entries, entries: Entries, layer: int) -> tuple[tuple[int, int] | None, int | None]:
+    """Return a layer's heads and KV heads, None without attention; and its neurons, None without an MLP."""
+    heads = None
+    if (part := _part(block, "attention", layer)) is not None:
+        own = int(part.get("num_attention_heads") or entries["num_attention_heads"])
+        shared = part.get("num_key_value_heads") or own // int(part.get("n_heads_in_group") or 1)
+        heads = own, int(shared)
+    if (part := _part(block, "ffn", layer)) is None:
+        return heads, None
+    if part.get("intermediate_size"):
+        neurons = int(part["intermediate_size"])
+    elif part.get("ffn_mult"):
+        wide = int(2 * float(part["ffn_mult"]) * int(entries["hidden_size"]) / 3)
+        neurons = -(-wide // _ROUNDED_TO) * _ROUNDED_TO
+    else:
+        neurons = int(entries["intermediate_size"])
+    return heads, neurons
 
 
 def _groups(attention: tuple[int, int], most: tuple[int, int], layer: int) -> tuple[int, int]:
@@ -195,29 +298,11 @@ def _groups(attention: tuple[int, int], most: tuple[int, int], layer: int) -> tu
     return kv * times, times
 
 
-def _neurons(block: Entries, entries: Entries, layer: int) -> int | None:
-    part = _part(block, "ffn", layer)
-    if part is None:
-        return None
-    if part.get("intermediate_size"):
-        return int(part["intermediate_size"])
-    if not part.get("ffn_mult"):
-        return int(entries["intermediate_size"])
-    neurons = int(2 * float(part["ffn_mult"]) * int(entries["hidden_size"]) / 3)
-    return -(-neurons // _ROUNDED_TO) * _ROUNDED_TO
-
-
 def repeat_heads(head_dim: int, times: int, tensors: list[Tensor]) -> Tensor:
     """Repeat every head of the rows of a KV projection."""
     (rows,) = tensors
     heads: Tensor = rows.unflatten(0, (-1, head_dim))
     return heads.repeat_interleave(times, 0).flatten(0, 1)
-
-
-def find_queries(family: Family, layers: str, store: Store) -> list[tuple[str, int]]:
-    """List the tensors that make queries, keys and values in layers behind the first, with their layer."""
-    pattern = rf"{re.escape(layers)}([1-9]\d*)\.{re.escape(family.attention.projection('q').path)}\.(weight|bias)"
-    return [(name, int(one[1])) for name in store.names() if (one := re.fullmatch(pattern, name))]
 
 
 def divide_queries(number: int, tensors: list[Tensor]) -> Tensor:
@@ -227,31 +312,51 @@ def divide_queries(number: int, tensors: list[Tensor]) -> Tensor:
     return torch.cat([(queries.float() / number).to(whole.dtype), *others], -1)
 
 
-def find_pairs(family: Family, layers: str, store: Store) -> dict[tuple[int, str], Pair]:
-    """Find the matrices that are stored as two factors, by layer and role."""
-    roles = {one.path: one.role for spec in (family.attention, family.mlp) for one in spec.projections}
-    alone = [
-        path
-        for spec in (family.attention, family.mlp)
+def translate_factors(
+    family: Family, layers: str, store: Store, tensors: dict[str, StoredTensor]
+) -> dict[tuple[str, int], dict[str, int]]:
+    """Rename matrices that are stored as two factors, and return their ranks by role, of each kind and layer."""
+    alone = {
+        path: (kind, packed[0].role)
+        for kind, spec in ((ATTENTION, family.attention), (FEED_FORWARD, family.mlp))
         for path, packed in modules_of(spec).items()
         if len(packed) == 1 and not packed[0].transposed and not packed[0].stacked
-    ]
+    }
     inside: dict[int, set[str]] = {}
     for name in store.names():
         if (found := re.fullmatch(rf"{re.escape(layers)}(\d+)\.(.+)", name)) is not None:
             inside.setdefault(int(found[1]), set()).add(found[2])
-    pairs = {}
+    ranks: dict[tuple[str, int], dict[str, int]] = {}
     for layer, names in inside.items():
-        for path in alone:
-            if (
-                f"{path}.weight" not in names
-                and (pair := _pair(f"{layers}{layer}.", path, names, store)) is not None
+        for path, (kind, role) in alone.items():
+            if f"{path}.weight" in names:
+                pair = None
+            else:
+                pair = _pair(f"{layers}{layer}.", path, names, store)
+            if pair is None:
+                continue
+            first, seconds, biases = pair
+            rank = store.shape(first)[0]
+            outputs = sum(store.shape(name)[0] for name in seconds)
+            place = f"{layers}{layer}.{path}"
+            tensors[f"{place}.first.weight"] = tensors.pop(first)
+            for name, stored, shape, make in (
+                ("second.weight", seconds, (outputs, rank), join_blocks),
+                ("second.bias", biases, (outputs,), torch.cat),
             ):
-                pairs[layer, roles[path]] = pair
-    return pairs
+                parts = [tensors.pop(one) for one in stored]
+                if len(parts) == 1:
+                    tensors[f"{place}.{name}"] = parts[0]
+                elif parts:
+                    tensors[f"{place}.{name}"] = Derived(parts, shape, make)
+            ranks.setdefault((kind, layer), {})[role] = rank
+    return ranks
 
 
-def _pair(prefix: str, path: str, names: set[str], store: Store) -> Pair | None:
+def _pair(
+    prefix: str, path: str, names: set[str], store: Store
+) -> tuple[str, list[str], list[str]] | None:
+    """Find the factors of a matrix: the first, and the seconds, of which each maps a part of it, with their biases."""
     parent, _, name = path.rpartition(".")
     words = {"path": path, "parent": f"{parent}." if parent else "", "stem": name.removesuffix("_proj")}
     for first, second in ((a.format(**words), b.format(**words)) for a, b in STYLES):
@@ -259,9 +364,8 @@ def _pair(prefix: str, path: str, names: set[str], store: Store) -> Pair | None:
             continue
         blocks = sorted(
             (one for one in names if re.fullmatch(rf"{re.escape(second)}(\.\d+)?\.weight", one)),
-            key=_numbers,
+            key=lambda one: [int(digits) for digits in re.findall(r"\d+", one)],
         )
-        biases = [one.removesuffix("weight") + "bias" for one in blocks]
         rank = store.shape(f"{prefix}{first}.weight")[0]
         parts = [store.shape(f"{prefix}{one}") for one in blocks]
         if sum(shape[1] for shape in parts) != rank:
@@ -273,29 +377,21 @@ def _pair(prefix: str, path: str, names: set[str], store: Store) -> Pair | None:
             raise ValueError(
                 f"{prefix}{path} gives its features in another order (inv_perm), which no program can say"
             )
-        there = tuple(f"{prefix}{one}" for one in biases if one in names)
-        return Pair(
-            f"{prefix}{path}",
+        biases = (one.removesuffix("weight") + "bias" for one in blocks)
+        return (
             f"{prefix}{first}.weight",
-            tuple(f"{prefix}{one}" for one in blocks),
-            there,
-            rank,
+            [f"{prefix}{one}" for one in blocks],
+            [f"{prefix}{one}" for one in biases if one in names],
         )
     return None
 
 
-def _numbers(name: str) -> list[int]:
-    return [int(one) for one in re.findall(r"\d+", name)]
-
-
-def add_ranks(entries: Entries, family: Family, pairs: Mapping[tuple[int, str], Pair]) -> Entries:
-    """Return config.json in the program form, with a rank for each pair of factors."""
-    if not pairs:
+def add_ranks(
+    entries: Entries, family: Family, ranks: Mapping[tuple[str, int], dict[str, int]]
+) -> Entries:
+    """Return config.json in the program form, with the ranks of factors by role, of each kind and layer."""
+    if not ranks:
         return entries
-    ranks: dict[tuple[str, int], dict[str, int]] = {}
-    for (layer, role), pair in pairs.items():
-        kind = next(kind for kind in KINDS if role in ROLES[kind])
-        ranks.setdefault((kind, layer), {})[role] = pair.rank
     own = entries.get(PROGRAM_KEY)
     if own is None:
         layers = next(entries[key] for key in ("num_hidden_layers", "n_layer") if key in entries)

@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,9 @@ from transformers.utils import logging
 from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.config import dense_config, open_stored
 from surgeon.checkpoint.forms import form_of
-from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import Checkpoint, StoredModel
 from surgeon.checkpoint.tensor_file import StoredTensor
-from surgeon.gpus import avoid_cudnn_attention
+from surgeon.machine import avoid_cudnn_attention
 from surgeon.models.edit import edit
 from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource, ModelWeights, take_experts_apart
@@ -101,10 +101,12 @@ def from_files(
     elif wrapped is None:
         loaded, report = model_class.from_pretrained(stored.folder, **options)
     else:
+        # Patterns of stored names, and what stands in their place in the text decoder alone.
+        inside = {
+            f"^{before.replace('.', '[.]')}": own for before, own in wrapped.prefixes if before != own
+        }
         with quiet():  # it would tell of all that is around the text decoder
-            loaded, report = model_class.from_pretrained(
-                stored.folder, key_mapping=wrapped.loading, **options
-            )
+            loaded, report = model_class.from_pretrained(stored.folder, key_mapping=inside, **options)
         vars(loaded).pop("_weight_conversions", None)  # saved, the decoder is a model of its own
     check_complete(stored.folder, report)
     made: PreTrainedModel = loaded
@@ -112,16 +114,19 @@ def from_files(
     return made
 
 
+@dataclass(frozen=True, eq=False)
 class _Unread:
     """A tensor that `transformers` reads by indexing it with `...`, when it has a place for it."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, packed: bool) -> None:
-        self.checkpoint = checkpoint
-        self.name = name
-        self.packed = packed
+    checkpoint: Checkpoint
+    name: str
+    packed: bool
 
     def __getitem__(self, everything: Any) -> Tensor:
-        matrix = self.checkpoint.quantised.get(self.name) if self.packed else None
+        if self.packed:
+            matrix = self.checkpoint.quantised.get(self.name)
+        else:
+            matrix = None
         if matrix is not None and len(matrix.shape) == 2:  # others are stacked, and used in parts
             return PackedTensor.of(matrix)
         return self.checkpoint.tensor(self.name)[everything]

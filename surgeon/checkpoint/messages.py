@@ -8,8 +8,9 @@ own templates) or its JSON (in OpenAI's API, and DeepSeek's templates).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 from jinja2 import TemplateError
@@ -110,7 +111,15 @@ def with_calls_written(write: Callable[[list[Message]], str], messages: list[Mes
         return messages
     refusal: Exception | None = None
     is_taken = False
-    for form in _forms(messages):
+    for empty, as_text in product(("", None), (False, True)):
+        form = [
+            message
+            if "tool_calls" not in message
+            else message
+            | {"content": message["content"] or empty}
+            | {"tool_calls": [_read_call(call, as_text) for call in message["tool_calls"]]}
+            for message in messages
+        ]
         try:
             text = write(form)
         except REFUSALS as error:
@@ -137,38 +146,16 @@ def without_keys(messages: list[Message], *keys: str) -> list[Message]:
     return [{key: value for key, value in message.items() if key not in keys} for message in messages]
 
 
-def _forms(messages: list[Message]) -> Iterator[list[Message]]:
-    for empty in ("", None):
-        for with_arguments in (_as_object, _as_json):
-            yield [
-                message
-                if "tool_calls" not in message
-                else message
-                | {"content": message["content"] or empty}
-                | {"tool_calls": [_read_call(call, with_arguments) for call in message["tool_calls"]]}
-                for message in messages
-            ]
-
-
-def _read_call(call: dict[str, Any], with_arguments: Callable[[Any], Any]) -> dict[str, Any]:
-    """Write a call of a tool, whose function stands in it, or is it."""
+def _read_call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    """Write a call of a tool, whose function stands in it, or is it; its arguments as JSON, or as an object."""
     if isinstance(function := call.get("function"), dict):
-        return call | {"function": _read_call(function, with_arguments)}
-    if call.get("arguments") is not None:
-        return call | {"arguments": with_arguments(call["arguments"])}
-    return call
-
-
-def _as_object(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments or "{}")
-    except ValueError:  # a template may write it as it is
-        return arguments
-
-
-def _as_json(arguments: Any) -> str:
-    if isinstance(arguments, str):
-        return arguments
-    return json.dumps(arguments, ensure_ascii=False)
+        return call | {"function": _read_call(function, as_text)}
+    arguments = call.get("arguments")
+    if arguments is None:
+        return call
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
+        with suppress(ValueError):  # a template may write it as it is
+            arguments = json.loads(arguments or "{}")
+    return call | {"arguments": arguments}

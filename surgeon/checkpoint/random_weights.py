@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.imported import translate_entries
-from surgeon.checkpoint.read import Checkpoint, Wrapped, read_json
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.imported import text_entries, translate_entries, wrapper_of
+from surgeon.checkpoint.stored import Checkpoint, StoredModel, Wrapped, read_json
 from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles
 from surgeon.errors import first_line
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights import Factors, ModelWeights, WeightMatrix
-from surgeon.models.wrappers import text_entries, wrapper_of
 
 SPREAD = 0.02  # the standard deviation of a matrix's numbers, and of those of the product of two factors
 
@@ -66,7 +64,7 @@ class RandomCheckpoint(Checkpoint):
         if config is None:
             config, _ = read_config_only(path)
             self.entries = read_json(path)
-            self.config = translate_entries(text_entries(self.entries)).entries
+            self.config, _ = translate_entries(text_entries(self.entries))
         else:
             self.entries = self.config = config.to_dict()
         if (wrapper := wrapper_of(self.entries)) is not None:
@@ -86,11 +84,11 @@ class RandomCheckpoint(Checkpoint):
         }
 
 
+@dataclass(frozen=True, eq=False)
 class RandomFactors:
     """A `FactorSource` of random numbers: nothing is factorised."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._device = device
+    device: torch.device | str = "cpu"
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
         """Return (rank, in_features) and (out_features, rank), in the matrix's dtype."""
@@ -98,7 +96,7 @@ class RandomFactors:
         assert rank is not None
         name = f"{replace(sublayer, ranks=())} {role} {rank}"
         first, second = (
-            torch.empty(shape, dtype=matrix.dtype, device=self._device)
+            torch.empty(shape, dtype=matrix.dtype, device=self.device)
             for shape in ((rank, inputs), (outputs, rank))
         )
         return Factors(

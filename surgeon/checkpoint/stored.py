@@ -1,24 +1,299 @@
-"""A model by its files: its configuration and the headers of its weights have been read, and nothing else."""
+"""Checkpoint folders, and models by them: configuration and headers of the weights have been read, and nothing else.
+
+Opening a folder checks all headers, so that a truncated or missing file is an error before any work begins. Tensors, or
+parts of them, come straight from the safetensors files when they are asked for.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from surgeon.checkpoint.belongings import REPORT_FILE
-from surgeon.checkpoint.read import Checkpoint, Wrapped, read_json
-from surgeon.checkpoint.training import is_no_source, lacking
-from surgeon.errors import shown
-from surgeon.gpus import gpu_with_room
+from surgeon.checkpoint.imported import Prefixes, Wrapper, renamed, translate_model, wrapper_of
+from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles, blocks_of, parse_json
+from surgeon.checkpoint.training import fault_of_report
 from surgeon.language.program import Program
+from surgeon.machine import gpu_with_room
 from surgeon.models.families import Family, family_of
 from surgeon.models.weights import ModelWeights
-from surgeon.words import MOST_LAYERS
+from surgeon.models.weights.quantised import Quantised, quantised_matrices
+
+TIED = "tie_word_embeddings"
+# Entries of a parsed configuration that are not of the decoder alone, or say how it was read.
+_NOT_OF_THE_TEXT = frozenset(
+    ("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", TIED)
+)
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A text decoder inside its wrapper.
+
+    Attributes:
+        files: all tensors of the folder, by the names that they are stored under.
+        entries: its config.json.
+    """
+
+    wrapper: Wrapper
+    files: TensorFiles
+    entries: dict[str, Any]
+
+    @cached_property
+    def prefixes(self) -> Prefixes:
+        """Beginnings of names of tensors in this folder, and in the text decoder alone."""
+        names = self.files.names()
+        ways = (way for way in self.wrapper.names if any(name.startswith(way[0][0]) for name in names))
+        return next(ways, self.wrapper.names[0])
+
+    def stored_name(self, name: str) -> str:
+        """Return the name that files of this folder have for a tensor of the text decoder."""
+        found = renamed(name, [(own, stored) for stored, own in self.prefixes])
+        assert found is not None, name
+        return found
+
+    @property
+    def around(self) -> list[str]:
+        """Stored names of the tensors outside the text decoder."""
+        return [name for name in self.files.names() if renamed(name, self.prefixes) is None]
+
+    def around_text(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json of the same wrapper around another text decoder.
+
+        Entries that do not differ stay as they are written here: they may say more than a text needs (positions in
+        images), or leave out the default.
+
+        Args:
+            config: the entries of a causal language model's config.json.
+        """
+        from transformers import CONFIG_MAPPING  # takes a second, and who only reads does without
+
+        before = self.wrapper.text_entries(self.entries)
+        read = CONFIG_MAPPING[before["model_type"]].from_dict
+        old, new = (read(dict(one)).to_dict() for one in (before, config))
+        changed = {
+            key: new[key]
+            for key in new.keys() - _NOT_OF_THE_TEXT
+            if key not in old or old[key] != new[key]
+        }
+        entries = self.entries | {self.wrapper.text: self.entries[self.wrapper.text] | changed}
+        if before[TIED] == config.get(TIED, before[TIED]):
+            return entries
+        return entries | {TIED: config[TIED]}
+
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_KEY = "transformers_weights"  # of config.json: another file, or index, to load in place of these
+WEIGHTS_ENDINGS = (".safetensors", ".safetensors.index.json")
+PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle")
+PICKLE = "a pickle, which can run code as it is opened, and so is never read"
+UNPICKLE = (
+    "open it in the software that wrote it, and write its state_dict() with safetensors.torch.save_file as "
+    f"{SINGLE_FILE}, beside the config.json of its architecture"
+)
+REPORT_FILE = "surgeon.json"  # in which a checkpoint says what it was made of
+ADAPTER_FILE = "adapter_config.json"
+QUANTIZATION = "quantization_config"  # of config.json: how weights are stored in few bits
+# Entries of config.json that change nothing of what is computed: who wrote it and for which software, how training was
+# begun, and the dtype, which the weights themselves have.
+NOT_COMPUTED = frozenset(
+    (
+        *("_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map"),
+        *("dtype", "torch_dtype", "use_cache", "initializer_range", WEIGHTS_KEY),
+    )
+)
+
+
+class Dequantised(StoredTensor):
+    """A quantised matrix, read as numbers in memory of their own."""
+
+    def __init__(self, matrix: Quantised, stored: TensorFiles) -> None:
+        self.matrix = matrix
+        self.parts = [stored[name] for name in matrix.parts.values()]
+        self.paths = tuple(path for one in self.parts for path in one.paths)
+        self.dtype = matrix.dtype
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]  # it may stand in a tensor that is not written yet
+        return self.matrix.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.num_bytes for one in self.parts)
+
+    def read(self) -> Tensor:
+        return self.matrix.whole()
+
+    def part(self, dim: int, first: int, end: int) -> Tensor:
+        return self.matrix.part(dim, first, end)
+
+
+class Checkpoint(TensorFiles):
+    """A folder with config.json and safetensors weights, one file or sharded; symbolic links are followed.
+
+    A quantised matrix has the name and shape that its architecture gives it, and is read as float32 numbers; the
+    tensors that hold it are not among the names.
+
+    Attributes:
+        folder: where it lies.
+        entries: the parsed config.json.
+        config: the same as surgeon sees it; inside a wrapper, the text decoder's own.
+        wrapped: the wrapper around the text decoder, if any.
+        weight_files: the safetensors files, of the tensors around a text decoder, too.
+        raw: its tensors as they are stored.
+        quantised: the matrices that several of those hold, by name.
+        imported: whether config and tensors, stored in another way, are seen as in the program form.
+
+    Raises:
+        FileNotFoundError: if config.json, the weights or one of their shards is missing.
+        ValueError: if a file is truncated or is not what it claims to be, an adapter lies in the folder, or weights are
+            quantised in an unknown way.
+    """
+
+    needed_by = "its config.json"
+    wrapped: Wrapped | None = None
+    quantised: Mapping[str, Quantised] = {}
+    imported = False
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.where = str(folder)
+        if (folder / ADAPTER_FILE).exists():
+            raise ValueError(
+                f"{folder} holds an adapter ({ADAPTER_FILE}), which transformers would apply where peft is installed, "
+                "and nothing else would; merge it into its model (peft's merge_and_unload), or move it elsewhere"
+            )
+        self.entries = entries = read_json(folder / "config.json")
+        self._weights_hash = ""
+        self._hashing = Lock()
+        for file, names in self._index().items():
+            self._add(folder / file, names)
+        if not self.tensors:
+            raise ValueError(f"{folder} holds no tensors")
+        self.weight_files = self.paths
+        config = entries
+        if (wrapper := wrapper_of(entries)) is not None:
+            config = wrapper.text_entries(entries)
+            self.wrapped = Wrapped(wrapper, self.copy(), entries)
+            inside = {renamed(name, self.wrapped.prefixes): one for name, one in self.tensors.items()}
+            self.tensors = {name: one for name, one in inside.items() if name is not None}
+        self.config, self.tensors = translate_model(config, self)
+        self.imported = self.config != config
+        self.raw = self.copy()
+        self.quantised = quantised_matrices(
+            self.raw, entries.get(QUANTIZATION) or config.get(QUANTIZATION)
+        )
+        matrices: dict[str, StoredTensor] = {
+            name: Dequantised(matrix, self.raw) for name, matrix in self.quantised.items()
+        }
+        owner = {part: name for name, matrix in self.quantised.items() for part in matrix.parts.values()}
+        own = {name: owner.get(name, name) for name in self.tensors}
+        self.tensors = {
+            own[name]: matrices.get(own[name], one) for name, one in self.raw.tensors.items()
+        }
+
+    def _index(self) -> dict[str, set[str]]:
+        """Map the weight files that `transformers` would load to the tensors that the index says are in each.
+
+        Of one file and an index beside it, that is the file.
+        """
+        index = self.folder / self._weights_file()
+        if index.suffix == ".safetensors":
+            return {index.name: set()}
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index} has no weight_map; it should map tensor names to files")
+        shards: dict[str, set[str]] = {}
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
+                raise ValueError(f"{index} names a file outside the folder: {str(file)[:200]!r}")
+            if not file.endswith(".safetensors"):
+                raise ValueError(f"{index} names {file[:200]!r}; only *.safetensors files are read")
+            shards.setdefault(file, set()).add(name)
+        for file in sorted(shards):
+            if not (self.folder / file).exists():
+                raise FileNotFoundError(f"{self.folder / file} is missing: {index.name} names it")
+        return dict(sorted(shards.items()))
+
+    def _weights_file(self) -> str:
+        """Return the name of the one file, or of the index of several."""
+        named = self.entries.get(WEIGHTS_KEY)
+        if named is not None:
+            if (
+                not isinstance(named, str)
+                or Path(named).name != named
+                or not named.endswith(WEIGHTS_ENDINGS)
+            ):
+                raise ValueError(
+                    f"{self.folder / 'config.json'} should name a *{' or *'.join(WEIGHTS_ENDINGS)} of its folder as "
+                    f"{WEIGHTS_KEY}, not {str(named)[:200]!r}"
+                )
+            if not (self.folder / named).is_file():
+                raise FileNotFoundError(
+                    f"{self.folder / named} is missing: config.json names it as {WEIGHTS_KEY}"
+                )
+            return named
+        for name in (SINGLE_FILE, INDEX_FILE):
+            if (self.folder / name).exists():
+                return name
+        pickled = sorted(path.name for path in self.folder.iterdir() if path.suffix.lower() in PICKLES)
+        if pickled:
+            found = f" ({pickled[0]} is {PICKLE}: {UNPICKLE})"
+        else:
+            found = ""
+        raise FileNotFoundError(
+            f"{self.folder} has no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read{found}"
+        )
+
+    @property
+    def file_names(self) -> frozenset[str]:
+        """The weight files in use, and their index."""
+        return frozenset({self._weights_file(), *(path.name for path in self.weight_files)})
+
+    def model_hash(self) -> str:
+        """Return SHA-256 over the weights and over config.json but for its order and `NOT_COMPUTED`."""
+        meant = {key: value for key, value in self.entries.items() if key not in NOT_COMPUTED}
+        text = json.dumps(meant, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(f"{text}\n{self.weights_hash()}".encode()).hexdigest()
+
+    def weights_hash(self) -> str:
+        """Return SHA-256 over the names and contents of the weight files, read once by all threads."""
+        with self._hashing:
+            if not self._weights_hash:
+                digest = hashlib.sha256()
+                for path in sorted(self.weight_files):
+                    digest.update(path.name.encode())
+                    with path.open("rb", buffering=0) as file:
+                        for block in blocks_of(file, path.stat().st_size, path):
+                            digest.update(block)
+                self._weights_hash = digest.hexdigest()
+            return self._weights_hash
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path.parent} has no {path.name}; a model is a folder with config.json and *.safetensors"
+        )
+    try:
+        value = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} should hold a JSON object, not {type(value).__name__}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -81,7 +356,13 @@ class StoredModel:
     @cached_property
     def report(self) -> dict[str, Any] | None:
         """surgeon.json, the record of its export; None where it has none."""
-        return _read_report(self.folder / REPORT_FILE)
+        path = self.folder / REPORT_FILE
+        if not path.exists():
+            return None
+        report = read_json(path)
+        if (reason := fault_of_report(report)) is not None:
+            raise ValueError(f"{path} is not what surgeon export writes: {reason}")
+        return report
 
     @property
     def parameters(self) -> int:
@@ -143,41 +424,3 @@ class StoredModel:
     def device_map(self, program: Program | None = None) -> Any:
         """Return the GPU with room for all of it, else "auto", as `load` takes it."""
         return gpu_with_room(self.bytes_on("cuda", program)) or "auto"
-
-
-def _read_report(path: Path) -> dict[str, Any] | None:
-    """Read a surgeon.json, checked as far as it is used; None if there is none."""
-    if not path.exists():
-        return None
-    report = read_json(path)
-    reason = None
-    source, proof, trained, stored = (
-        report.get(name) for name in ("source", "proof", "trained", "stored_layers")
-    )
-    layers = source.get("num_layers") if isinstance(source, dict) else None
-    if not (
-        isinstance(report.get("program"), str)
-        and isinstance(source, dict)
-        and (isinstance(source.get("model"), str) or (is_no_source(source) and "trained" in report))
-        and type(layers) is int
-        and 1 <= layers <= MOST_LAYERS
-        and isinstance(source.get("program"), str | None)
-    ):
-        reason = "it lacks the program or its source"
-    elif isinstance(proof, dict) and not (
-        all(isinstance(proof.get(name), int | float) for name in ("exact", "written"))
-        and type(proof.get("tokens")) is int
-        and isinstance(proof.get("dtype"), str)
-    ):
-        reason = f"its proof is {shown(proof, 200)}; export again"
-    elif trained is not None and (not isinstance(trained, dict) or lacking(trained) is not None):
-        reason = f"it has trained: {shown(trained, 200)}"
-    elif stored is not None and not (
-        isinstance(stored, list)
-        and all(isinstance(one, list) for one in stored)
-        and all(type(layer) is int and 0 <= layer < layers for one in stored for layer in one)
-    ):
-        reason = f"it has stored_layers: {shown(stored, 200)}"
-    if reason is not None:
-        raise ValueError(f"{path} is not what surgeon export writes: {reason}")
-    return report

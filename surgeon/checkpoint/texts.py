@@ -19,10 +19,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from surgeon.checkpoint.belongings import GENERATION
-from surgeon.checkpoint.config import open_stored
-from surgeon.checkpoint.locate import locate
-from surgeon.checkpoint.read import read_json
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.config import locate, open_stored
+from surgeon.checkpoint.stored import StoredModel, read_json
 from surgeon.words import first_few
 
 # Texts beyond are tokenized one at a time, so that they do not fill the memory together.
@@ -249,6 +247,7 @@ def _alike(first: str, second: str) -> int:
     )
 
 
+@dataclass
 class StopTexts:
     """Finds the first of some texts in another that comes in pieces, and keeps back a possible start of one.
 
@@ -256,23 +255,22 @@ class StopTexts:
         found: whether one has come.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.found = False
-        self._stops = tuple(stops)
-        self._kept = ""
+    stops: Sequence[str]
+    found: bool = False
+    _kept: str = ""
 
     def add(self, piece: str) -> str:
         """Return the text that can be shown after one more piece: nothing from a (possible) stop text on."""
         if self.found:
             return ""
         text = self._kept + piece
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        places = [place for stop in self.stops if (place := text.find(stop)) >= 0]
         if places:
             self.found = True
             self._kept = ""
             return text[: min(places)]
         begun = (
-            stop[:length] for stop in self._stops for length in range(1, min(len(stop), len(text) + 1))
+            stop[:length] for stop in self.stops for length in range(1, min(len(stop), len(text) + 1))
         )
         self._kept = max((start for start in begun if text.endswith(start)), key=len, default="")
         return text.removesuffix(self._kept)
@@ -379,10 +377,15 @@ def read_defaults(path_or_name: str | Path) -> Defaults:
     unapplied = _differences(found, _UNAPPLIED)
     if found.get("do_sample"):
         unapplied += _differences(found, _UNAPPLIED_DRAWING)
-    suppressed, at_first = (
-        _tokens(file, found, name) for name in ("suppress_tokens", "begin_suppress_tokens")
-    )
-    return Defaults(float(penalty), suppressed, at_first, unapplied, file.name)
+    lists: dict[str, tuple[int, ...]] = {}
+    for name in ("suppress_tokens", "begin_suppress_tokens"):
+        tokens = found.get(name) or []
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise ValueError(
+                f"{file}: {name} must be a list of token ids, not {tokens!r:.60}; correct it there"
+            )
+        lists[name] = tuple(tokens)
+    return Defaults(float(penalty), **lists, unapplied=unapplied, source=file.name)
 
 
 def _differences(
@@ -392,12 +395,3 @@ def _differences(
     return tuple(
         (name, value) for name, value in values if value is not None and value not in neutral[name]
     )
-
-
-def _tokens(file: Path, found: dict[str, Any], name: str) -> tuple[int, ...]:
-    tokens = found.get(name) or []
-    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise ValueError(
-            f"{file}: {name} must be a list of token ids, not {tokens!r:.60}; correct it there"
-        )
-    return tuple(tokens)

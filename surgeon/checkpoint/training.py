@@ -16,6 +16,7 @@ from surgeon.language.program import Fork, Node, Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.named import public
 from surgeon.processes.files import finite
+from surgeon.words import MOST_LAYERS
 
 _ENTRIES: dict[str, type] = {"method": str, "data": str, "data_hash": str, "steps": int, "tokens": int}
 _SOURCE: dict[str, type] = {"model": str, "num_layers": int, "parameters": int, "model_hash": str}
@@ -94,6 +95,38 @@ def _is_quality(value: Any) -> bool:
         ends = value.get(name)
         numbers += ends if isinstance(ends, list | tuple) and len(ends) == 2 else [ends]
     return all(number is None or type(number) in (int, float) for number in numbers)
+
+
+def fault_of_report(report: dict[str, Any]) -> str | None:
+    """Say what is wrong with a surgeon.json, as far as it is used; None if nothing is."""
+    source, proof, trained, stored = (
+        report.get(name) for name in ("source", "proof", "trained", "stored_layers")
+    )
+    layers = source.get("num_layers") if isinstance(source, dict) else None
+    if not (
+        isinstance(report.get("program"), str)
+        and isinstance(source, dict)
+        and (isinstance(source.get("model"), str) or (is_no_source(source) and "trained" in report))
+        and type(layers) is int
+        and 1 <= layers <= MOST_LAYERS
+        and isinstance(source.get("program"), str | None)
+    ):
+        return "it lacks the program or its source"
+    if isinstance(proof, dict) and not (
+        all(isinstance(proof.get(name), int | float) for name in ("exact", "written"))
+        and type(proof.get("tokens")) is int
+        and isinstance(proof.get("dtype"), str)
+    ):
+        return f"its proof is {shown(proof, 200)}; export again"
+    if trained is not None and (not isinstance(trained, dict) or lacking(trained) is not None):
+        return f"it has trained: {shown(trained, 200)}"
+    if stored is not None and not (
+        isinstance(stored, list)
+        and all(isinstance(one, list) for one in stored)
+        and all(type(layer) is int and 0 <= layer < layers for one in stored for layer in one)
+    ):
+        return f"it has stored_layers: {shown(stored, 200)}"
+    return None
 
 
 # The original's layers, by kind and number of a stored layer.

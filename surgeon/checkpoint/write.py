@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.forms import PlannedTensor
-from surgeon.checkpoint.read import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
+from surgeon.checkpoint.stored import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
 from surgeon.checkpoint.tensor_file import BLOCK, DTYPES
 from surgeon.errors import naming
+from surgeon.machine import Beside, Stopped
 from surgeon.processes.files import sync, write_json
 from surgeon.progress import Advance
-from surgeon.threads import Beside, Stopped
 
 
 @dataclass(frozen=True)

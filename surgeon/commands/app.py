@@ -37,8 +37,7 @@ from surgeon.commands.show import show
 from surgeon.commands.similarity import similarity
 from surgeon.commands.spectrum import spectrum
 from surgeon.commands.train import train
-from surgeon.gpus import avoid_cudnn_attention
-from surgeon.threads import wait_asleep
+from surgeon.machine import avoid_cudnn_attention, wait_asleep
 from surgeon.version import __version__
 
 # In the order in which they are used. These modules are light: what a command needs, it imports when it runs.

@@ -20,13 +20,13 @@ from surgeon.analysis.cells import SCANNED, select, selected_cells
 from surgeon.analysis.engine.memory import TOKENS_AT_ONCE, streaming_bytes, working_bytes
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.analysis.factors.matrices import choose_weights
+from surgeon.checkpoint.config import CONFIG, DEMO, find_config
 from surgeon.checkpoint.forms import per_layer_lists
 from surgeon.checkpoint.forms.base import NOT_ON_VLLM
 from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.load import StreamedLayers, require_streamable
-from surgeon.checkpoint.locate import CONFIG, DEMO, find_config
 from surgeon.checkpoint.random_weights import RandomCheckpoint, RandomFactors
-from surgeon.checkpoint.read import QUANTIZATION, read_json
+from surgeon.checkpoint.stored import QUANTIZATION, read_json
 from surgeon.commands.opening import draft_program
 from surgeon.exports.plan import check_exportable, layout_of
 from surgeon.exports.prove import original_model
@@ -36,7 +36,7 @@ from surgeon.language.operations.base import show_range
 from surgeon.language.operations.declare import HEATMAPS, VARIANTS
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
-from surgeon.memory import show_size
+from surgeon.machine import show_size
 from surgeon.models.edit import as_stored, decoder_layers, edit, require_pairs, restore
 from surgeon.models.families.positions import rotated_layers, windowed_layers
 from surgeon.models.weights.quantised import rules_of

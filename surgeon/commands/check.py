@@ -133,10 +133,10 @@ def families(
     pairs are exported in (either: fused or program, by the layers), and what runs that, and low ranks, on vLLM: itself,
     or surgeon's plugin. Of one model, surgeon check says it, with reasons and memory.
     """
+    from surgeon.checkpoint.imported import WRAPPERS
     from surgeon.commands.capabilities import Capabilities
     from surgeon.findings.check import FAMILY_AREAS, FamilyRow, FamilyTable
     from surgeon.models.families import FAMILIES
-    from surgeon.models.wrappers import WRAPPERS
 
     chosen = {name: one for name, one in FAMILIES.items() if model_types is None or name in model_types}
     rows = list[FamilyRow]()

@@ -30,11 +30,11 @@ from surgeon.findings.result import RunResult
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
 from surgeon.findings.similarity import Similarity
+from surgeon.machine import usable_cores
 from surgeon.opened import Model
 from surgeon.processes.files import make_folder, write_text
 from surgeon.progress import TimeOver, clock, time_limit
 from surgeon.quality.data import DEMO, load_windows, window_for
-from surgeon.threads import usable_cores
 from surgeon.words import plural
 
 Found = TypeVar("Found", bound=RunResult)

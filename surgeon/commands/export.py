@@ -82,7 +82,7 @@ class Exported:
 
 
 def _show(call: Callable[..., Exported]) -> None:
-    from surgeon.memory import share_heaps
+    from surgeon.machine import share_heaps
 
     share_heaps()
     found = call(planned=lambda layout: print(f"{layout.form} form: {layout.reason}.", file=sys.stderr))
@@ -196,11 +196,10 @@ def export(
 
     from surgeon.analysis.factors.recipe_factors import with_factors
     from surgeon.commands.opening import as_list
-    from surgeon.exports.export import DTYPES, plan_export, write_export
+    from surgeon.exports.export import DTYPES, check_target, plan_export, write_export
     from surgeon.exports.plan import check_exportable
-    from surgeon.exports.staging import check_target
     from surgeon.findings.measured import read_measured
-    from surgeon.memory import parse_size
+    from surgeon.machine import parse_size
     from surgeon.opened import open_edited
     from surgeon.progress import progress
 

@@ -15,7 +15,7 @@ from surgeon.findings.result import RunResult
 from surgeon.language.operations.base import parse_range
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
-from surgeon.memory import parse_size
+from surgeon.machine import parse_size
 from surgeon.named import is_gguf, is_recipe, on_disk
 from surgeon.opened import EditedModel, Model, open_model
 from surgeon.runtime.service_options import CODA, LOOKUP, ServiceOptions

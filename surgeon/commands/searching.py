@@ -25,7 +25,7 @@ from surgeon.errors import needs_extra
 from surgeon.findings.search import SearchResult
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
-from surgeon.memory import free_bytes
+from surgeon.machine import free_bytes
 from surgeon.opened import Model, open_model
 from surgeon.processes.files import write_text
 from surgeon.progress import progress
@@ -92,9 +92,8 @@ if TYPE_CHECKING:
     from surgeon.searches.accuracy import TaskAccuracy
 
 from surgeon.commands.failures import INTERRUPTED
-from surgeon.gpus import avoid_cudnn_attention
+from surgeon.machine import avoid_cudnn_attention, wait_asleep
 from surgeon.searches.workers import given_to_worker
-from surgeon.threads import wait_asleep
 
 DEFAULT_STUDY = "search"
 HEALED = "healed"  # folder of checkpoints of finalists

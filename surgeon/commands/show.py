@@ -49,9 +49,9 @@ def show(
     config.json, tokenizer, chat templates, settings, licence and code, too, and tensors bit for bit, by the layer of
     the unedited model that they come from.
     """
-    from surgeon.checkpoint.belongings import REPORT_FILE
+    from surgeon.checkpoint.config import locate
     from surgeon.checkpoint.describe import describe
-    from surgeon.checkpoint.locate import locate
+    from surgeon.checkpoint.stored import REPORT_FILE
     from surgeon.checkpoint.write import verify as verify_files
     from surgeon.named import is_recipe
 

@@ -43,6 +43,7 @@ from surgeon.cost.predict import PredictedRanks
 from surgeon.cost.work import Forward, RankWork
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
+from surgeon.machine import threads_per_rank, usable_cores
 from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model, open_model
 from surgeon.progress import progress
@@ -62,7 +63,6 @@ from surgeon.runtime.worker.options import RankOptions, choose_device
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import complete, keep
-from surgeon.threads import threads_per_rank, usable_cores
 from surgeon.words import plural
 
 WHOLE, SHORT = "whole", "short"  # the model's program, and its first layers

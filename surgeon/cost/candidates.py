@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from surgeon.checkpoint.locate import DEMO
+from surgeon.checkpoint.config import DEMO
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.variants import (
     HALVES,

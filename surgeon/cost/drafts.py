@@ -20,7 +20,7 @@ from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
 from surgeon.findings.prediction import DRAFT_COLUMNS
 from surgeon.language.program import Program
-from surgeon.memory import show_size
+from surgeon.machine import show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.batching.ahead import MOST_AHEAD, best_ahead
 from surgeon.runtime.plan.drafts import draft_beside, require_shared

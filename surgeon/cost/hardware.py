@@ -33,8 +33,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from surgeon.errors import did_you_mean, shown
-from surgeon.language.checked import UNKNOWN, checked
-from surgeon.language.yaml import YamlError, read_yaml
+from surgeon.language.yaml import UNKNOWN, YamlError, checked, read_yaml
 from surgeon.named import on_disk
 
 Kind = Literal["ring", "tree", "one-shot", "sharp", "shared-memory"]
@@ -356,9 +355,7 @@ def parse_hardware(text: str) -> Hardware:
     Raises:
         YamlError: with the line, and what is wrong there.
     """
-    document = read_yaml(text)
-    value = document.value
-    lines = document.lines
+    value, lines = read_yaml(text)
     if isinstance(value, dict):
         value.pop("intervals", None)  # of figures in files of 0.2.0
     hardware = checked(Hardware, value, lines, messages=_MESSAGES)

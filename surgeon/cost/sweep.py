@@ -18,7 +18,7 @@ from surgeon.cost.predict import Prediction, predict
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.findings.prediction import AXES, PARTS, SPEEDUPS, TOO_LARGE
-from surgeon.memory import show_size
+from surgeon.machine import show_size
 from surgeon.runtime.plan.memory import imbalance
 from surgeon.words import plural
 

@@ -16,18 +16,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.forms import Layout, form_of, lay_out
 from surgeon.checkpoint.load import from_files
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.errors import NotProven
-from surgeon.exports.export import plan_export, write_export
-from surgeon.exports.in_memory import export, logits_of
+from surgeon.exports.export import plan_export, staged, write_export
+from surgeon.exports.in_memory import export, logits_of, stock_model
 from surgeon.exports.prove import EXACT_TOLERANCE, WRITTEN_TOLERANCE, Proof, Reference, random_tokens
-from surgeon.exports.staging import staged
-from surgeon.exports.stock import stock_model
 from surgeon.language.sublayer import KINDS
 from surgeon.models.families import Family, family_of
 from surgeon.models.lora import LoraConfig, LoraLayer, PeftModel, get_peft_model_state_dict
@@ -73,7 +70,14 @@ def export_with_adapter(
     lora = {path: module for path, module in base.named_modules() if isinstance(module, LoraLayer)}
     with staged(target) as partial:
         with _without_adapter(base, lora):
-            layout = _layout_of(base)
+            with stock_model(base) as stock:  # in a form that keeps modules
+                family = family_of(base.config)
+                try:
+                    layout = lay_out(stock.program, family, base.config, among=("plain", "program"))
+                except ValueError as refusal:
+                    raise ValueError(
+                        f"the model cannot be written with its modules as they are: {refusal}; {_MERGE}"
+                    ) from refusal
             if base_of is None:
                 proof = export(base, partial / BASE, form=layout.form.name, tokenizer=tokenizer)
             else:
@@ -143,18 +147,6 @@ def _without_adapter(base: nn.Module, lora: dict[str, Any]) -> Iterator[None]:
     finally:
         for path, module in lora.items():
             base.set_submodule(path, module)
-
-
-def _layout_of(base: PreTrainedModel) -> Layout:
-    """Lay out the model in a form that keeps its modules."""
-    with stock_model(base) as stock:
-        try:
-            return lay_out(
-                stock.program, family_of(base.config), base.config, among=("plain", "program")
-            )
-        except ValueError as refusal:
-            reason = str(refusal)
-    raise ValueError(f"the model cannot be written with its modules as they are: {reason}; {_MERGE}")
 
 
 def _written_names(path: str, layout: Layout, family: Family) -> list[str]:

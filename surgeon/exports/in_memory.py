@@ -1,49 +1,81 @@
-"""Models in memory as checkpoints: an edited model as it is, merged, sliced or trained."""
+"""Models in memory as checkpoints: an edited model as it is, merged, sliced or trained.
+
+Whatever its program, it is stored as a stock model, whose weights are those of whole layers. Averages and slices have
+weights of their own while a model lives. They become layers behind the original ones, and the program names these: of a
+model with three layers, `A0 F0 A1~A2 F1~F2` is stored as four layers and `A0 F0 A3 F3`.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from surgeon.checkpoint.belongings import GENERATION, Companions, FileKind, companions_of, kind_of
 from surgeon.checkpoint.codas import Coda, read_codas, write_codas
-from surgeon.checkpoint.config import open_stored
+from surgeon.checkpoint.config import CONFIG, open_stored
 from surgeon.checkpoint.forms import PROGRAM, Layout, lay_out
+from surgeon.checkpoint.imported import wrapper_of
 from surgeon.checkpoint.load import load
-from surgeon.checkpoint.locate import CONFIG
-from surgeon.checkpoint.read import Checkpoint, Wrapped, read_json
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import Checkpoint, StoredModel, read_json
 from surgeon.checkpoint.training import Training
 from surgeon.errors import NotProven
-from surgeon.exports.export import DTYPES, keep_tokenizer_class, plan_export, write_export
+from surgeon.exports.export import DTYPES, check_target, keep_tokenizer_class, plan_export, write_export
 from surgeon.exports.plan import check_storage
 from surgeon.exports.prove import Proof
-from surgeon.exports.staging import check_target
-from surgeon.exports.stock import stock_model
-from surgeon.models.edit import edit, input_device, save_edited_with
+from surgeon.language.program import Program
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES, SHARED, WRITING, Sublayer
+from surgeon.models.edit import (
+    decoder_layers,
+    decoder_parent,
+    edit,
+    input_device,
+    program_of,
+    save_edited_with,
+)
+from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
 from surgeon.models.families.fused import FUSED
-from surgeon.models.weights import Tensors, unstored
+from surgeon.models.weights import (
+    Group,
+    ModelWeights,
+    ModuleStore,
+    NamedTensors,
+    Store,
+    Tensors,
+    module_with,
+    packed,
+    unstored,
+)
 from surgeon.models.weights.quantised import PackedTensor
-from surgeon.models.wrappers import wrapper_of
 from surgeon.named import hub_name, on_disk
 from surgeon.opened import Model
 from surgeon.processes.files import scratch, write_json
 from surgeon.quality.text import in_evaluation_mode
 
 # `edit` and `load` are those of models whose `save_pretrained` writes their program, too.
-__all__ = ["check_form", "edit", "export", "export_with_codas", "load", "logits_of", "save_edited"]
+__all__ = [
+    "check_form",
+    "edit",
+    "export",
+    "export_with_codas",
+    "load",
+    "logits_of",
+    "save_edited",
+    "stock_layers_of",
+    "stock_model",
+]
 
 
 def export(
@@ -98,8 +130,11 @@ def export(
         original = Model.of(Checkpoint(source), name)
         if unstored(original.weights, stock.program, original.num_layers):
             original = replace(original, own=stock.program)  # layers lack what it does not run
-        companions = _with_home(companions_of(source), model, tokenizer is not None)
-        around = original.wrapped or _around(model)
+        home = _home_of(model)
+        companions = _with_home(companions_of(source), home, model, tokenizer is not None)
+        around = original.wrapped
+        if around is None and home is not None and wrapper_of(read_json(home / CONFIG)) is not None:
+            around = Checkpoint(home).wrapped  # of which the model was loaded as the text decoder
         plan = plan_export(original, stock.program, form, dtype, companions=companions, wrapped=around)
         alive = partial(logits_of, model)
         return write_export(plan, target, overwrite, alive=alive, training=training, complete=complete)
@@ -134,29 +169,26 @@ def export_with_codas(
     """
 
     def add_codas(written: Path) -> None:
-        if codas:
-            write_codas(written, racks, nodes, depth, codas, DTYPES.get(dtype or ""))
-            _prove_codas(written, nodes, codas)
+        if not codas:
+            return
+        write_codas(written, racks, nodes, depth, codas, DTYPES.get(dtype or ""))
+        # They are read back, and compared with what they should be, bit for bit.
+        program = open_stored(written).program
+        found = read_codas(written)
+        assert found is not None
+        if len(program) != nodes[-1]:
+            raise NotProven(
+                f"the checkpoint runs {len(program)} steps or forks, and the racks have {nodes[-1]}"
+            )
+        for rack, coda in enumerate(codas):
+            back = found.coda(rack)
+            if back.tensors.keys() != coda.tensors.keys() or str(found.program) != str(coda.program):
+                raise NotProven(f"the coda of rack {rack} is not what was written")
+            for name, tensor in back.tensors.items():
+                if not torch.equal(tensor, coda.tensors[name].detach().cpu().to(tensor.dtype)):
+                    raise NotProven(f"{name} of the coda of rack {rack} is not what was written")
 
     return export(model, folder, dtype=dtype, overwrite=overwrite, complete=add_codas, **options)
-
-
-def _prove_codas(folder: Path, nodes: Sequence[int], codas: Sequence[Coda]) -> None:
-    """Read what was written, and compare it with what it should be, bit for bit."""
-    program = open_stored(folder).program
-    found = read_codas(folder)
-    assert found is not None
-    if len(program) != nodes[-1]:
-        raise NotProven(
-            f"the checkpoint runs {len(program)} steps or forks, and the racks have {nodes[-1]}"
-        )
-    for rack, coda in enumerate(codas):
-        written = found.coda(rack)
-        if written.tensors.keys() != coda.tensors.keys() or str(found.program) != str(coda.program):
-            raise NotProven(f"the coda of rack {rack} is not what was written")
-        for name, tensor in written.tensors.items():
-            if not torch.equal(tensor, coda.tensors[name].detach().cpu().to(tensor.dtype)):
-                raise NotProven(f"{name} of the coda of rack {rack} is not what was written")
 
 
 def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: Any) -> None:
@@ -200,9 +232,10 @@ def _numbers_of(model: PreTrainedModel) -> Tensors:
     return state | packed
 
 
-def _with_home(written: Companions, model: PreTrainedModel, has_tokenizer: bool) -> Companions:
+def _with_home(
+    written: Companions, home: Path | None, model: PreTrainedModel, has_tokenizer: bool
+) -> Companions:
     """Join the files written of a model and those of the folder that it was loaded from."""
-    home = _home_of(model)
     if home is None:
         if model.name_or_path and not has_tokenizer:
             warnings.warn(
@@ -231,14 +264,6 @@ def _with_home(written: Companions, model: PreTrainedModel, has_tokenizer: bool)
     return replace(found, files=carried | written.files)
 
 
-def _around(model: PreTrainedModel) -> Wrapped | None:
-    """Return the wrapper of the text decoder that a model was loaded as, if any."""
-    home = _home_of(model)
-    if home is None or wrapper_of(read_json(home / CONFIG)) is None:
-        return None
-    return Checkpoint(home).wrapped
-
-
 def _home_of(model: PreTrainedModel) -> Path | None:
     """Find the folder that a model was loaded from, by its name; for a hub name, in the hub's cache."""
     name = model.name_or_path or ""
@@ -260,6 +285,162 @@ def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     with in_evaluation_mode(model):
         logits: Tensor = model(input_ids=tokens.to(input_device(model)), use_cache=False).logits
     return logits.float().cpu()
+
+
+@dataclass(frozen=True)
+class StockLayers:
+    """The layers of the stock model.
+
+    Attributes:
+        layers: the original ones, then those made of derived sublayers.
+        sources: for each, the original layer whose entries in the configuration it has.
+        program: over these layers.
+        prefix: of the names of layers.
+        derived: the names of derived sublayers in the edited model.
+    """
+
+    layers: list[nn.Module]
+    sources: list[int]
+    program: Program
+    prefix: str = ""
+    derived: Collection[str] = ()
+
+    def state(self, state: Tensors) -> Tensors:
+        """Rename a state dict of the edited model to these layers."""
+        renamed = {
+            name: tensor
+            for name, tensor in state.items()
+            if name.removeprefix(self.prefix).partition(".")[0] not in self.derived
+        }
+        for index, layer in enumerate(self.layers):
+            if type(layer) is nn.Module:  # made of derived sublayers
+                renamed |= {
+                    f"{self.prefix}{index}.{name}": one for name, one in layer.state_dict().items()
+                }
+        return renamed
+
+
+def stock_layers_of(model: PreTrainedModel, state: Tensors | None = None) -> StockLayers:
+    """Return the layers of a model as they are now."""
+    layers = decoder_layers(model)
+    if not isinstance(layers, EditedLayers):
+        return StockLayers(list(layers), list(range(len(layers))), program_of(model))
+    groups = layers.stored_groups
+    made = [_layer_of(group, layers, state) for group in groups.groups]
+    sources = [*range(len(layers.original[0])), *(group.layers[0] for group in groups.groups)]
+
+    def stored(sublayer: Sublayer) -> Sublayer:
+        place = layers.stored_place(sublayer, groups)
+        if layers.is_derived(sublayer):
+            return sublayer.stored_in(place)
+        return replace(sublayer, layers=(place,))
+
+    derived = {str(sublayer) for sublayer in layers.program.sublayers() if layers.is_derived(sublayer)}
+    program = layers.program.renamed(stored)
+    return StockLayers(
+        [*layers.original[0], *made], sources, program, f"{layers.family.layers}.", derived
+    )
+
+
+def _layer_of(group: Group, edited: EditedLayers, state: Tensors | None) -> nn.Module:
+    """Make a layer of a group's sublayers; those that the program does not have are as they were."""
+    made = nn.Module()
+    weights = edited.weights()
+    for kind in KINDS:
+        spec = edited.family.spec(kind, group.layers[0])
+        owner = edited.layer(group.layers[0])
+        count = group.count if kind in group.used else None
+        pieces = [None] if count is None else [(index, count) for index in range(count)]
+        sublayers = [group.sublayer(kind, piece) for piece in pieces]
+        parts = [_values_of(sublayer, edited, state) for sublayer in sublayers]
+        live = [
+            part
+            for part, sublayer in zip(parts, sublayers, strict=True)
+            if str(sublayer) in edited._modules
+        ]
+        tensors = packed(_join(parts, live, f"{kind}{group.layers[0]}"), spec, weights.unit_width(kind))
+        for name, module in module_with(tensors, owner, spec, weights.head_dim).named_children():
+            made.add_module(name, module)
+    return made
+
+
+def _values_of(sublayer: Sublayer, edited: EditedLayers, state: Tensors | None) -> Tensors:
+    """Return a sublayer's tensors by role, from its derived module, whose weights may have changed, or derived anew."""
+    if str(sublayer) not in edited._modules:
+        return edited.weights().by_role(sublayer)
+    layer = sublayer.layers[0]
+    inside = f"{edited.family.layers}.{layer}."
+    own = f"{edited.family.layers}.{sublayer}."
+    store: Store = ModuleStore(edited.get_submodule(str(sublayer)), inside)
+    if state is not None:
+        found = {name: tensor for name, tensor in state.items() if name.startswith(own)}
+        store = NamedTensors({inside + name.removeprefix(own): tensor for name, tensor in found.items()})
+    weights = ModelWeights(store, edited.family, edited.family.head_dim(edited.config))
+    return weights.by_role(Sublayer(sublayer.kind, (layer,), ranks=sublayer.ranks))
+
+
+def _join(parts: list[Tensors], live: list[Tensors], name: str) -> Tensors:
+    """Join the tensors of slices to those of a whole sublayer."""
+    whole = dict(parts[0])
+    for key in whole if len(parts) > 1 else ():
+        dim = _divided_dim(key)
+        if dim is not None:
+            whole[key] = torch.cat([part[key] for part in parts], dim)
+            continue
+        first, *others = [part[key] for part in live if key in part] or [whole[key]]
+        whole[key] = first
+        if not all(torch.equal(first, other) for other in others):
+            if key.endswith(("first.weight", "second.weight")):
+                what = "factors"
+            else:
+                what = "norms"
+            raise ValueError(
+                f"the slices of {name} have {what} of their own, and a checkpoint has one for all of them; "
+                "replace no parameter of one slice alone"
+            )
+    return whole
+
+
+def _divided_dim(key: str) -> int | None:
+    """Return the dimension along which slices have parts of a tensor; None for undivided ones."""
+    if key == "sinks":  # a number for each head
+        return 0
+    role, _, what = key.partition(".")
+    if role not in ROLES[ATTENTION] + ROLES[FEED_FORWARD] + SHARED:
+        return None
+    if role in WRITING:
+        if what in ("weight", "first.weight"):
+            return -1
+        return None
+    # Matrices of experts are stacked.
+    return None if what == "first.weight" else -1 if what == "bias" else -2
+
+
+@contextmanager
+def stock_model(model: PreTrainedModel, state: Tensors | None = None) -> Iterator[StockLayers]:
+    """While inside, the model is a stock one with the layers to be stored, in its configuration too."""
+    stock = stock_layers_of(model, state)
+    family = family_of(model.config)
+    edited = isinstance(decoder_layers(model), EditedLayers)
+    parent, name = decoder_parent(model)
+    before = getattr(parent, name)
+    original = before.undo(model.config) if edited else before
+    entries = family.per_layer_entries(model.config, stock.sources) | {
+        "num_hidden_layers": len(stock.layers)
+    }
+    config_before = {key: getattr(model.config, key) for key in entries}
+    for key, value in entries.items():
+        setattr(model.config, key, value)
+    setattr(parent, name, nn.ModuleList(stock.layers))
+    try:
+        yield stock
+    finally:
+        for key, value in config_before.items():
+            setattr(model.config, key, value)
+        setattr(parent, name, original)
+        if edited:
+            setattr(parent, name, before)
+            before.describe_in(model.config)
 
 
 save_edited_with(save_edited)

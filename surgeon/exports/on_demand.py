@@ -26,9 +26,10 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from surgeon.checkpoint.forms.planning import joined
+from surgeon.checkpoint.imported import renamed
 from surgeon.checkpoint.stored import StoredModel
+from surgeon.machine import in_order, usable_cores
 from surgeon.models.weights import take_experts_apart
-from surgeon.threads import in_order, usable_cores
 
 # Elements of a weight that are held in float32 at a time: they stay in the processor's cache.
 BLOCK = 1 << 20
@@ -50,7 +51,8 @@ class WeightsOnDemand(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, rows: Mapping[str, Rows]) -> None:
         super().__init__()
-        self.parameters = _parameters(model)  # kept, so that nothing else can get the id of one of them
+        # Kept, so that nothing else can get the id of one of them.
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.rows = {
             id(parameter): rows[name] for name, parameter in self.parameters.items() if name in rows
         }
@@ -140,10 +142,6 @@ _BY_ROWS: dict[Any, Any] = {
 }
 
 
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(model.named_parameters(remove_duplicate=False))
-
-
 def build_empty(model_class: Any, config: Any, buffers: bool = True) -> PreTrainedModel:
     """Build a model without numbers in its parameters (and, unless wanted, buffers), in evaluation mode.
 
@@ -194,12 +192,13 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
             if kept and stored.weights.names.own(f"{path}.{name}") in stored.checkpoint:
                 del module._buffers[name]
                 module.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
-    parameters = _parameters(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     store = stored.checkpoint
     paths: dict[str, str | None] = {parameter: parameter for parameter in parameters}
     if store.wrapped is not None and not isinstance(model.config, type(stored.config)):
         # What is around the text decoder no text is computed with.
-        paths = {parameter: store.wrapped.wrapper.text_path(parameter) for parameter in parameters}
+        places = store.wrapped.wrapper.places
+        paths = {parameter: renamed(parameter, places) for parameter in parameters}
         parameters = {
             parameter: tensor for parameter, tensor in parameters.items() if paths[parameter] is not None
         }

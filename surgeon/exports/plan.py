@@ -15,8 +15,7 @@ from surgeon.checkpoint.belongings import Companions, companions_of, left_behind
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.checkpoint.forms import FORMS, PROGRAM, Layout, PlannedTensor, lay_out
 from surgeon.checkpoint.forms.planning import carried
-from surgeon.checkpoint.read import QUANTIZATION, Wrapped
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import QUANTIZATION, StoredModel, Wrapped
 from surgeon.errors import did_you_mean
 from surgeon.exports.prove import original_model
 from surgeon.findings.measured import Identity
@@ -139,20 +138,21 @@ class ExportPlan:
         """Notes for the user before it is written, a line each."""
         if left := left_behind(self.companions.left):
             yield f"left behind in {self.companions.folder}: {left}"
-        if self.original.checkpoint.quantised:
-            yield self._of_quantised
-
-    @property
-    def _of_quantised(self) -> str:
+        if not self.original.checkpoint.quantised:
+            return
         schemes = ", ".join(self.original.schemes)
         kept = {tensor.part_of for tensor in self.tensors} - {None}
         computed = [tensor for tensor in self.tensors if tensor.dequantised]
         if not computed:
-            return f"all {len(kept)} matrices stored as {schemes} stay so, bit for bit"
+            yield f"all {len(kept)} matrices stored as {schemes} stay so, bit for bit"
+            return
         stored = str(computed[0].dtype).removeprefix("torch.")
-        left = f"the other {len(kept)} stay so" if kept else "none stays so"
+        if kept:
+            left = f"the other {len(kept)} stay so"
+        else:
+            left = "none stays so"
         made = f"{len(computed)} matrices made of those stored as {schemes}"
-        return f"{made} are dequantised, and stored in {stored}; {left}"
+        yield f"{made} are dequantised, and stored in {stored}; {left}"
 
 
 def plan_export(

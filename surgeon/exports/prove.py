@@ -29,18 +29,17 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.forms import Form, PlannedTensor
 from surgeon.checkpoint.load import check_complete, quiet
-from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import Checkpoint, StoredModel
 from surgeon.errors import NotProven
 from surgeon.exports.on_demand import Match, WeightsOnDemand, build_empty, match_names, shape_of
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
+from surgeon.machine import Stopped
 from surgeon.models.edit import edit
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.weights import FactorSource, leave_out, make_room
 from surgeon.opened import Model
 from surgeon.progress import Advance
-from surgeon.threads import Stopped
 
 EXACT_TOLERANCE = 1e-4
 # Rounding changes each computed weight by up to 2^-9 (bfloat16) or 2^-12 (float16) of itself.
@@ -208,7 +207,7 @@ def prove(
         wait(path.name)
     model, match = _written_model(open_stored(checkpoint), form)
     rounded = {tensor.name: tensor for tensor in tensors if tensor.rounded}
-    versions = _Versions(checkpoint, rounded, wait)
+    versions = _Versions(checkpoint, rounded, wait, set(rounded))
     logits_of = partial(_logits, model, match=match, checkpoint=checkpoint)
     if not rounded:
         exact = written = reference.difference(
@@ -229,7 +228,9 @@ def prove(
             logits_of(reference.tokens, rows=versions.written, advance=advance)
         )
         exact = reference.difference(logits_of(reference.tokens, rows=versions.exact, advance=advance))
-    versions.compare_unread()
+    # Tensors that the model does not use (buffers of old checkpoints).
+    for name in [*versions.uncompared]:
+        deque(versions.compare(name), maxlen=0)
     tolerance = max(
         (WRITTEN_TOLERANCE[tensor.dtype] for tensor in rounded.values()), default=EXACT_TOLERANCE
     )
@@ -251,6 +252,7 @@ def prove(
     return Proof(reference.tokens.numel(), reference.scale, exact, written, tolerance, dtype)
 
 
+@dataclass(frozen=True)
 class _Versions:
     """Rows of written tensors: exactly as planned before rounding, as written, or both.
 
@@ -258,42 +260,35 @@ class _Versions:
     (`surgeon.checkpoint.write`).
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, rounded: Mapping[str, PlannedTensor], wait: Callable[[str], None]
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._rounded = rounded
-        self._wait = wait
-        self._uncompared = set(rounded)
+    checkpoint: Checkpoint
+    rounded: Mapping[str, PlannedTensor]
+    wait: Callable[[str], None]
+    uncompared: set[str]
 
     def written(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
         """Yield rows as written; waits for them."""
-        for path in self._checkpoint[name].paths:
-            self._wait(path.name)
-        return zip(self._checkpoint[name].rows(count))  # the only version
+        for path in self.checkpoint[name].paths:
+            self.wait(path.name)
+        return zip(self.checkpoint[name].rows(count))  # the only version
 
     def both(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
         """Yield rows before rounding and as written, where that makes a difference."""
-        if name in self._rounded:
-            return self._compare(name)
+        if name in self.rounded:
+            return self.compare(name)
         return self.written(name, count)
 
     def exact(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
         """Yield rows before rounding."""
         return (rows[:1] for rows in self.both(name, count))
 
-    def compare_unread(self) -> None:
-        """Compare tensors that the model does not use (buffers of old checkpoints)."""
-        for name in [*self._uncompared]:
-            deque(self._compare(name), maxlen=0)
-
-    def _compare(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-        stored = self._checkpoint[name]
+    def compare(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield both, once they are found to be the same but for rounding."""
+        stored = self.checkpoint[name]
         for path in stored.paths:
-            self._wait(path.name)
+            self.wait(path.name)
         written = stored.read()
         first = 0
-        for exact in self._rounded[name].rows():
+        for exact in self.rounded[name].rows():
             own = written[first : first + len(exact)] if exact.dim() else written
             bits = BITS[own.element_size()]  # so that NaNs are equal, and 0 is not -0
             if not torch.equal(exact.to(own.dtype).view(bits), own.view(bits)):
@@ -302,7 +297,7 @@ class _Versions:
                 )
             yield exact, own
             first += len(own) if own.dim() else 1
-        self._uncompared.discard(name)
+        self.uncompared.discard(name)
 
 
 def _written_model(written: StoredModel, form: Form) -> tuple[PreTrainedModel, Match]:

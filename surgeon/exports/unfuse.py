@@ -59,7 +59,19 @@ def unfused(model: str | Path | StoredModel) -> PreTrainedModel:
         )
     said = fused.to_dict()  # its attributes are those of single layers where these differ
     parts = [_parts_of(index, said, weights) for index in range(stored.num_layers)]
-    program = _program_of(parts, 1 if fused.parallel_residual else 2)
+    nodes: list[
+        Step
+    ] = []  # of the stock model's program: the layers of each fused one read the same stream
+    first = 0
+    for part in parts:
+        steps = [
+            tuple(Sublayer(kind, (first + index,)) for index in range(part[kind])) for kind in KINDS
+        ]
+        if fused.parallel_residual:
+            steps = [sum(steps, ())]
+        nodes += map(Step, steps)
+        first += max(part.values())
+    program = Program(tuple(nodes))
     if stored.report is not None:  # it may say that it is made of something else than whole layers
         try:
             layers_by_recipe(Program.parse(stored.report["program"]), program)
@@ -135,23 +147,6 @@ def _parts_of(index: int, said: dict[str, Any], weights: ModelWeights) -> Parts:
     ):
         raise ValueError(_advice(weights.store.where, f"layer {index} has slices of attentions"))
     return counts
-
-
-def _program_of(parts: list[Parts], steps_per_layer: int) -> Program:
-    """Return the stock model's program: the layers of each fused one read the same stream."""
-    nodes = []
-    first = 0
-    for part in parts:
-        attentions, feed_forwards = (
-            tuple(Sublayer(kind, (first + index,)) for index in range(part[kind])) for kind in KINDS
-        )
-        if steps_per_layer == 2:
-            steps = [attentions, feed_forwards]
-        else:
-            steps = [attentions + feed_forwards]
-        nodes += [Step(step) for step in steps]
-        first += max(part.values())
-    return Program(tuple(nodes))
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from surgeon.findings.blocks import Table
 from surgeon.findings.drawing import Chart, Picture, bars
 from surgeon.findings.result import RunResult, TableFile
-from surgeon.memory import show_size
+from surgeon.machine import show_size
 from surgeon.words import hanging, number, times, with_intervals
 
 COLUMNS = ("first_token_ms", "prefill_ms", "decode_ms", "per_token_ms", "tokens_per_second")

@@ -24,9 +24,9 @@ from surgeon.checkpoint.belongings import (
     left_by,
     names_in,
 )
+from surgeon.checkpoint.config import DEMO
 from surgeon.checkpoint.describe import Surgery, describe
 from surgeon.checkpoint.forms.base import NOT_ON_VLLM
-from surgeon.checkpoint.locate import DEMO
 from surgeon.checkpoint.training import STAGES
 from surgeon.findings.blocks import Table
 from surgeon.findings.measured import DIVERGENCE, PERPLEXITY, CardScore, Identity

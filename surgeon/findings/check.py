@@ -13,7 +13,7 @@ import pandas as pd
 
 from surgeon.findings.blocks import Table
 from surgeon.findings.result import RunResult, TableFile
-from surgeon.memory import show_size
+from surgeon.machine import show_size
 from surgeon.words import aligned, hanging
 
 # Columns.

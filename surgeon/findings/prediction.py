@@ -17,7 +17,7 @@ from surgeon.findings.blocks import Block, Finding, Paragraph, Table
 from surgeon.findings.drawing import Chart, Picture, bars, points, scale
 from surgeon.findings.maps import Legend, Map, map_cells
 from surgeon.findings.result import RunResult, TableFile
-from surgeon.memory import show_size
+from surgeon.machine import show_size
 from surgeon.words import NO_VALUE, TIMES, hanging, number, plural, times
 
 AXES = ("ranks", "batch", "prompt", "new")

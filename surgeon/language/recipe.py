@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from surgeon.errors import did_you_mean, shown
-from surgeon.language.checked import Checked, checked
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.operations.base import parse_range
 from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes
-from surgeon.language.yaml import LONGEST, YamlError, read_yaml
+from surgeon.language.yaml import LONGEST, Checked, YamlError, checked, read_yaml
 from surgeon.named import on_disk
 
 FORMAT = 1
@@ -209,7 +208,43 @@ def parse_recipe(text: str, source: str = "recipe") -> Recipe:
     Raises:
         ValueError: if it is not a valid recipe, naming the line.
     """
-    return _RecipeReader(text, source).recipe()
+    reader = DocumentReader(text, source)
+    document = reader.top("recipe", KEYS, ("surgeon", "model", "operations"))
+    model = document["model"]
+    if not isinstance(model, str) or not model.strip() or not model.isprintable():
+        raise reader.error(
+            reader.lines["model",], f"model must be a folder or a hub name, not {shown(model)}"
+        )
+    operations = reader.operations(document["operations"])
+    expect = document.get("expect")
+    if expect is None:
+        expected = Expect()
+    elif isinstance(expect, dict):
+        expected = reader.validate(Expect, expect, ("expect",))
+    else:
+        raise reader.error(
+            reader.lines["expect",], "expect must be a mapping, as in expect: {effective_depth: 19}"
+        )
+    weights = None
+    if "weights" in document:
+        given = document["weights"]
+        match = _WEIGHTS.fullmatch(given) if isinstance(given, str) else None
+        if match is None:
+            raise reader.error(
+                reader.lines["weights",],
+                f"weights must be sha256: and 64 digits of 0-9 and a-f, not {shown(given)}; copy them from a search's "
+                "recipe or a checkpoint's surgeon.json, or remove the line",
+            )
+        weights = match[1]
+    return Recipe(
+        model=model,
+        operations=operations,
+        expect=expected,
+        weights=weights,
+        source=source,
+        expect_line=reader.lines.get(("expect",), 0),
+        weights_line=reader.lines.get(("weights",), 0),
+    )
 
 
 def operations_in(text: str) -> tuple[AppliedOperation, ...]:
@@ -229,49 +264,44 @@ def operations_in(text: str) -> tuple[AppliedOperation, ...]:
 class DocumentReader:
     """Reads a document with keys of surgeon's, of which `operations` is one, keeping the line of every key.
 
-    Attributes:
-        kind: of document, for error messages.
-        keys, needed: those that may be there, and those that must; `surgeon`, the format, is one of both.
-
     Raises:
         ValueError: as every method: naming source, line, value, and what would be right.
     """
 
-    kind = "document"
-    keys: tuple[str, ...] = ("surgeon", "operations")
-    needed: tuple[str, ...] = ("surgeon",)
-
     def __init__(self, text: str, source: str) -> None:
         self.source = source
         try:
-            read = read_yaml(text)
+            self.document, self.lines = read_yaml(text)
         except YamlError as error:
             raise self.error(error.line, error.problem) from error
-        self.document = read.value
-        self.lines = read.lines
 
     def error(self, line: int, message: str) -> ValueError:
         return ValueError(f"{self.source}:{line}: {message}")
 
-    def top(self) -> dict[str, Any]:
-        """Return the document's entries, once keys and format are right."""
+    def top(self, kind: str, keys: Sequence[str], needed: Sequence[str]) -> dict[str, Any]:
+        """Return the document's entries, once keys and format are right.
+
+        Args:
+            kind: of document, for error messages.
+            keys, needed: those that may be there, and those that must; `surgeon`, the format, is one of both.
+        """
         document = self.document
         if not isinstance(document, dict):
-            needed = f"{', '.join(self.needed[:-1])} and {self.needed[-1]}"
-            raise self.error(1, f"a {self.kind} is a mapping with the keys {needed}")
+            named = f"{', '.join(needed[:-1])} and {needed[-1]}"
+            raise self.error(1, f"a {kind} is a mapping with the keys {named}")
         for key in document:
-            if key not in self.keys:
+            if key not in keys:
                 raise self.error(
-                    self.lines[key,], f"unknown key {shown(key)}; {did_you_mean(str(key), self.keys)}"
+                    self.lines[key,], f"unknown key {shown(key)}; {did_you_mean(str(key), keys)}"
                 )
-        for key in self.needed:
+        for key in needed:
             if key not in document:
                 raise self.error(1, f"the key {key!r} is missing")
         form = document["surgeon"]
         if type(form) is not int or form != FORMAT:
             raise self.error(
                 self.lines["surgeon",],
-                f"{self.kind} format {shown(form)} is not known; write surgeon: {FORMAT}",
+                f"{kind} format {shown(form)} is not known; write surgeon: {FORMAT}",
             )
         return document
 
@@ -325,47 +355,3 @@ class DocumentReader:
             return checked(model, given, self.lines, path)
         except YamlError as error:
             raise self.error(error.line, error.problem) from error
-
-
-class _RecipeReader(DocumentReader):
-    """Reads one recipe."""
-
-    kind = "recipe"
-    keys = KEYS
-    needed = ("surgeon", "model", "operations")
-
-    def recipe(self) -> Recipe:
-        document = self.top()
-        model = document["model"]
-        if not isinstance(model, str) or not model.strip() or not model.isprintable():
-            raise self.error(
-                self.lines["model",], f"model must be a folder or a hub name, not {shown(model)}"
-            )
-        return Recipe(
-            model=model,
-            operations=self.operations(document["operations"]),
-            expect=self._expect(document.get("expect")),
-            weights=self._weights(document["weights"]) if "weights" in document else None,
-            source=self.source,
-            expect_line=self.lines.get(("expect",), 0),
-            weights_line=self.lines.get(("weights",), 0),
-        )
-
-    def _weights(self, given: Any) -> str:
-        match = _WEIGHTS.fullmatch(given) if isinstance(given, str) else None
-        if match is None:
-            raise self.error(
-                self.lines["weights",],
-                f"weights must be sha256: and 64 digits of 0-9 and a-f, not {shown(given)}; copy them from a search's "
-                "recipe or a checkpoint's surgeon.json, or remove the line",
-            )
-        return match[1]
-
-    def _expect(self, given: Any) -> Expect:
-        if given is None:
-            return Expect()
-        if not isinstance(given, dict):
-            raise self.error(
-                self.lines["expect",], "expect must be a mapping, as in expect: {effective_depth: 19}"
-            )
-        return self.validate(Expect, given, ("expect",))

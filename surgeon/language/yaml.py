@@ -1,17 +1,20 @@
 """YAML from anybody, read within bounds: there are texts, numbers, true and false, null, dates, lists and mappings.
 
-Aliases and merge keys, by which a small text can stand for a huge document, are refused, as is any other tag.
+Aliases and merge keys, by which a small text can stand for a huge document, are refused, as is any other tag. Parts of
+a document are checked by pydantic; what is wrong is named with its line, its value and what would be right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import UnionType
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
-from surgeon.errors import first_line, shown
+from surgeon.errors import did_you_mean, first_line, shown
 
 LONGEST = 1 << 20  # characters
 MOST_NODES = 10_000
@@ -39,26 +42,17 @@ class YamlError(ValueError):
         self.problem = problem
 
 
-@dataclass(frozen=True)
-class Document:
-    """A parsed text, with the line of each of its parts.
-
-    Attributes:
-        value: nothing, a text, a number, a date, or lists and mappings of these; nothing for an empty text.
-        lines: of every entry, by the keys and indices that lead to it; () is the whole document.
-    """
-
-    value: Any
-    lines: dict[Path, int]
-
-
 def line_of(path: Path, lines: Mapping[Path, int]) -> int:
     """The line of what a path leads to, or of the innermost thing on the way there that stands in the document."""
     return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
 
 
-def read_yaml(text: str) -> Document:
+def read_yaml(text: str) -> tuple[Any, dict[Path, int]]:
     """Read one document.
+
+    Returns:
+        Nothing, a text, a number, a date, or lists and mappings of these (nothing for an empty text); and the line of
+        every entry, by the keys and indices that lead to it; () is the whole document.
 
     Raises:
         YamlError: if it is no valid YAML, has a key twice, holds what is not supported, or is too large.
@@ -68,7 +62,10 @@ def read_yaml(text: str) -> Document:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        value = None if node is None else loader.construct_document(node)
+        if node is None:
+            value = None
+        else:
+            value = loader.construct_document(node)
     except YamlError:
         raise
     except yaml.reader.ReaderError as error:
@@ -90,7 +87,7 @@ def read_yaml(text: str) -> Document:
     lines: dict[Path, int] = {(): 1}
     if node is not None:
         _note_lines(loader, node, (), lines)
-    return Document(value, lines)
+    return value, lines
 
 
 def _note_lines(loader: _Loader, node: yaml.Node, path: Path, lines: dict[Path, int]) -> None:
@@ -175,3 +172,83 @@ class _Loader(yaml.SafeLoader):
 
 def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
+
+
+# Pydantic's errors for unknown keys of a model, of a dataclass, and of other types.
+UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument", "invalid_key")
+MESSAGES = {
+    **dict.fromkeys(UNKNOWN, "unknown key {key}; {known}"),
+    "dataclass_type": "{within}{name} must be a mapping, not {value}",
+}
+OTHERWISE = "{within}{name}: {problem}, not {value}"
+Checked = TypeVar("Checked")
+# Making one can take longer than its use.
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
+
+def checked(
+    kind: type[Checked],
+    value: Any,
+    lines: Mapping[Path, int],
+    path: Path = (),
+    messages: Mapping[str, str] = MESSAGES,
+) -> Checked:
+    """Validate a part of a document as a type.
+
+    Args:
+        kind: a model of pydantic's, or a dataclass whose annotations are for pydantic.
+        lines: as of `read_yaml`; `path` leads to this part.
+        messages: what is said of an error, by pydantic's type of it, or by that and the entry's name. They hold {name},
+            {value}, what pydantic says ({problem}), what the part is ({within}), and of a {key} the {known} ones.
+
+    Raises:
+        YamlError: of an entry that is not known first, then of one that is missing, then of any other.
+    """
+    try:
+        found: Checked = _adapter(kind).validate_python(value)
+        return found
+    except ValidationError as error:
+        first = min(
+            error.errors(), key=lambda each: (each["type"] not in UNKNOWN, each["type"] != "missing")
+        )
+        type_ = first["type"]
+        loc = (*path, *first["loc"])
+        # pydantic spells keys, and has steps of its own ("[key]", into what stands for a whole) that lead nowhere here;
+        # an entry that is missing is named all the same.
+        spelled = {tuple(map(str, each)): each for each in lines}
+        ends = (tuple(map(str, loc[:end])) for end in range(len(loc), len(path), -1))
+        there = next((spelled[each] for each in ends if each in spelled), path)
+        named = (loc if type_ == "missing" else there)[len(path) :]
+        name = ".".join(map(str, named)) or "the document"
+        of_all = type_ == "value_error" and not named  # what a dataclass says of its entries together
+        if of_all:
+            message = "{within}{problem}"
+        else:
+            message = messages.get(f"{type_} {name}") or messages.get(type_, OTHERWISE)
+        key = known = ""
+        if type_ in UNKNOWN:
+            key = shown((there if len(there) == len(loc) else loc)[-1])
+            known = did_you_mean(str(loc[-1]), _entries(kind, first["loc"][:-1]))
+        problem = message.format(
+            name=name,
+            key=key,
+            known=known,
+            value=shown(first["input"]),
+            problem=first.get("ctx", {}).get("error", first["msg"]),
+            within=f"{path[-1]}: " if path else "",
+        )
+        raise YamlError(line_of(there, lines), problem) from error
+
+
+def _entries(kind: Any, loc: tuple[Any, ...]) -> list[str]:
+    """The entries of what a path leads to, in a type of this kind."""
+    for key in (*loc, None):
+        if get_origin(kind) in (Union, UnionType):
+            kind = next(each for each in get_args(kind) if each is not type(None))
+        if key is not None:
+            inside = get_args(kind)  # of a list or a mapping, whose values come last
+            if inside:
+                kind = next(each for each in reversed(inside) if each is not ...)
+            else:
+                kind = get_type_hints(kind)[key]
+    return list(getattr(kind, "model_fields", None) or get_type_hints(kind))

@@ -84,10 +84,6 @@ class ModelShapes:
             dtype=str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch."),
             latent=latent,
         )
-        shapes._check()
-        return shapes
-
-    def _check(self) -> None:
         sizes = (
             "hidden",
             "heads",
@@ -99,14 +95,15 @@ class ModelShapes:
             "positions",
         )
         for size in sizes:
-            if getattr(self, size) < 1:
+            if getattr(shapes, size) < 1:
                 raise ValueError(
-                    f"the configuration of {self.name}: {size} must be at least 1, not {getattr(self, size)}"
+                    f"the configuration of {name}: {size} must be at least 1, not {getattr(shapes, size)}"
                 )
-        if self.heads % self.kv_heads:
+        if shapes.heads % shapes.kv_heads:
             raise ValueError(
-                f"the configuration of {self.name}: {self.heads} heads do not divide among {self.kv_heads} KV heads"
+                f"the configuration of {name}: {shapes.heads} heads do not divide among {shapes.kv_heads} KV heads"
             )
+        return shapes
 
     def units(self, sublayer: Sublayer) -> Units:
         """Count heads and KV heads, or neurons, of a sublayer before it is sliced; refuse more than its layer has."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,10 +94,7 @@ class VerifiedKeys:
         keys, values = self._layers[layer]
         first, end = unit_bounds({"kv_heads": keys.shape[1]}, "kv_heads", attention.piece)
         joined = _Joined(keys[:, first:end], values[:, first:end])
-        return arguments | {name: joined, "attention_mask": self._mask(layer, keys)}
-
-    def _mask(self, layer: int, keys: Tensor) -> Tensor:
-        """Mask both kinds of keys for each token, (1, 1, T, 2 T)."""
+        # Both kinds of keys for each token, (1, 1, T, 2 T).
         tokens = torch.arange(keys.shape[2], device=keys.device)
         own = tokens[:, None]
         other = tokens[None]
@@ -111,16 +109,17 @@ class VerifiedKeys:
             )
         in_flight = own // ROUND == other // ROUND
         mask = torch.cat([sees & ~in_flight, sees & in_flight], -1)[None, None]
-        if self._as_bools:
-            return mask
-        return torch.zeros_like(mask, dtype=keys.dtype).masked_fill(~mask, -torch.inf)
+        if not self._as_bools:
+            mask = torch.zeros_like(mask, dtype=keys.dtype).masked_fill(~mask, -torch.inf)
+        return arguments | {name: joined, "attention_mask": mask}
 
 
+@dataclass(frozen=True, eq=False)
 class _Joined:
     """Stands for a cache in one call of an attention, whose keys and values come behind the original's."""
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self._before = keys, values
+    keys: Tensor
+    values: Tensor
 
     def get_seq_length(self, *_: Any) -> int:
         """Count the tokens before those that are computed."""
@@ -128,7 +127,7 @@ class _Joined:
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Both kinds, (B, K, 2 T, width)."""
-        before = (one.to(keys.device, keys.dtype) for one in self._before)
+        before = (one.to(keys.device, keys.dtype) for one in (self.keys, self.values))
         joined_keys, joined_values = (
             torch.cat(both, 2) for both in zip(before, (keys, values), strict=True)
         )

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.locate import without_retries
+from surgeon.checkpoint.config import without_retries
 from surgeon.errors import first_line
 from surgeon.named import is_path, on_disk
 from surgeon.quality.tables import (

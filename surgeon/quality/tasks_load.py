@@ -18,7 +18,7 @@ from lm_eval.api.group import Group
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
-from surgeon.checkpoint.locate import without_retries
+from surgeon.checkpoint.config import without_retries
 from surgeon.errors import did_you_mean, first_line
 from surgeon.named import on_disk
 from surgeon.progress import progress

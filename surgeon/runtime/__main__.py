@@ -1,8 +1,6 @@
 """The process of one rank; see worker/rank.py."""
 
-from surgeon.gpus import avoid_cudnn_attention
-from surgeon.memory import use_huge_pages
-from surgeon.threads import wait_asleep
+from surgeon.machine import avoid_cudnn_attention, use_huge_pages, wait_asleep
 
 wait_asleep()
 use_huge_pages()

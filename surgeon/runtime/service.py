@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from surgeon.memory import free_bytes
+from surgeon.machine import free_bytes
 from surgeon.opened import Model
 from surgeon.processes.torchrun import ranks_of_this_machine
 from surgeon.processes.watchdog import Pulse, Watchdog

@@ -27,7 +27,7 @@ from surgeon.analysis.engine.prefixes import StateCache
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.checkpoint.load import streamed_layers
 from surgeon.language.program import Program
-from surgeon.memory import available_bytes, resident_bytes, stay_below
+from surgeon.machine import available_bytes, resident_bytes, stay_below
 from surgeon.models.edit import program_of, require_unedited
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.progress import require_time

@@ -25,7 +25,7 @@ from surgeon.cost.work import Forward, RankWork, Sent
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
-from surgeon.memory import show_size
+from surgeon.machine import show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model
 from surgeon.runtime.batching.windows import BLOCK_TOKENS

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from surgeon.errors import did_you_mean
-from surgeon.memory import parse_size, show_size
+from surgeon.machine import parse_size, show_size
 
 if TYPE_CHECKING:  # who reads quantities does without numpy
     from surgeon.language.program import Program

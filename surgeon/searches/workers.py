@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from surgeon.gpus import gpus_in_turn
+from surgeon.machine import gpus_in_turn, threads_per_rank
 from surgeon.processes.children import Child, when_parent_ends
 from surgeon.processes.files import make_folder
-from surgeon.threads import threads_per_rank
 
 Say = Callable[[str], None]
 FOLDER = "workers"  # in the output folder: what they say

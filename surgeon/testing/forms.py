@@ -13,7 +13,7 @@ from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.describe import compare, describe
 from surgeon.checkpoint.forms import FORMS, Form
 from surgeon.checkpoint.load import load
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.in_memory import edit
 from surgeon.language.program import Program

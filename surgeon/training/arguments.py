@@ -16,9 +16,9 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.training_args import OptimizerNames
 
-from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.stored import read_json
 from surgeon.errors import first_line
-from surgeon.gpus import avoid_cudnn_attention, describe_gpu
+from surgeon.machine import avoid_cudnn_attention, describe_gpu
 from surgeon.opened import choose_device
 from surgeon.training.settings import TrainSettings, check_taken, check_trainer_arguments
 from surgeon.training.sharding import check_sharding, read_all_weights

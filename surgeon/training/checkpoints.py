@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
-from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.stored import read_json
 from surgeon.checkpoint.write import FileRecord, change_of
 from surgeon.errors import first_line
 from surgeon.models.lora import PeftModel

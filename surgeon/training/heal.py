@@ -8,14 +8,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.belongings import REPORT_FILE, companions_of
+from surgeon.checkpoint.belongings import companions_of
+from surgeon.checkpoint.config import DEMO
 from surgeon.checkpoint.forms.fused import FUSED
-from surgeon.checkpoint.locate import DEMO
+from surgeon.checkpoint.stored import REPORT_FILE
 from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.exports.export import source_record
+from surgeon.exports.in_memory import stock_layers_of
 from surgeon.exports.plan import layout_of
 from surgeon.exports.prove import original_model
-from surgeon.exports.stock import stock_layers_of
 from surgeon.exports.unfuse import unfused
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe

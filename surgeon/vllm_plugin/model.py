@@ -28,7 +28,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.sequence import IntermediateTensors
 
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.language.execute import State, land
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer

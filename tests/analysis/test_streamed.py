@@ -19,7 +19,7 @@ from surgeon.checkpoint.load import load, load_streamed, streamed_layers
 from surgeon.checkpoint.tensor_file import FileTensor
 from surgeon.language.operations import ladder, merge, pair, parallel, prune, shuffle
 from surgeon.language.program import Program, steps_of
-from surgeon.memory import resident_bytes
+from surgeon.machine import resident_bytes
 from surgeon.models.families import family_of
 from tests.selection import case
 from tests.tiny_models import DENSE_FAMILIES, VOCABULARY, save_checkpoint, tiny_model

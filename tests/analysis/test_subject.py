@@ -10,7 +10,7 @@ import torch
 from surgeon.analysis import subject
 from surgeon.analysis.subject import load_for_analysis, open_subject
 from surgeon.checkpoint.load import streamed_layers
-from surgeon.memory import resident_bytes
+from surgeon.machine import resident_bytes
 from surgeon.opened import open_model
 from tests.tiny_models import tiny_model
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.forms import form_of
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.prove import Proof
 from surgeon.language.program import Fork, Node, Program, Step

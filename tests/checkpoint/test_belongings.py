@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import surgeon
 from surgeon.checkpoint.belongings import companions_of, left_behind, left_by, patterns_for_the_hub
 from surgeon.checkpoint.describe import compare, describe
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.checkpoint.write import verify
 from surgeon.exports.adapters import export_with_adapter
 from surgeon.exports.in_memory import export_with_codas

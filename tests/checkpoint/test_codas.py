@@ -12,7 +12,7 @@ import torch
 import surgeon
 from surgeon.checkpoint.codas import StoredCodas, read_codas, write_codas
 from surgeon.checkpoint.describe import describe
-from surgeon.exports.staging import why_kept
+from surgeon.exports.export import why_kept
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of
 from surgeon.training.racks.build import assemble, rack_of

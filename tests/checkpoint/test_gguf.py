@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.checkpoint.gguf import SWITCH, convert_gguf
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from tests.gguf_files import llama3_factors, logits, write_gguf
 from tests.tiny_models import TEXT, tiny_model, tiny_tokenizer
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import surgeon
 from surgeon.checkpoint.load import load, load_streamed, streamed_layers
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.opened import open_model
 from tests.checkpoint.helpers import logits_of, save_source
 from tests.quantised import SCHEMES, quantise_folder

@@ -24,7 +24,7 @@ from surgeon.checkpoint.write import FileRecord, verify
 from surgeon.exports.on_demand import WeightsOnDemand
 from surgeon.exports.prove import original_model, reference_of
 from surgeon.language.program import Program
-from surgeon.memory import resident_bytes
+from surgeon.machine import resident_bytes
 from surgeon.opened import open_model
 from tests.checkpoint.helpers import logits_of, relative_error, run_export, save_source, weights_of
 from tests.selection import NORMED_BEHIND, one_in

@@ -12,7 +12,7 @@ import torch
 
 import surgeon
 from surgeon.checkpoint.describe import compare, describe
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.commands.show import differences, facts
 from surgeon.errors import NotProven

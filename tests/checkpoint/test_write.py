@@ -15,10 +15,10 @@ from torch import Tensor
 
 from surgeon.checkpoint import write
 from surgeon.checkpoint.forms import PlannedTensor
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.checkpoint.write import FileRecord, Writing, holds, shard_limit, split_into_shards
+from surgeon.machine import Background, Stopped
 from surgeon.progress import Advance
-from surgeon.threads import Background, Stopped
 from tests.checkpoint.helpers import save_source
 
 

@@ -13,7 +13,7 @@ import torch
 
 import surgeon
 from surgeon.checkpoint.factor_cache import FactorCache
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.language.recipe import parse_recipe, read_recipe
 from surgeon.models.edit import recipe_program
 from surgeon.models.weights import TruncatedSVD

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from tests.commands.conftest import Run
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import surgeon
+from surgeon.checkpoint.imported import WRAPPERS
 from surgeon.models.families import FAMILIES
-from surgeon.models.wrappers import WRAPPERS
 from tests.selection import one_in
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surgeon.analysis import subject
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.commands.app import main
 from surgeon.commands.heal import heal
 from surgeon.commands.options import DATA_HELP

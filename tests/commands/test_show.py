@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import surgeon
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from tests.commands.conftest import Run
 from tests.stored import configure
 

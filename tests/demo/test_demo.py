@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import surgeon
 import surgeon.demo
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.demo import library_files, library_text
 
 

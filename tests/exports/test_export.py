@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.checkpoint.forms import FORMS, Form
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.exports import prove
 from surgeon.exports.export import plan_export, write_export
 from surgeon.language.program import Program, layer_nodes

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 import surgeon
 from surgeon.checkpoint.forms import lay_out
 from surgeon.checkpoint.load import load
-from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.remote_code import PROGRAM
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.commands.app import main
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.in_memory import edit

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 import surgeon
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.load import load
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.checkpoint.write import Writing
 from surgeon.commands.show import facts
 from surgeon.exports.adapters import export_with_adapter

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.exports.staging import staged
+from surgeon.exports.export import staged
 from surgeon.processes import files
 from surgeon.processes.files import MARK, check_space, show_bytes
 from tests import warm

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 import surgeon
 from surgeon.checkpoint.forms import lay_out
-from surgeon.exports.stock import stock_layers_of
+from surgeon.exports.in_memory import stock_layers_of
 from surgeon.exports.unfuse import unfused
 from surgeon.language.program import Program
 from surgeon.models.edit import edit

@@ -17,7 +17,7 @@ from transformers import dynamic_module_utils
 
 import surgeon
 from surgeon.checkpoint.belongings import inherit
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.findings.card import identity_of, open_edited, require_own_card, write_card
 from surgeon.findings.measured import Identity, read_measured
 from surgeon.language.program import Program

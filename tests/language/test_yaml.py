@@ -48,9 +48,9 @@ def test_what_is_refused_and_soon(text: str, said: str) -> None:
     ],
 )
 def test_what_is_read(text: str, value: Any) -> None:
-    assert read_yaml(text).value == value
+    assert read_yaml(text)[0] == value
 
 
 def test_every_entry_has_its_line() -> None:
-    lines = read_yaml("a:\n  x: 1\nb:\n  y:\n    - 2\n").lines
+    _, lines = read_yaml("a:\n  x: 1\nb:\n  y:\n    - 2\n")
     assert lines == {(): 1, ("a",): 1, ("a", "x"): 2, ("b",): 3, ("b", "y"): 4, ("b", "y", 0): 5}

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from surgeon.checkpoint.locate import hub_answers, without_retries
+from surgeon.checkpoint.config import hub_answers, without_retries
 from surgeon.quality import sources, text_files
 from surgeon.quality.data import load_windows
 from tests.quality.written import Row, texts, write_jsonl

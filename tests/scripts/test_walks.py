@@ -12,7 +12,7 @@ from scripts.walks import files_run, table
 def test_a_file_runs_if_a_function_of_it_is_called_behind_its_import(tmp_path: Path) -> None:
     found = files_run(["--version"], tmp_path)
     assert "commands/app.py" in found
-    assert not {"version.py", "opened.py", "checkpoint/read.py"} & found
+    assert not {"version.py", "opened.py", "checkpoint/stored.py"} & found
 
 
 def test_a_command_that_fails(tmp_path: Path) -> None:

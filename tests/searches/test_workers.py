@@ -54,7 +54,7 @@ except KeyboardInterrupt:
 
 @pytest.fixture(autouse=True)
 def program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surgeon.threads.usable_cores", lambda: 7)
+    monkeypatch.setattr("surgeon.machine.usable_cores", lambda: 7)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.language.execute import State, land
 from surgeon.language.program import Program
 from surgeon.models.weights import ModelWeights

@@ -34,6 +34,7 @@ from surgeon.checkpoint.load import streamed_layers
 from surgeon.errors import is_out_of_memory
 from surgeon.language.program import Program, steps_of
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
+from surgeon.machine import Beside, one_at_a_time, torch_threads
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.processes.journal import Journal, read_journal
 from surgeon.quality.head import (
@@ -44,7 +45,6 @@ from surgeon.quality.head import (
     concatenate_windows,
 )
 from surgeon.quality.summary import ACCEPTANCES, Values
-from surgeon.threads import Beside, one_at_a_time, torch_threads
 
 _AT_ONCE = -1  # the turn of a task that needs no weights
 

@@ -14,7 +14,7 @@ from surgeon.analysis.engine.sharing import SharedPlan
 from surgeon.analysis.engine.walk import cache_bytes
 from surgeon.checkpoint.load import StreamedLayers, streamed_layers
 from surgeon.language.sublayer import KINDS
-from surgeon.memory import available_bytes, free_bytes, resident_bytes, show_size
+from surgeon.machine import available_bytes, free_bytes, resident_bytes, show_size
 from surgeon.models.families import family_of
 from surgeon.quality.head import OutputHead
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from surgeon.analysis.engine.sharing import Extend, Join, RunStep, SharedPlan, Take, Task, reads
 from surgeon.language.execute import State, land
 from surgeon.language.program import Fork, Node, steps_of
-from surgeon.memory import show_size
+from surgeon.machine import show_size
 from surgeon.models.weights import Tensors
 
 START = 0  # the number of what begins with nothing: the embedded tokens

@@ -26,7 +26,7 @@ from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.analysis.subject import Subject, load_for_analysis
 from surgeon.language.program import Program
-from surgeon.memory import stay_below
+from surgeon.machine import stay_below
 from surgeon.models.edit import restore
 from surgeon.models.weights import FactorSource
 from surgeon.opened import open_model

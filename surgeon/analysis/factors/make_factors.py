@@ -33,7 +33,7 @@ from surgeon.checkpoint.factor_cache import FactorCache, write_factors
 from surgeon.language.execute import State
 from surgeon.language.program import Node, Step
 from surgeon.language.sublayer import WRITING, Sublayer
-from surgeon.memory import stay_below
+from surgeon.machine import stay_below
 from surgeon.models.edit import as_stored, check_layers
 from surgeon.models.families import family_of
 from surgeon.models.weights import Factors, FactorSource, UnitsByLayer, UnitSource

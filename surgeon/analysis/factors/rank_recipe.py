@@ -38,7 +38,7 @@ from surgeon.language.operations.lowrank import Calibration, Method
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.language.sublayer import Sublayer
-from surgeon.memory import parse_size
+from surgeon.machine import parse_size
 from surgeon.models.edit import as_stored
 from surgeon.processes.files import write_text
 from surgeon.progress import progress

@@ -22,7 +22,7 @@ from surgeon.checkpoint.forms.plain import PLAIN
 from surgeon.checkpoint.forms.planning import PlannedTensor
 from surgeon.checkpoint.forms.program import PROGRAM
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, per_layer_lists
-from surgeon.checkpoint.read import Checkpoint, Wrapped
+from surgeon.checkpoint.stored import Checkpoint, Wrapped
 from surgeon.errors import did_you_mean
 from surgeon.language.program import Program
 from surgeon.models.families import Family

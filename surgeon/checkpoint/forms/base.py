@@ -18,9 +18,8 @@ from surgeon.checkpoint.forms.stored_layers import (
     per_layer_lists,
     stored_layers,
 )
-from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint, Wrapped
 from surgeon.checkpoint.remote_code import FAMILY_KEY, RemoteCode
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import WEIGHTS_KEY, Checkpoint, StoredModel, Wrapped
 from surgeon.language.program import Program
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family

@@ -6,7 +6,7 @@ Its configuration describes the architecture in the words of the modeling file i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,8 +31,7 @@ from surgeon.checkpoint.forms.stored_layers import (
     require_uniform,
     stored_layers,
 )
-from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import Checkpoint, StoredModel
 from surgeon.language.program import Program, Step, steps_of
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.models.edit import PROGRAM_PREFIX
@@ -81,7 +80,7 @@ class FusedPlanner(TensorPlanner):
                                 f"{path} of {self.family.name} cannot be stored in the fused form"
                             )
                 if sublayers:
-                    tensors = self._norms(kind, sublayers) | self._projections(kind, sublayers)
+                    tensors = self._tensors(kind, sublayers)
                 else:
                     tensors = {}
                 for path, compute in tensors.items():
@@ -92,14 +91,11 @@ class FusedPlanner(TensorPlanner):
         return planned + self._head()
 
     def _head(self) -> list[PlannedTensor]:
-        tied = self.config.tie_word_embeddings
-        planned = list[PlannedTensor]()
-        planned += [] if tied else self._move(f"{FUSED_FAMILY.head}.weight", self.family.head)
-        planned += (
-            self._move(f"{FUSED_FAMILY.head}.bias", self.family.head, "bias")
-            if self.family.head_bias
-            else []
-        )
+        planned = []
+        if not self.config.tie_word_embeddings:
+            planned += self._move(f"{FUSED_FAMILY.head}.weight", self.family.head)
+        if self.family.head_bias:
+            planned += self._move(f"{FUSED_FAMILY.head}.bias", self.family.head, "bias")
         return planned
 
     def _move(self, name: str, path: str, part: str = "weight") -> list[PlannedTensor]:
@@ -111,8 +107,8 @@ class FusedPlanner(TensorPlanner):
             )
         return self.planned(name, lambda weights: weights.tensor(whole))
 
-    def _norms(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
-        """The norm before a sublayer, which does no more than norm where several lie side by side; and head norms."""
+    def _tensors(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
+        """Compute the projections, the norms of heads, and the norm before, which only norms in front of several."""
         spec = self.family.spec(kind)
         own = spec.stream_norms["norm"]
         written = FUSED_FAMILY.spec(kind).stream_norms["norm"]
@@ -125,11 +121,7 @@ class FusedPlanner(TensorPlanner):
             tensors[f"{written}.{part}"] = compute
         for path in spec.head_norm.paths.values():
             tensors[f"{path}.weight"] = partial(self._head_gains, sublayers, f"{path}.weight")
-        return tensors
-
-    def _projections(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
-        tensors: dict[str, Compute] = {}
-        for projection in self.family.spec(kind).projections:
+        for projection in spec.projections:
             path = PROJECTIONS[projection.role].path
             tensors[f"{path}.weight"] = partial(self._weight, sublayers, projection)
             if self.biases[projection.role]:
@@ -151,17 +143,14 @@ class FusedPlanner(TensorPlanner):
             return self._in_turn(matrices, sublayers, dim=0)
         offset = int(self.family.norms.unit_offset)
         gains = [offset + self._norm_part(sublayer, "weight", weights).float() for sublayer in sublayers]
-        return self._fold_gains(matrices, gains, sublayers)
-
-    def _fold_gains(
-        self, matrices: list[Tensor], gains: list[Tensor], sublayers: tuple[Sublayer, ...]
-    ) -> Iterator[Tensor]:
-        """Yield rows of all matrices, a block of each in turn, multiplied with a gain per column."""
+        # Rows of all matrices, a block of each in turn, multiplied with a gain per column: one new tensor, not two.
         blocks = self._blocks(sublayers)
-        for turn in range(blocks):
-            for matrix, gain in zip(matrices, gains, strict=True):
-                for rows in matrix.unflatten(0, (blocks, -1))[turn].split(ROWS):
-                    yield rows.to(torch.float32, copy=True).mul_(gain)  # one new tensor, not two
+        return (
+            rows.to(torch.float32, copy=True).mul_(gain)
+            for turn in range(blocks)
+            for matrix, gain in zip(matrices, gains, strict=True)
+            for rows in matrix.unflatten(0, (blocks, -1))[turn].split(ROWS)
+        )
 
     def _bias(
         self, sublayers: tuple[Sublayer, ...], projection: Projection, weights: ModelWeights

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.forms.stored_layers import StoredLayer
-from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import Checkpoint, StoredModel
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Family, Projection, SublayerSpec
@@ -178,9 +177,13 @@ class TensorPlanner:
     def as_stored(self, sublayer: Sublayer, path: str) -> Compute:
         """Return the computation of a tensor that is written in the way that its layers store it."""
         compute = partial(self.part, sublayer, path)
-        chosen = sublayer.experts is not None and path in self._by_expert(sublayer)
-        if chosen:
-            return OfExperts(compute, sublayer.experts or ())
+        spec = self.weights.spec(sublayer)
+        if spec.mixture is None or sublayer.experts is None:
+            return compute
+        router = (own for name, own in spec.mixture.whole.items() if not name.startswith("shared"))
+        stacked = (own for one in spec.projections if one.stacked for own in (one.weight, one.bias))
+        if path in {self._source_path(sublayer, own) for own in (*router, *stacked)}:
+            return OfExperts(compute, sublayer.experts)
         return compute
 
     def _of_experts(self, sublayer: Sublayer, path: str) -> str | None:
@@ -288,7 +291,7 @@ class TensorPlanner:
 
     def _roots(self, spec: SublayerSpec) -> tuple[str, ...]:
         """Return the prefixes of a sublayer's tensors, behind those of the layer."""
-        roots = _roots(spec)
+        roots = tuple(f"{root}." for root in spec.stages)
         return roots + tuple(
             stored + root.removeprefix(own)
             for root in roots
@@ -302,15 +305,6 @@ class TensorPlanner:
             return weights.stored(sublayer, path)
         tensors = (weights.tensor(f"{self.family.layers}.{layer}.{path}") for layer in sublayer.layers)
         return mean(tensors, averaging_dtype(sublayer))
-
-    def _by_expert(self, sublayer: Sublayer) -> set[str]:
-        """Return paths of tensors with a part for each of a mixture's experts, if it keeps some."""
-        spec = self.weights.spec(sublayer)
-        if spec.mixture is None or sublayer.experts is None:
-            return set()
-        router = (path for name, path in spec.mixture.whole.items() if not name.startswith("shared"))
-        stacked = (path for one in spec.projections if one.stacked for path in (one.weight, one.bias))
-        return {self._source_path(sublayer, path) for path in (*router, *stacked)}
 
 
 class ModulePlanner(TensorPlanner):
@@ -333,31 +327,22 @@ class ModulePlanner(TensorPlanner):
         apart = taken_apart(spec, lambda role: sublayer.rank(role) is not None)
         for packed_here in modules_of(spec).values():
             if packed_here[0] not in apart:
-                yield from self._quantised_tensors(sublayer, packed_here) or self._module(
-                    sublayer, packed_here
-                )
+                yield from self._module(sublayer, packed_here)
         yield from self.apart(sublayer, apart)
-
-    def _quantised_tensors(
-        self, sublayer: Sublayer, projections: list[Projection]
-    ) -> list[tuple[str, Compute]]:
-        """Return a quantised parameter that stays as it is stored; empty if there is none."""
-        like = projections[0]
-        layer, *others = sublayer.layers
-        stored = [
-            path for path in (like.weight, like.bias) if f"{self.prefix}{layer}.{path}" in self.source
-        ]
-        is_whole = sublayer.width in (None, self.weights.stored_width(sublayer.kind, layer))
-        if others or sublayer.piece is not None or not is_whole:
-            return []
-        if f"{self.prefix}{layer}.{like.weight}" not in self.source.quantised or not like.stacked:
-            return []
-        return [(path, self.as_stored(sublayer, path)) for path in stored]
 
     def _module(
         self, sublayer: Sublayer, projections: list[Projection]
     ) -> Iterator[tuple[str, Compute]]:
+        """Yield the tensors of a module; a whole layer's quantised parameter stays as it is stored."""
         like = projections[0]
+        layer, *others = sublayer.layers
+        is_whole = sublayer.width in (None, self.weights.stored_width(sublayer.kind, layer))
+        is_quantised = like.stacked and f"{self.prefix}{layer}.{like.weight}" in self.source.quantised
+        if is_quantised and is_whole and not others and sublayer.piece is None:
+            for path in (like.weight, like.bias):
+                if f"{self.prefix}{layer}.{path}" in self.source:
+                    yield path, self.as_stored(sublayer, path)
+            return
         each = self.weights.each_expert(sublayer) if like.stacked else None
         has_bias = self.weights.bias(each[0] if each else sublayer, like.role) is not None
         for path in (like.weight, like.bias) if has_bias else (like.weight,):
@@ -478,10 +463,6 @@ def joined(rows: list[Tensor]) -> Tensor:
     if len(rows) == 1:
         return rows[0]
     return torch.cat(rows)
-
-
-def _roots(spec: SublayerSpec) -> tuple[str, ...]:
-    return tuple(f"{root}." for root in spec.stages)
 
 
 def known_modules(spec: SublayerSpec) -> set[str]:

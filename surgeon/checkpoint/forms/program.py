@@ -15,14 +15,13 @@ from surgeon.checkpoint import remote_code
 from surgeon.checkpoint.forms.base import BY_THE_FILE, NOT_ON_VLLM, Form, Layout, by_transformers
 from surgeon.checkpoint.forms.planning import ModulePlanner, PlannedTensor
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, require_divisible
-from surgeon.checkpoint.read import Wrapped
 from surgeon.checkpoint.remote_code import FAMILY_KEY
-from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.stored import StoredModel, Wrapped
 from surgeon.language.program import Program
-from surgeon.language.sublayer import KINDS, Sublayer
+from surgeon.language.sublayer import KINDS
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
-from surgeon.models.weights import FactorSource, Group, Groups, leave_out, make_room, unstored
+from surgeon.models.weights import FactorSource, Groups, leave_out, make_room, unstored
 
 
 class ProgramForm(Form):
@@ -46,10 +45,17 @@ class ProgramForm(Form):
                 f"{family.name}"
             )
         groups = _groups(program)
-        layers = tuple(
-            StoredLayer(*((_stored_sublayer(one, kind, family),) for kind in KINDS))
-            for one in groups.groups
-        )
+        layers = []
+        for group in groups.groups:
+            held = [group.sublayer(kind) for kind in KINDS]
+            if (
+                family.mixture is not None
+            ):  # of which there are no averages: beside one stands that of its first layer
+                held = [
+                    one if one.kind in group.used else replace(one, layers=one.layers[:1])
+                    for one in held
+                ]
+            layers.append(StoredLayer(*((one,) for one in held)))
         require_divisible(program.sublayers(), family, config)
         renumbered = program.renamed(lambda sublayer: sublayer.stored_in(groups.place(sublayer)))
         why_plugin = needs_plugin(renumbered, family, config, len(layers))
@@ -65,13 +71,13 @@ class ProgramForm(Form):
             reason += f"; {NOT_ON_VLLM} of {why_not}"
         elif why_plugin:
             reason += f"; vLLM needs surgeon's plugin, because {why_plugin}"
-        return Layout(self, reason, layers, renumbered)
+        return Layout(self, reason, tuple(layers), renumbered)
 
     def inside(self, wrapped: Wrapped, layout: Layout, family: Family) -> Layout:
         wrapper = wrapped.wrapper
         program = layout.program
         assert program is not None
-        fed = wrapper.fed_layers(wrapped.entries)
+        fed = len(wrapped.entries.get("vision_config", {}).get(wrapper.fed, ()))
         if fed and program.whole() != Program.dense(len(layout.layers), family.steps_per_layer):
             raise Inexpressible(
                 f"a {wrapper.name} adds features of images behind its first {fed} layers, and the program is another "
@@ -122,11 +128,26 @@ class ProgramForm(Form):
             return self.shipped.entries(wrapper.model_type, around=True) | runs
         scale = family.scales.logits(config)
         # By this name vLLM's transformers backend, which has a head of its own, knows it.
-        scaled = {} if scale is None else {"logit_scale": scale}
+        if scale is None:
+            scaled = {}
+        else:
+            scaled = {"logit_scale": scale}
         return self.shipped.entries(family.model_type) | runs | scaled
 
     def model_class(self, stored: StoredModel) -> Any:
-        return with_room(MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored)
+        stock: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)]
+        as_wide = all(one.width is None and one.experts is None for one in stored.program.sublayers())
+        gone = unstored(stored.weights, stored.program, stored.num_layers)
+        if as_wide and not gone and not stored.weights.has_factors():
+            return stock
+
+        # Whose models have the stored factors, narrower layers and fewer experts.
+        def build(model: Any, config: Any, *arguments: Any, **options: Any) -> None:
+            stock.__init__(model, config, *arguments, **options)
+            make_room(model, stored.weights, stored.program)
+            leave_out(model, stored.weights, stored.program)
+
+        return type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
 
     def serving(self, stored: StoredModel, serve: str) -> tuple[str, str]:
         name = serve.partition(" --")[0].removeprefix("vllm serve ")
@@ -233,35 +254,11 @@ def _mixture_row(family: Family) -> dict[str, Any] | None:
     }
 
 
-def with_room(stock: Any, stored: StoredModel) -> Any:
-    """Return a stock class whose models have the stored factors, narrower layers and fewer experts."""
-    as_wide = all(one.width is None and one.experts is None for one in stored.program.sublayers())
-    gone = unstored(stored.weights, stored.program, stored.num_layers)
-    if as_wide and not gone and not stored.weights.has_factors():
-        return stock
-
-    def build(model: Any, config: Any, *arguments: Any, **options: Any) -> None:
-        stock.__init__(model, config, *arguments, **options)
-        make_room(model, stored.weights, stored.program)
-        leave_out(model, stored.weights, stored.program)
-
-    return type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
-
-
 def _shares(family: Family, config: Any, path: str) -> list[int]:
     """Return the widths of projections that lie side by side in a module, in the smallest whole numbers."""
     projections = [p for spec in family.specs() for p in spec.projections if p.path == path]
     widths = [family.units(config)[p.unit] for p in projections]
     return [width // math.gcd(*widths) for width in widths]
-
-
-def _stored_sublayer(group: Group, kind: str, family: Family) -> Sublayer:
-    """Return a stored layer's sublayer of a kind; beside an average that runs alone a mixture of its first layer."""
-    held = group.sublayer(kind)
-    alone = family.mixture is not None and kind not in group.used  # of mixtures there are no averages
-    if alone:
-        return replace(held, layers=held.layers[:1])
-    return held
 
 
 def _groups(program: Program) -> Groups:

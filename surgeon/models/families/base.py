@@ -23,14 +23,17 @@ Scale = Callable[[Any], float | None]  # of a config: a factor; None where the a
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor that a config has in an attribute, where 1 is none."""
+    """A factor, or its inverse, that a config has in an attribute, where 1 is none."""
 
     attribute: str
+    inverse: bool = False
 
     def __call__(self, config: Any) -> float | None:
         factor = float(getattr(config, self.attribute))
         if factor == 1:
             return None
+        if self.inverse:
+            return 1 / factor
         return factor
 
 
@@ -358,7 +361,10 @@ class Family:
         shapes = {}
         for projection in (*attention.projections, *mlp.projections):
             divided = units[projection.unit] * self.unit_width(config, projection.unit)
-            shapes[projection.role] = (divided, hidden) if projection.reads_stream else (hidden, divided)
+            if projection.reads_stream:
+                shapes[projection.role] = (divided, hidden)
+            else:
+                shapes[projection.role] = (hidden, divided)
         counts = {ATTENTION: units["kv_heads"], FEED_FORWARD: units["neurons"]}
         if attention.kept is not None:
             del counts[ATTENTION]

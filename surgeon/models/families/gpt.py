@@ -234,7 +234,10 @@ def _falcon_variant(family: Family, config: Any) -> Family:
         attention = replace(attention, stages=(StreamNorm("ln_attn"), "self_attention"))
         mlp = replace(mlp, stages=(StreamNorm("ln_mlp"), "mlp"))
     one = config.multi_query and not config.new_decoder_architecture
-    steps = 1 if _beside(config) else 2
+    if _beside(config):
+        steps = 1
+    else:
+        steps = 2
     return replace(
         family,
         attention=attention,

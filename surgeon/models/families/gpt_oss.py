@@ -7,16 +7,11 @@ from typing import Any
 from surgeon.models.families.base import AttentionWindow
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
-from surgeon.models.families.specs import Projection, chosen
+from surgeon.models.families.specs import chosen
 
 
 def _clamped_gate(config: Any) -> tuple[float, float]:
     return float(config.swiglu_alpha), float(config.swiglu_limit)
-
-
-def _stored_as_computed(one: Projection) -> Projection:
-    """Files have experts stacked, too, matrices (in, out), and rows of gate and up in turn."""
-    return replace(one, stored=None, transposed=True, interleaved=one.reads_stream)
 
 
 GPT_OSS = replace(
@@ -27,7 +22,11 @@ GPT_OSS = replace(
     attention=replace(LLAMA.attention, sinks="self_attn.sinks"),
     mlp=replace(
         MIXTURE,
-        projections=tuple(map(_stored_as_computed, MIXTURE.projections)),
+        # Files have experts stacked, too, matrices (in, out), and rows of gate and up in turn.
+        projections=tuple(
+            replace(one, stored=None, transposed=True, interleaved=one.reads_stream)
+            for one in MIXTURE.projections
+        ),
         counts=("experts.intermediate_size",),
         mixture=replace(
             ROUTED,

@@ -91,13 +91,6 @@ def _attention_scale(config: Any) -> float:
     return float(config.attention_multiplier)
 
 
-def _logit_scale(config: Any) -> float | None:
-    scaling: float = config.logits_scaling
-    if scaling == 1:
-        return None
-    return 1 / scaling
-
-
 GRANITE = replace(
     LLAMA,
     name="Granite",
@@ -107,7 +100,7 @@ GRANITE = replace(
         embedding=Factor("embedding_multiplier"),
         attention=_attention_scale,
         output=Factor("residual_multiplier"),
-        logits=_logit_scale,
+        logits=Factor("logits_scaling", inverse=True),
     ),
     unsupported=_granite_unsupported,
 )

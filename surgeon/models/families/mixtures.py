@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.specs import MixtureSpec, Projection, SublayerSpec, chosen
-from surgeon.models.routing import Routing
 
 
 def stacked_experts(
@@ -31,16 +30,11 @@ def stacked_experts(
     )
 
 
-def normalised_if_told(config: Any) -> Routing:
-    """Divide the weights of the chosen experts by their sum if the configuration says so."""
-    return chosen(config, normalise=bool(config.norm_topk_prob))
-
-
 ROUTED = MixtureSpec(
     router="mlp.gate",
     experts="mlp.experts",
     count="num_experts",
-    routing=normalised_if_told,
+    routing=partial(chosen, normalise=None),
     counts=("mlp.experts.num_experts", "mlp.gate.num_experts"),
     top_k=("mlp.gate.top_k",),
 )

@@ -113,17 +113,10 @@ def _numbers(config: Any) -> int:
     return int(projected + mixed * config.linear_conv_kernel_dim + 2 * heads + width)
 
 
-def with_linear_layers(family: Family, config: Any, linear: SublayerSpec) -> Family:
-    """A family whose configuration says which layers have linear attention."""
+def with_linear_layers(family: Family, config: Any, base: Family, linear: SublayerSpec) -> Family:
+    """A family whose configuration says which layers have linear attention; otherwise it varies as `base` does."""
     layers = [layer for layer, kind in enumerate(config.layer_types) if kind == "linear_attention"]
-    return family.with_spec("A", layers, linear)
-
-
-_QWEN3_NEXT_LINEAR = linear_attention("in_proj_qkvz", "in_proj_ba")
-
-
-def _qwen3_next_variant(family: Family, config: Any) -> Family:
-    return with_linear_layers(QWEN3_MOE.variant(family, config), config, _QWEN3_NEXT_LINEAR)
+    return base.variant(family, config).with_spec("A", layers, linear)
 
 
 WEIGHED = replace(
@@ -151,15 +144,12 @@ QWEN3_NEXT = replace(
     norms=Norms(unit_offset=True),
     positions=Positions(partial=True),
     window=AttentionWindow(),
-    variant=_qwen3_next_variant,
+    variant=partial(
+        with_linear_layers,
+        base=QWEN3_MOE,
+        linear=linear_attention("in_proj_qkvz", "in_proj_ba"),
+    ),
 )
-
-
-_QWEN3_5_LINEAR = linear_attention("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-
-
-def _qwen3_5_variant(family: Family, config: Any) -> Family:
-    return with_linear_layers(family, config, _QWEN3_5_LINEAR)
 
 
 def _unfusable(_: Any) -> str:
@@ -175,7 +165,11 @@ QWEN3_5 = replace(
     norms=Norms(unit_offset=True),
     positions=Positions(partial=True),
     window=AttentionWindow(),
-    variant=_qwen3_5_variant,
+    variant=partial(
+        with_linear_layers,
+        base=QWEN3,
+        linear=linear_attention("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ),
     unfusable=_unfusable,
 )
 assert WEIGHED.mixture is not None

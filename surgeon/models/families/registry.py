@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -12,12 +11,10 @@ from surgeon.models.families.base import Family
 _NOT_OF_ONE_ARCHITECTURE = ("base", "fused", "mixtures", "positions", "registry", "specs")
 
 
-def _describe_families() -> Iterator[Family]:
-    package = __name__.rpartition(".")[0]
-    for module in iter_modules([str(Path(__file__).parent)]):
-        if module.name not in _NOT_OF_ONE_ARCHITECTURE:
-            described = vars(import_module(f"{package}.{module.name}")).values()
-            yield from (found for found in described if isinstance(found, Family))
-
-
-FAMILIES: dict[str, Family] = {family.model_type: family for family in _describe_families()}
+FAMILIES: dict[str, Family] = {
+    found.model_type: found
+    for module in iter_modules([str(Path(__file__).parent)])
+    if module.name not in _NOT_OF_ONE_ARCHITECTURE
+    for found in vars(import_module(f"{__name__.rpartition('.')[0]}.{module.name}")).values()
+    if isinstance(found, Family)
+}

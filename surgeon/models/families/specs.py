@@ -166,8 +166,10 @@ def shared_projections(inside: str) -> tuple[Projection, ...]:
     )
 
 
-def chosen(config: Any, scores: Scores = "softmax", normalise: bool = False) -> Routing:
-    """Route to as many experts as most configurations say."""
+def chosen(config: Any, scores: Scores = "softmax", normalise: bool | None = False) -> Routing:
+    """Route to as many experts as most configurations say, which also say whether to normalise if that is None."""
+    if normalise is None:
+        normalise = bool(config.norm_topk_prob)
     return Routing(int(config.num_experts_per_tok), scores, normalise)
 
 

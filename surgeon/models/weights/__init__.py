@@ -23,7 +23,6 @@ from surgeon.models.weights.layout import (
     unit_features,
     unit_share,
 )
-from surgeon.models.weights.matrix import Averaged, Dense, WeightMatrix, mean
 from surgeon.models.weights.modules import (
     FactoredLinear,
     TakenApart,
@@ -32,7 +31,16 @@ from surgeon.models.weights.modules import (
     take_experts_apart,
     unstored,
 )
-from surgeon.models.weights.store import ModuleStore, NamedTensors, Store, Tensors
+from surgeon.models.weights.store import (
+    Averaged,
+    Dense,
+    ModuleStore,
+    NamedTensors,
+    Store,
+    Tensors,
+    WeightMatrix,
+    mean,
+)
 from surgeon.models.weights.units import (
     ListedUnits,
     Magnitude,

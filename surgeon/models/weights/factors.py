@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from surgeon.language.sublayer import Sublayer
-from surgeon.models.weights.matrix import Dense, WeightMatrix
+from surgeon.models.weights.store import Dense, WeightMatrix
 
 
 class Factors(NamedTuple):

@@ -16,7 +16,7 @@ from surgeon.language.sublayer import ATTENTION, KINDS, Sublayer
 from surgeon.models.weights.decompose import TruncatedSVD
 from surgeon.models.weights.factors import Factors, FactorSource
 from surgeon.models.weights.layers import StoredWeights
-from surgeon.models.weights.matrix import WeightMatrix
+from surgeon.models.weights.store import WeightMatrix
 
 
 @runtime_checkable
@@ -63,8 +63,9 @@ class Untold:
     """
 
     def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
-        source = Magnitude() if kind == ATTENTION else RandomUnits()
-        return source.order(kind, layer, weights)
+        if kind == ATTENTION:
+            return Magnitude().order(kind, layer, weights)
+        return RandomUnits().order(kind, layer, weights)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from surgeon.models.weights.layout import (
     unit_bounds,
     units_in,
 )
-from surgeon.models.weights.matrix import Averaged, WeightMatrix, mean, read_features
-from surgeon.models.weights.store import Store, Tensors
+from surgeon.models.weights.store import Averaged, Store, Tensors, WeightMatrix, mean, read_features
 from surgeon.models.weights.units import unit_source
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from surgeon.memory import parse_size, show_size
+from surgeon.machine import parse_size, show_size
 from surgeon.runtime.comm.collectives import Around, Collectives
 
 SPIN_SECONDS = 0.0002  # a sleep may end this much late

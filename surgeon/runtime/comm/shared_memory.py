@@ -18,10 +18,10 @@ from ctypes import Structure, addressof, c_char, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from surgeon.machine import usable_cores
 from surgeon.runtime.comm.collectives import TIMEOUT, Collectives
 from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
-from surgeon.threads import usable_cores
 
 SLOTS = 4  # reductions in flight; a ladder has two
 # Per rank and slot, of which what is written to is taken; longer tensors travel in several pieces.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from surgeon.errors import first_line
-from surgeon.memory import show_size
+from surgeon.machine import show_size
 from surgeon.runtime.comm.collectives import Around, Collectives, Counts, TorchCollectives
 
 MOST_BYTES = 4 << 20

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from surgeon.machine import usable_cores
 from surgeon.models.routing import Routed, Routing
 from surgeon.runtime.kernels.build import built
 from surgeon.runtime.kernels.library import Library
-from surgeon.threads import usable_cores
 
 GATED = {
     "silu": "gated_silu",

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from surgeon.machine import torch_threads
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows, blocks_for
 from surgeon.runtime.comm.collectives import Collectives
@@ -30,7 +31,6 @@ from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.model.static_decode import StaticDecode
 from surgeon.runtime.plan.memory import cache_groups
 from surgeon.runtime.plan.specification import Plan
-from surgeon.threads import torch_threads
 
 LEAST_CAPABILITY = 8  # of GPUs, for products in bfloat16
 

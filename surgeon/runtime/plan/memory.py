@@ -20,7 +20,7 @@ from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.language.program import Program, Step
 from surgeon.language.sublayer import ATTENTION, Sublayer
-from surgeon.memory import free_bytes, show_size
+from surgeon.machine import free_bytes, show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights, unit_bounds
 from surgeon.runtime.batching.windows import (

@@ -24,8 +24,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from surgeon.gpus import avoid_cudnn_attention
-from surgeon.memory import gpu_free_bytes, keep_freed_memory
+from surgeon.machine import (
+    avoid_cudnn_attention,
+    gpu_free_bytes,
+    keep_freed_memory,
+    keep_to_share,
+    threads_per_rank,
+)
 from surgeon.processes.children import when_parent_ends
 from surgeon.processes.rendezvous import StoreAddress, end_when_told, find_rank0
 from surgeon.processes.sockets import interface_variables
@@ -42,7 +47,6 @@ from surgeon.runtime.comm.pipes import Receiver, Ring, Sender
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.comm.symmetric_memory import with_symmetric_memory
 from surgeon.runtime.worker.options import RankOptions, sees_its_own_gpu
-from surgeon.threads import keep_to_share, threads_per_rank
 
 END_SECONDS = 10.0  # how long a rank whose connection is closed may take to end
 _SENDING = threading.Lock()  # a long message is sent in parts

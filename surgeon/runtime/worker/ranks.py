@@ -21,13 +21,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+from surgeon.machine import threads_per_rank, usable_cores
 from surgeon.processes.children import LIKELY_MEMORY, Child
 from surgeon.processes.rendezvous import Admitted, Purpose, StoreAddress, rendezvous_at, say_why
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment, check_ranks, read_environment
 from surgeon.runtime.comm.shared_memory import create_memory
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.rank import END_SECONDS, RankError, RankSettings
-from surgeon.threads import threads_per_rank, usable_cores
 
 Failure = TypeVar("Failure", bound=Exception)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.stored import read_json
 from surgeon.processes.files import write_json
 from surgeon.training.head_loss import LossParts
 from surgeon.training.run_log import read_rows

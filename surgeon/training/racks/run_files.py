@@ -34,7 +34,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.stored import read_json
 from surgeon.errors import first_line
 from surgeon.processes.files import whole_file, write_json
 from surgeon.quality.data import Windows, digest_of

@@ -22,14 +22,13 @@ import torch
 from accelerate import PartialState
 
 from surgeon.errors import Diverged
-from surgeon.gpus import gpus_in_turn
+from surgeon.machine import gpus_in_turn, threads_per_rank
 from surgeon.processes.children import LIKELY_MEMORY, Child
 from surgeon.processes.rendezvous import serve_store
 from surgeon.processes.sockets import interface_of, interface_variables
 from surgeon.processes.torchrun import HOSTED, VARIABLES, TorchrunEnvironment
 from surgeon.progress import progress
 from surgeon.quality.text import HeldOutQuality
-from surgeon.threads import threads_per_rank
 from surgeon.training.arguments import share_of_batch
 from surgeon.training.checkpoints import OTHERS_ENDED
 from surgeon.training.racks.build import rack_of

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.codas import Coda
-from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.stored import read_json
 from surgeon.models.families import family_of
 from surgeon.processes.files import write_json
 from surgeon.quality.summary import Quality

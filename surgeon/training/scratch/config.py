@@ -185,7 +185,10 @@ class ConfigReader(DocumentReader):
     needed = ("surgeon", "model", "tokenizer", "data")
 
     def config(self) -> ScratchConfig:
-        document = {name: _read_numbers(value) for name, value in self.top().items()}
+        document = {
+            name: _read_numbers(value)
+            for name, value in self.top(self.kind, self.keys, self.needed).items()
+        }
         there = [name for name in PROGRAMS if name in document]
         if len(there) > 1:
             raise self.error(

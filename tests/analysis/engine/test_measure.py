@@ -15,7 +15,7 @@ from surgeon.analysis.engine.memory import streaming_room, windows_at_once, work
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.checkpoint.load import load_streamed, streamed_layers
 from surgeon.language.program import Program
-from surgeon.memory import FREE_SHARE
+from surgeon.machine import FREE_SHARE
 from surgeon.quality.head import ByWindow, OutputHead
 from tests.pretended import pretended_gpus
 from tests.tiny_models import VOCABULARY, tiny_model

@@ -16,7 +16,7 @@ import surgeon
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.sharing import share
 from surgeon.checkpoint.load import load_streamed
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.commands.app import main
 from surgeon.exports.plan import check_exportable

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import edit, restore

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.models.weights import ModuleStore
 from surgeon.models.weights.quantised import PackedTensor, Quantised
 from tests.checkpoint.helpers import save_source

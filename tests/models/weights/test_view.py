@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import FAMILIES, family_of

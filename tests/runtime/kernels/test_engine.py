@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from surgeon.machine import torch_threads
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Alone
@@ -18,7 +19,6 @@ from surgeon.runtime.kernels.functions import kernels
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.linear import Panels, Transposed
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.threads import torch_threads
 
 FAMILIES = (
     "llama",

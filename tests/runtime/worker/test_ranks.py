@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.memory import HUGE_PAGES
+from surgeon.machine import HUGE_PAGES, threads_per_rank
 from surgeon.runtime.worker import rank
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import RankFailed, Ranks
-from surgeon.threads import threads_per_rank
 from tests import warm
 from tests.runtime import on_ranks
 from tests.waiting import PATIENCE, wait_until

@@ -12,7 +12,7 @@ import torch
 from scripts.bench.goals import MISSED
 from scripts.bench.large_model import make_model
 from scripts.bench.loading import Watch, anonymous, main
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.stored import Checkpoint
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan

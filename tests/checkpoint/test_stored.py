@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from surgeon.checkpoint.read import Checkpoint, read_json
+from surgeon.checkpoint.stored import Checkpoint, read_json
 from surgeon.checkpoint.tensor_file import read_header
 from surgeon.exports.plan import check_exportable
 from surgeon.opened import open_model

@@ -11,8 +11,16 @@ import torch
 
 import surgeon
 from surgeon.checkpoint.load import load_streamed
-from surgeon.gpus import CUDNN_LAST, avoid_cudnn_attention, describe_gpu, gpu_with_room, gpus_in_turn
-from surgeon.memory import FREE_SHARE, available_bytes, gpu_free_bytes
+from surgeon.machine import (
+    CUDNN_LAST,
+    FREE_SHARE,
+    available_bytes,
+    avoid_cudnn_attention,
+    describe_gpu,
+    gpu_free_bytes,
+    gpu_with_room,
+    gpus_in_turn,
+)
 from surgeon.training.arguments import join_processes
 from tests.training.runs import run
 

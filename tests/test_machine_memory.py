@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from surgeon.memory import (
+from surgeon.machine import (
     ARENAS,
     HUGE_PAGES,
     KEPT_FREE,
@@ -45,7 +45,7 @@ libc.fdopen.restype = ctypes.c_void_p
 libc.malloc_info(0, ctypes.c_void_p(libc.fdopen(1, b"w")))
 libc.fflush(None)
 """
-KEEP = "from surgeon.memory import keep_freed_memory; keep_freed_memory()"
+KEEP = "from surgeon.machine import keep_freed_memory; keep_freed_memory()"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_a_pass_frees_is_there_for_the_next() -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of other C libraries nothing is asked")
 def test_threads_share_two_heaps() -> None:
     """Six of them; what the user has set stays."""
-    share = "from surgeon.memory import share_heaps; share_heaps()"
+    share = "from surgeon.machine import share_heaps; share_heaps()"
     found = [told(HEAPS, *how).count("<heap nr=") for how in ([""], [share])]
     assert found[0] > 3
     assert found[1] == 2

@@ -13,10 +13,10 @@ from threading import Event, Thread
 
 import pytest
 
-from surgeon import threads
-from surgeon.gpus import CUDNN_LAST
-from surgeon.memory import HUGE_PAGES
-from surgeon.threads import (
+from surgeon import machine
+from surgeon.machine import (
+    CUDNN_LAST,
+    HUGE_PAGES,
     LOOKS,
     POLICY,
     SPIN,
@@ -99,7 +99,7 @@ def test_shares_of_the_cores(
         folder.mkdir(parents=True)
         (folder / "physical_package_id").write_text(f"{core % 4 // 2}\n")
         (folder / "core_id").write_text(f"{core % 4}\n")
-    monkeypatch.setattr(threads, "TOPOLOGY", tmp_path)
+    monkeypatch.setattr(machine, "TOPOLOGY", tmp_path)
     bound: list[set[int] | None] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores), raising=False)
     monkeypatch.setattr(
@@ -113,7 +113,7 @@ def test_shares_of_the_cores(
 
 
 def test_cores_of_which_the_system_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "TOPOLOGY", tmp_path)
+    monkeypatch.setattr(machine, "TOPOLOGY", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 0, 1, 2}, raising=False)
 
     def forbidden(_: int, chosen: list[int]) -> None:
