@@ -49,8 +49,17 @@ def explain(error: BaseException, output: str | None = None) -> Failure:
     """Put an exception into one line, with the command's output for errors of a full disk without a file."""
     if is_full_disk(error) and not (isinstance(error, OSError) and error.errno is None):
         place = full_place(error) or output
-        space = f"some space{_disk_of(place)}"
-        line = f"error: no space left for {place or 'the output'}; free {space} and run the same command again"
+        disk = ""
+        if place is not None and "://" not in place:
+            path = Path(place).absolute()
+            mount = next(
+                parent
+                for parent in (path, *path.parents)
+                if os.path.ismount(parent) or parent == parent.parent
+            )
+            if mount != mount.parent:  # there are several
+                disk = f" on {mount}"
+        line = f"error: no space left for {place or 'the output'}; free some space{disk} and run the same command again"
         return Failure(line, MENDABLE)
     if is_out_of_memory(error):
         advice = "use a smaller model or a smaller limit, or close other programs"
@@ -69,19 +78,6 @@ def explain_interruption(command: str, output: str | None = None) -> Failure:
     if command == "eval" and output is None:
         words = "no answers were kept, as they are with --output"
     return Failure("interrupted" if words is None else f"interrupted; {words}", INTERRUPTED)
-
-
-def _disk_of(place: str | None) -> str:
-    """Name the disk of a file, present or future; nothing where there is only one."""
-    if place is None or "://" in place:
-        return ""
-    path = Path(place).absolute()
-    mount = next(
-        parent for parent in (path, *path.parents) if os.path.ismount(parent) or parent == parent.parent
-    )
-    if mount == mount.parent:
-        return ""
-    return f" on {mount}"
 
 
 def _text(error: BaseException) -> str:

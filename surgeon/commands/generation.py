@@ -88,24 +88,21 @@ class Generation:
             f"decode   {self._total('new')} tokens{texts} at {rate}",
         ]
         if plan.stretches:
-            lines += self._pipeline()
+            spans = ", ".join(f"{begin}:{end}" for begin, end in pairwise((0, *self.plan.stretches)))
+            drafted = self._total("drafted")
+            accepted = self._total("accepted")
+            drafts = "none: one token of each text in flight"
+            if drafted:
+                drafts = (
+                    f"{accepted} of {drafted} tokens of the coda's were right ({accepted / drafted:.0%})"
+                )
+            lines += [f"nodes    {spans}, a stretch on each rank", f"drafts   {drafts}"]
         else:
             lines += self._drafts() if self.drafts else self._collectives(program)
         return "\n".join(hanging(line[:_KEY], line[_KEY:]) for line in lines)
 
     def _total(self, name: str) -> int:
         return sum(getattr(text.usage, name) for text in self.texts)
-
-    def _pipeline(self) -> list[str]:
-        spans = ", ".join(f"{begin}:{end}" for begin, end in pairwise((0, *self.plan.stretches)))
-        drafted = self._total("drafted")
-        accepted = self._total("accepted")
-        drafts = "none: one token of each text in flight"
-        if drafted:
-            drafts = (
-                f"{accepted} of {drafted} tokens of the coda's were right ({accepted / drafted:.0%})"
-            )
-        return [f"nodes    {spans}, a stretch on each rank", f"drafts   {drafts}"]
 
     def _drafts(self) -> list[str]:
         first = self.figures[0]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from surgeon.checkpoint.belongings import (
     CARD_FILE,
@@ -39,9 +39,6 @@ from surgeon.processes.files import write_text
 from surgeon.quality.summary import Quality
 from surgeon.version import __version__
 from surgeon.words import plural
-
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCardData
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 WIDTH = 100  # of the card's lines
@@ -71,25 +68,74 @@ def identity_of(found: Surgery) -> Identity:
 
 def write_card(folder: Path, name: str, measured: Sequence[CardScore] = ()) -> Inherited:
     """Write the card of the exported checkpoint in a folder, under a name; returns what the base model's card gave."""
-    from huggingface_hub import ModelCard
+    from huggingface_hub import ModelCard, ModelCardData
 
     found = open_edited(folder)
     inherited = Inherited.from_json(found.report.get("source", {}).get("card"))
+    carried = dict(inherited.metadata)
+    tags = carried.pop("tags", [])
+    if isinstance(tags, str):
+        tags = [tags]
+    original = hub_name(found.original or "")  # of a folder only the last part is kept
+    unedited = "unedited"
+    if found.from_scratch:
+        unedited = "its layers in turn"
+    dense = Program.dense(found.num_layers, found.steps_per_layer)
+    before = found.report.get("source", {}).get("parameters")
+    rows = [
+        ["layers one after the other (effective depth)", f"{found.depth:g}", str(found.num_layers)],
+        [
+            "synchronisations per pass on two tensor-parallel ranks",
+            *(str(each.sync_points(2)) for each in (found.program, dense)),
+        ],
+        ["parameters", f"{found.stored.parameters:,}", f"{before:,}" if isinstance(before, int) else ""],
+    ]
+    if not measured:
+        quality = None
+    else:
+        by_place = {(one.key, one.metric, one.edited): one for one in measured}
+        columns = 2
+        if any(not one.edited for one in measured):
+            columns = 3
+        of_quality = []
+        for key, metric in dict.fromkeys((one.key, one.metric) for one in measured):
+            pair = [by_place.get((key, metric, edited)) for edited in (True, False)]
+            on = next(one.on for one in pair if one is not None)
+            of_quality.append(
+                [f"{metric} ({on})", *("" if one is None else one.shown for one in pair)][:columns]
+            )
+        quality = Table("", ["", name, "unedited"][:columns], of_quality)
     card = ModelCard.from_template(
-        _metadata(found, inherited),
+        ModelCardData(
+            base_model=None if original is None else original.repository,
+            library_name="transformers",
+            pipeline_tag=carried.pop("pipeline_tag", "text-generation"),
+            tags=[*tags, "surgeon"],
+            **carried,
+        ),
         template_path=str(TEMPLATE),
         name=name,
         found=found,
         inherited=inherited,
-        quality=_quality(measured, name),
-        facts=_facts(found, name),
+        quality=quality,
+        facts=Table("", ["", name, unedited], rows),
         line=one_line,
         **surgery(found),
         **training_stages(found.training, name),
         **usage(found, folder, name),
         **belongings(found, folder, inherited),
     )
-    card.text = _laid_out(card.text)
+    lines = []
+    in_code = False
+    for line in re.sub(r"\n{3,}", "\n\n", card.text.strip("\n")).split("\n"):
+        in_code ^= line.startswith("```")
+        as_it_is = in_code or line.startswith(("```", "|", "#"))
+        indent = ""
+        if line.startswith("- "):
+            indent = "  "
+        filled = textwrap.fill(line, WIDTH, subsequent_indent=indent, **WHOLE)
+        lines.append(line if as_it_is else filled)
+    card.text = "\n" + "\n".join(lines) + "\n\n"
     seal = (
         f"<!-- written by surgeon {__version__}; sha256 of what stands above: {_digest(str(card))} -->\n"
     )
@@ -113,37 +159,6 @@ def require_own_card(folder: Path) -> None:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _metadata(found: Surgery, inherited: Inherited) -> ModelCardData:
-    from huggingface_hub import ModelCardData
-
-    carried = dict(inherited.metadata)
-    tags = carried.pop("tags", [])
-    if isinstance(tags, str):
-        tags = [tags]
-    original = hub_name(found.original or "")  # of a folder only the last part is kept
-    return ModelCardData(
-        base_model=None if original is None else original.repository,
-        library_name="transformers",
-        pipeline_tag=carried.pop("pipeline_tag", "text-generation"),
-        tags=[*tags, "surgeon"],
-        **carried,
-    )
-
-
-def _laid_out(text: str) -> str:
-    lines = []
-    in_code = False
-    for line in re.sub(r"\n{3,}", "\n\n", text.strip("\n")).split("\n"):
-        in_code ^= line.startswith("```")
-        as_it_is = in_code or line.startswith(("```", "|", "#"))
-        indent = ""
-        if line.startswith("- "):
-            indent = "  "
-        filled = textwrap.fill(line, WIDTH, subsequent_indent=indent, **WHOLE)
-        lines.append(line if as_it_is else filled)
-    return "\n" + "\n".join(lines) + "\n\n"
 
 
 PROGRAM_WIDTH = 80
@@ -193,8 +208,16 @@ def surgery(found: Surgery) -> dict[str, Any]:
         with suppress(ValueError):  # of a recipe that cannot be read the program says all
             operations = operations_in(recipe)
     proof = report.get("proof")
+    differ = ""
     if not isinstance(proof, dict):
         proof = None
+    elif not proof["exact"] and not proof["written"]:
+        differ = "The logits are equal, number by number."
+    else:
+        stored = ""
+        if proof["dtype"] != "float32":
+            stored = f", and by {proof['written']:.2g} as stored in {proof['dtype']}"
+        differ = f"The logits differ by {proof['exact']:.2g} of the largest one in float32{stored}."
     signs = [text for sign, text in SIGNS.items() if sign in str(program)]
     sublayers = list(program.sublayers())
     if len(set(sublayers)) < len(sublayers):
@@ -210,36 +233,10 @@ def surgery(found: Surgery) -> dict[str, Any]:
         "legend": f"{'; '.join(signs)}.",
         "sizes": list(size_lines(program.sublayers())),
         "proof": proof,
-        "differ": _differ(proof) if proof else "",
+        "differ": differ,
         "source_hash": report.get("source", {}).get("model_hash"),
         "gguf": report.get("source", {}).get("gguf"),
     }
-
-
-def _facts(found: Surgery, name: str) -> Table:
-    unedited = "unedited"
-    if found.from_scratch:
-        unedited = "its layers in turn"
-    dense = Program.dense(found.num_layers, found.steps_per_layer)
-    before = found.report.get("source", {}).get("parameters")
-    rows = [
-        ["layers one after the other (effective depth)", f"{found.depth:g}", str(found.num_layers)],
-        [
-            "synchronisations per pass on two tensor-parallel ranks",
-            *(str(each.sync_points(2)) for each in (found.program, dense)),
-        ],
-        ["parameters", f"{found.stored.parameters:,}", f"{before:,}" if isinstance(before, int) else ""],
-    ]
-    return Table("", ["", name, unedited], rows)
-
-
-def _differ(proof: dict[str, Any]) -> str:
-    if not proof["exact"] and not proof["written"]:
-        return "The logits are equal, number by number."
-    stored = ""
-    if proof["dtype"] != "float32":
-        stored = f", and by {proof['written']:.2g} as stored in {proof['dtype']}"
-    return f"The logits differ by {proof['exact']:.2g} of the largest one in float32{stored}."
 
 
 def trained_how(training: dict[str, Any] | None, from_scratch: bool = False) -> str:
@@ -289,21 +286,6 @@ def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any
     tokens = next(iter(found.values()))["tokens"]
     stages = Table("", head, [row for row in rows if any(row[1:])])
     return {"stages": stages, "held_out": {"tokens": tokens, "of": of}}
-
-
-def _quality(scores: Sequence[CardScore], name: str) -> Table | None:
-    if not scores:
-        return None
-    found = {(one.key, one.metric, one.edited): one for one in scores}
-    columns = 2
-    if any(not one.edited for one in scores):
-        columns = 3
-    rows = []
-    for key, metric in dict.fromkeys((one.key, one.metric) for one in scores):
-        pair = [found.get((key, metric, edited)) for edited in (True, False)]
-        on = next(one.on for one in pair if one is not None)
-        rows.append([f"{metric} ({on})", *("" if one is None else one.shown for one in pair)][:columns])
-    return Table("", ["", name, "unedited"][:columns], rows)
 
 
 def usage(found: Surgery, folder: Path, name: str) -> dict[str, Any]:

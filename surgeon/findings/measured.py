@@ -6,7 +6,7 @@ which computes the same; beside them those of the source under its unedited prog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -97,7 +97,18 @@ def read_measured(paths: Sequence[Path], identity: Identity) -> tuple[CardScore,
     scores: list[CardScore] = []
     for file in (file for path in paths for file in _files(path)):
         record = read_record(file)
-        kind, read = _reader(file, record)
+        results = record.get("results")
+        if isinstance(results, dict) and isinstance(record.get(PROVENANCE_KEY), dict):
+            kind = "eval --tasks"
+            read = _tasks
+        elif isinstance(record.get("best"), dict):
+            kind = "search"
+            read = _search
+        elif PERPLEXITY in record:
+            kind = "eval --data"
+            read = _text
+        else:
+            raise ValueError(f"{file} holds no results of surgeon eval or search")
         with named(file, kind):
             scores += read(file, record, identity)
     # Of what was measured twice the later one counts.
@@ -117,17 +128,6 @@ def _files(path: Path) -> list[Path]:
             f"{path} holds no results of surgeon eval or search; looked for {', '.join(PATTERNS)} in it"
         )
     return found
-
-
-def _reader(file: Path, record: dict[str, Any]) -> tuple[str, Callable[..., Iterator[CardScore]]]:
-    results = record.get("results")
-    if isinstance(results, dict) and isinstance(record.get(PROVENANCE_KEY), dict):
-        return "eval --tasks", _tasks
-    if isinstance(record.get("best"), dict):
-        return "search", _search
-    if PERPLEXITY in record:
-        return "eval --data", _text
-    raise ValueError(f"{file} holds no results of surgeon eval or search")
 
 
 def _text(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:

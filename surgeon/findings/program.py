@@ -66,7 +66,30 @@ def program_figure(program: Program, num_layers: int, steps_per_layer: int, titl
         start = -0.15  # left of where a late step that begins the row reads
         axes.plot([start, end], [y, y], color=_STREAM, linewidth=1.6, zorder=1)
         y -= down
-    _legend(axes, rows, y - 0.1)
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor=_ATTENTION, label="attention"),
+        Patch(facecolor=_FEED_FORWARD, label="feed-forward"),
+    ]
+    nodes = tuple(item for item in items if isinstance(item, Step | Fork))
+    if any(isinstance(item, LayersInOrder) and item.sizes for item in items):
+        handles.append(
+            Patch(facecolor=_LOW_RANK, label="fewer heads or neurons, or factors of these ranks")
+        )
+    if any(step.late for step in steps_of(nodes)):
+        handles.append(Line2D([], [], color=_LATE, label="late: beside the step before"))
+    if any(isinstance(item, LeftOut) for item in items):
+        handles.append(Line2D([], [], color=_LEFT_OUT, linestyle=(0, (2, 1.5)), label="left out"))
+    axes.legend(
+        handles=handles,
+        loc="center left",
+        bbox_to_anchor=(-0.4, y - 0.25),
+        bbox_transform=axes.transData,
+        ncols=len(handles),
+        frameon=False,
+        fontsize=8,
+        handlelength=1.3,
+        columnspacing=1.2,
+    )
     return figure
 
 
@@ -238,34 +261,6 @@ def _plus(axes: Axes, x: float, y: float) -> None:
     axes.plot([x, x], [y - 0.04, y + 0.04], color=_STREAM, linewidth=0.9, zorder=5)
 
 
-def _legend(axes: Axes, rows: Sequence[Sequence[Item]], y: float) -> None:
-    handles: list[Patch | Line2D] = [
-        Patch(facecolor=_ATTENTION, label="attention"),
-        Patch(facecolor=_FEED_FORWARD, label="feed-forward"),
-    ]
-    items = [item for row in rows for item in row]
-    nodes = tuple(item for item in items if isinstance(item, Step | Fork))
-    if any(isinstance(item, LayersInOrder) and item.sizes for item in items):
-        handles.append(
-            Patch(facecolor=_LOW_RANK, label="fewer heads or neurons, or factors of these ranks")
-        )
-    if any(step.late for step in steps_of(nodes)):
-        handles.append(Line2D([], [], color=_LATE, label="late: beside the step before"))
-    if any(isinstance(item, LeftOut) for item in items):
-        handles.append(Line2D([], [], color=_LEFT_OUT, linestyle=(0, (2, 1.5)), label="left out"))
-    axes.legend(
-        handles=handles,
-        loc="center left",
-        bbox_to_anchor=(-0.4, y - 0.15),
-        bbox_transform=axes.transData,
-        ncols=len(handles),
-        frameon=False,
-        fontsize=8,
-        handlelength=1.3,
-        columnspacing=1.2,
-    )
-
-
 FEWEST_IN_A_STRETCH = 3  # layers
 
 
@@ -319,7 +314,20 @@ def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator
     used = {(one.kind, layer) for one in program.sublayers() for layer in one.layers}
     dense = Program.dense(num_layers, steps_per_layer).sublayers()
     missing = [sublayer for sublayer in dense if (sublayer.kind, sublayer.layers[0]) not in used]
-    same = _same_nodes(program.whole().nodes, steps_per_layer)
+    # Nodes that are steps of the unedited model, in their order.
+    nodes = program.whole().nodes
+    places = [sorted(map(_place, _sublayers(node))) for node in nodes]
+    before = list(accumulate((each[-1] for each in places), max, initial=(-1, False)))
+    behind = list(accumulate((each[0] for each in reversed(places)), min, initial=(sys.maxsize, False)))[
+        ::-1
+    ]
+    same = {
+        at
+        for at, node in enumerate(nodes)
+        if node in layer_nodes(places[at][0][0], steps_per_layer)
+        and before[at] < places[at][0]
+        and places[at][-1] < behind[at + 1]
+    }
     at = 0
     while at < len(program.nodes):
         node = program.nodes[at]
@@ -358,22 +366,6 @@ def outline_text(program: Program, num_layers: int, steps_per_layer: int) -> str
 
 def _place(sublayer: Sublayer) -> tuple[int, bool]:
     return min(sublayer.layers), sublayer.kind != ATTENTION
-
-
-def _same_nodes(nodes: Sequence[Node], steps_per_layer: int) -> set[int]:
-    """Nodes that are steps of the unedited model, in their order."""
-    places = [sorted(map(_place, _sublayers(node))) for node in nodes]
-    before = list(accumulate((each[-1] for each in places), max, initial=(-1, False)))
-    behind = list(accumulate((each[0] for each in reversed(places)), min, initial=(sys.maxsize, False)))[
-        ::-1
-    ]
-    return {
-        at
-        for at, node in enumerate(nodes)
-        if node in layer_nodes(places[at][0][0], steps_per_layer)
-        and before[at] < places[at][0]
-        and places[at][-1] < behind[at + 1]
-    }
 
 
 def _layers_in_order(nodes: Sequence[Node], at: int, same: set[int], steps_per_layer: int) -> int:

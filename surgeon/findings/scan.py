@@ -136,16 +136,6 @@ class Scan(RunResult):
 
     def section(self) -> Iterator[Block]:
         scan = self.touched
-        yield Paragraph(self._what_was_measured())
-        if len(scan.cells):
-            yield scan.ribbon()
-            yield reach_table(scan)
-            yield from charts(scan)
-        yield from scan.galleries()
-        if len(self.permutations) and (words := _spread_of_orders(self.permutations)):
-            yield Paragraph(words)
-
-    def _what_was_measured(self) -> str:
         table = self.cells
         record = self.record
         tokens = record.get("tokens_predicted") or int(table["tokens"].max())
@@ -170,7 +160,14 @@ class Scan(RunResult):
             "Perplexity intervals are 95%, over windows of text: how far another text of the same kind could differ. "
             "Divergence is KL(original || changed) in nats per token."
         )
-        return " ".join(parts)
+        yield Paragraph(" ".join(parts))
+        if len(scan.cells):
+            yield scan.ribbon()
+            yield reach_table(scan)
+            yield from charts(scan)
+        yield from scan.galleries()
+        if len(self.permutations) and (words := _spread_of_orders(self.permutations)):
+            yield Paragraph(words)
 
     def summary(self) -> Iterator[Finding]:
         scan = self.touched
@@ -178,8 +175,21 @@ class Scan(RunResult):
         pairs = next((name for name in (PAIRS, PAIRS_OF_STREAMS) if len(scan.of_operation(name))), None)
         if pairs is not None and not scan.edited:  # which is about effective depths
             yield _pairs(scan, pairs)
-        if len(single_layers(scan)) > 1:
-            yield _removal(scan)
+        cells = single_layers(scan)
+        if len(cells) > 1:
+            count = min(_NAMED, len(cells) // 2)
+            least = cells.head(count)
+            most = cells.tail(count).iloc[::-1]
+
+            def named(rows: pd.DataFrame) -> str:
+                return listed(
+                    f"layer {int(row['first'])} ({change(row['ratio'])})" for _, row in rows.iterrows()
+                )
+
+            text = f"It costs least perplexity to leave out {named(least)}, and most {named(most)}."
+            cheapest = cells.iloc[0]
+            label = f"perplexity without layer {int(cheapest['first'])}, the cheapest to remove"
+            yield Finding("Removing one layer", text, change(cheapest["ratio"]), label)
         if len(scan.cells):
             yield _untouchable(scan)
 
@@ -253,9 +263,12 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
     name = "two by two"
     if operation == PAIRS:
         name = "as LP pairs"
-    reached = _by_stretch(scan, operation)
+    by_tolerance = {tolerance: longest_within(scan, operation, tolerance) for tolerance in TOLERANCES}
+    found: dict[Any, tuple[list[float], pd.Series[Any] | None]] = {}
+    for tolerance, within in by_tolerance.items():
+        found.setdefault(None if within is None else within.name, ([], within))[0].append(tolerance)
     sentences = []
-    for allowed, cell in reached:
+    for allowed, cell in found.values():
         if cell is None:
             sentences.append(
                 f"No stretch stays within {listed(map(allowance, allowed), 'or')} of the unedited perplexity."
@@ -282,31 +295,6 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
         f"effective depth with layers run {name}, within {allowance(TOLERANCES[1])} of the perplexity"
     )
     return Finding(f"Running layers {name}", text, figure, label)
-
-
-def _by_stretch(scan: ScanTable, operation: str) -> list[tuple[list[float], pd.Series[Any] | None]]:
-    cells = {tolerance: longest_within(scan, operation, tolerance) for tolerance in TOLERANCES}
-    found: dict[Any, tuple[list[float], pd.Series[Any] | None]] = {}
-    for tolerance, cell in cells.items():
-        found.setdefault(None if cell is None else cell.name, ([], cell))[0].append(tolerance)
-    return list(found.values())
-
-
-def _removal(scan: ScanTable) -> Finding:
-    cells = single_layers(scan)
-    count = min(_NAMED, len(cells) // 2)
-    least = cells.head(count)
-    most = cells.tail(count).iloc[::-1]
-
-    def named(rows: pd.DataFrame) -> str:
-        return listed(
-            f"layer {int(row['first'])} ({change(row['ratio'])})" for _, row in rows.iterrows()
-        )
-
-    text = f"It costs least perplexity to leave out {named(least)}, and most {named(most)}."
-    cheapest = cells.iloc[0]
-    label = f"perplexity without layer {int(cheapest['first'])}, the cheapest to remove"
-    return Finding("Removing one layer", text, change(cheapest["ratio"]), label)
 
 
 def _untouchable(scan: ScanTable) -> Finding:
