@@ -13,10 +13,8 @@ from surgeon.commands.options import Form, Overwrite, ProcessDevice, TrainerArgu
 
 if TYPE_CHECKING:
     from surgeon.findings.training import ScratchRun
-    from surgeon.training.model import TrainedModel
     from surgeon.training.scratch.build import Blueprint
     from surgeon.training.scratch.config import ScratchConfig
-    from surgeon.training.texts import TrainTexts
 
 _PROGRAM_SHOWN = 60  # characters
 
@@ -151,7 +149,18 @@ def train(
         return None
     say(*found.lines())
     say_stages({"untrained": found.whole.before, "trained": found.whole.after})
-    story = _story_of(plan, texts, found)
+    from surgeon.named import public
+
+    settings = plan.config.settings
+    story = found.record(texts, settings) | {
+        "architecture": plan.architecture.model_type,
+        "configuration": plan.config.to_yaml(public),  # without the places of files on this machine
+        "program": str(plan.program),
+        "method": f"{found.method}, from random ones (seed {settings.seed})",
+        "tokenizer_hash": plan.tokenizer_digest,
+        "untrained": found.whole.before.to_json(),
+        "trained": found.whole.after.to_json(),
+    }
     training = Training(None, plan.program, no_source(int(plan.architecture.num_hidden_layers)), story)
     proof = found.write(
         target, form=form, dtype=dtype, tokenizer=plan.tokenizer, overwrite=overwrite, training=training
@@ -168,21 +177,6 @@ def train(
         )
     )
     return replace(ScratchRun.read(folder), files=(target,))
-
-
-def _story_of(blueprint: Blueprint, texts: TrainTexts, found: TrainedModel) -> dict[str, Any]:
-    from surgeon.named import public
-
-    settings = blueprint.config.settings
-    return found.record(texts, settings) | {
-        "architecture": blueprint.architecture.model_type,
-        "configuration": blueprint.config.to_yaml(public),  # without the places of files on this machine
-        "program": str(blueprint.program),
-        "method": f"{found.method}, from random ones (seed {settings.seed})",
-        "tokenizer_hash": blueprint.tokenizer_digest,
-        "untrained": found.whole.before.to_json(),
-        "trained": found.whole.after.to_json(),
-    }
 
 
 def _in_words(plan: Blueprint) -> str:

@@ -166,8 +166,21 @@ class Scan(RunResult):
             yield reach_table(scan)
             yield from charts(scan)
         yield from scan.galleries()
-        if len(self.permutations) and (words := _spread_of_orders(self.permutations)):
-            yield Paragraph(words)
+        orders = self.permutations
+        if orders.empty:
+            return
+        spread = orders.groupby(["operation", "first", "last"])["perplexity"].agg(
+            ["min", "max", "count"]
+        )
+        spread = spread[spread["count"] > 1]
+        if len(spread):
+            ratio = float((spread["max"] / spread["min"]).median())
+            count = int(spread["count"].max())
+            random = listed((HEATMAPS[name].title for name in dict.fromkeys(orders["operation"])), "or")
+            yield Paragraph(
+                f"A cell of {random} is the mean over {count} random orders; in half of the cells the worst order's "
+                f"perplexity is more than {number(ratio, 3)} times the best one's."
+            )
 
     def summary(self) -> Iterator[Finding]:
         scan = self.touched
@@ -243,20 +256,6 @@ def _only_part(record: dict[str, Any], num_layers: int) -> str:
     if text:
         return text[:1].upper() + text[1:] + "."
     return ""
-
-
-def _spread_of_orders(orders: pd.DataFrame) -> str:
-    spread = orders.groupby(["operation", "first", "last"])["perplexity"].agg(["min", "max", "count"])
-    spread = spread[spread["count"] > 1]
-    if spread.empty:
-        return ""
-    ratio = float((spread["max"] / spread["min"]).median())
-    count = int(spread["count"].max())
-    random = listed((HEATMAPS[name].title for name in dict.fromkeys(orders["operation"])), "or")
-    return (
-        f"A cell of {random} is the mean over {count} random orders; in half of the cells the worst order's perplexity "
-        f"is more than {number(ratio, 3)} times the best one's."
-    )
 
 
 def _pairs(scan: ScanTable, operation: str) -> Finding:

@@ -119,7 +119,35 @@ class Spectrum(RunResult):
             "rank of a square one."
         )
         if len(self.damage):
-            yield self._damage()
+            base = self.base_perplexity
+            colours, capped = scale_of([self.damage[["perplexity"]]], base)
+            of_damage = {
+                "perplexity": "perplexity",
+                "divergence": "divergence",
+                "kept": "parameters kept",
+            }
+            cut = [
+                _map(
+                    part,
+                    "perplexity",
+                    colours,
+                    of_damage,
+                    f"One matrix cut down to {name}",
+                    "perplexity",
+                    base,
+                )
+                for _, name, part in self.truncations()
+            ]
+            caption = (
+                "Perplexity with one matrix alone at a lower rank, over that of the unedited model, "
+                f"{number(base)}."
+            )
+            yield Picture(
+                cut,
+                caption,
+                "damage",
+                Legend(colours, f"Colours: perplexity over {number(base)}", base, capped),
+            )
         ratio = Normalize(0, 1)
         maps = []
         for method, ending in METHODS.items():
@@ -147,24 +175,6 @@ class Spectrum(RunResult):
                 panels, f"Singular values ({method}), a line for each layer."
             )
         return found
-
-    def _damage(self) -> Picture:
-        base = self.base_perplexity
-        colours, capped = scale_of([self.damage[["perplexity"]]], base)
-        fields = {"perplexity": "perplexity", "divergence": "divergence", "kept": "parameters kept"}
-        maps = [
-            _map(
-                part, "perplexity", colours, fields, f"One matrix cut down to {name}", "perplexity", base
-            )
-            for _, name, part in self.truncations()
-        ]
-        caption = f"Perplexity with one matrix alone at a lower rank, over that of the unedited model, {number(base)}."
-        return Picture(
-            maps,
-            caption,
-            "damage",
-            Legend(colours, f"Colours: perplexity over {number(base)}", base, capped),
-        )
 
     def summary(self) -> Iterator[Finding]:
         share = self.shares("whitened").groupby("weight", sort=False)["share"].mean().sort_values()

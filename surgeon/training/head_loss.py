@@ -366,8 +366,35 @@ class _KnownGradient(torch.autograd.Function):
             # float16 is left out, as an unscaled gradient would underflow.
             dtype = torch.bfloat16
         with torch.autocast(kind, enabled=False):
-            sums, gradients = _gradients(stream, weight, bias, head, task, dtype, ctx.needs_input_grad)
-        ctx.gradients = gradients
+            inputs = (stream, weight, bias)
+            sum_dtype = torch.promote_types(dtype, torch.float32)
+            of_stream, of_weight, of_bias = made = [
+                torch.zeros_like(one, dtype=sum_dtype) if need and one is not None else None
+                for one, need in zip(inputs, ctx.needs_input_grad, strict=False)
+            ]
+            matrix = dense(weight).to(dtype)
+            shift = None if bias is None else bias.to(dtype)
+            sums = stream.new_zeros(2, dtype=sum_dtype)
+            limit = CHUNK_BYTES.get(stream.device.type, CHUNK_BYTES["cpu"])
+            chunk = max(LEAST_ROWS, limit // (matrix.element_size() * len(matrix)))
+            predicting = task.rows.to(stream.device)
+            for start in range(0, len(predicting), chunk):
+                rows = predicting[start : start + chunk]
+                some = stream[rows].to(dtype)
+                logits = nn.functional.linear(some, matrix, shift)
+                sums += task.become_gradient(rows, logits, head)
+                if of_stream is not None:
+                    of_stream[rows] = (logits @ matrix).to(sum_dtype)
+                if of_weight is not None and of_weight.dtype == dtype:
+                    of_weight.addmm_(logits.T, some)
+                elif of_weight is not None:
+                    of_weight += logits.T @ some
+                if of_bias is not None:
+                    of_bias += logits.sum(0)
+                del logits  # else there were two chunks, as the next one is made
+        ctx.gradients = [
+            None if own is None else own.to(one) for own, one in zip(made, inputs, strict=True)
+        ]
         divergence, nll = sums.unbind()
         ctx.mark_non_differentiable(divergence, nll)
         # A weight of 0 with a part that is not finite is none either: it was not computed.
@@ -381,44 +408,3 @@ class _KnownGradient(torch.autograd.Function):
         gradients = ctx.gradients
         ctx.gradients = None
         return *(None if one is None else one.mul_(wanted) for one in gradients), None, None
-
-
-def _gradients(
-    stream: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    head: OutputHead,
-    task: LogitsTask,
-    dtype: torch.dtype,
-    needed: tuple[bool, ...],
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Divergence and negative log-likelihood, (2,), and the loss's gradients for the inputs that need one."""
-    inputs = (stream, weight, bias)
-    sum_dtype = torch.promote_types(dtype, torch.float32)
-    of_stream, of_weight, of_bias = gradients = [
-        torch.zeros_like(one, dtype=sum_dtype) if need and one is not None else None
-        for one, need in zip(inputs, needed, strict=False)
-    ]
-    matrix = dense(weight).to(dtype)
-    shift = None if bias is None else bias.to(dtype)
-    sums = stream.new_zeros(2, dtype=sum_dtype)
-    limit = CHUNK_BYTES.get(stream.device.type, CHUNK_BYTES["cpu"])
-    chunk = max(LEAST_ROWS, limit // (matrix.element_size() * len(matrix)))
-    predicting = task.rows.to(stream.device)
-    for start in range(0, len(predicting), chunk):
-        rows = predicting[start : start + chunk]
-        some = stream[rows].to(dtype)
-        logits = nn.functional.linear(some, matrix, shift)
-        sums += task.become_gradient(rows, logits, head)
-        if of_stream is not None:
-            of_stream[rows] = (logits @ matrix).to(sum_dtype)
-        if of_weight is not None and of_weight.dtype == dtype:
-            of_weight.addmm_(logits.T, some)
-        elif of_weight is not None:
-            of_weight += logits.T @ some
-        if of_bias is not None:
-            of_bias += logits.sum(0)
-        del logits  # else there were two chunks, as the next one is made
-    return sums, [
-        None if own is None else own.to(one) for own, one in zip(gradients, inputs, strict=True)
-    ]

@@ -17,7 +17,6 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
@@ -434,7 +433,15 @@ class RunOrder:
         # Last epoch drawn of each text, and its order.
         self._drawn = dict[int, tuple[int, Tensor]]()
         if len(self.parts) > 1:
-            self._text, self._turn = _order_turns([part.weight for part in self.parts], self.count)
+            weights = [part.weight for part in self.parts]
+            shares = np.array(weights) / sum(weights)
+            numbers = [np.arange(int(share * self.count) + 2) for share in shares]
+            times = np.concatenate(
+                [(each + 0.5) / share for each, share in zip(numbers, shares, strict=True)]
+            )
+            texts = np.repeat(np.arange(len(shares)), [len(each) for each in numbers])
+            order = np.argsort(times, kind="stable")[: self.count]
+            self._text, self._turn = texts[order], np.concatenate(numbers)[order]
 
     def __len__(self) -> int:
         return self.count
@@ -453,16 +460,6 @@ class RunOrder:
             self._drawn[text] = epoch, torch.randperm(windows, generator=generator)
         order = self._drawn[text][1]
         return self._first[text] + int(order[place_in_epoch])
-
-
-def _order_turns(weights: Sequence[float], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The text at each place, and the number of its window, (count,)."""
-    shares = np.array(weights) / sum(weights)
-    numbers = [np.arange(int(share * count) + 2) for share in shares]
-    times = np.concatenate([(each + 0.5) / share for each, share in zip(numbers, shares, strict=True)])
-    texts = np.repeat(np.arange(len(shares)), [len(each) for each in numbers])
-    order = np.argsort(times, kind="stable")[:count]
-    return texts[order], np.concatenate(numbers)[order]
 
 
 class TrainingWindows(Dataset[dict[str, Tensor]]):

@@ -117,7 +117,19 @@ class ModelTrainer(Trainer):
             self.checkpoints.require_room(self.model, self._saves_frozen)
         if isinstance(resume_from_checkpoint, str):
             follow_checkpoint(self.accelerator, Path(resume_from_checkpoint))
-            self._require_same_processes(Path(resume_from_checkpoint))
+            # Each process has a state of the random numbers of its own.
+            checkpoint = Path(resume_from_checkpoint)
+            name = (
+                "rng_state.pth"
+                if self.args.world_size == 1
+                else f"rng_state_{self.args.process_index}.pth"
+            )
+            if self.args.should_save and not (checkpoint / name).is_file():
+                warnings.warn(
+                    f"{checkpoint} was written by another number of processes than there are now; where the model has "
+                    "dropout, its random numbers are others",
+                    stacklevel=1,
+                )
         try:
             return super().train(resume_from_checkpoint, *others, **options)
         except Exception as error:
@@ -132,18 +144,6 @@ class ModelTrainer(Trainer):
             f"the disk of {self.checkpoints.folder} filled up at step {self.state.global_step}: a checkpoint takes "
             f"about {needed}; earlier ones are whole, so make room, and run the same command again to go on"
         )
-
-    def _require_same_processes(self, checkpoint: Path) -> None:
-        """Warn where a checkpoint has no state of the random numbers of each process."""
-        name = (
-            "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
-        )
-        if self.args.should_save and not (checkpoint / name).is_file():
-            warnings.warn(
-                f"{checkpoint} was written by another number of processes than there are now; where the model has "
-                "dropout, its random numbers are others",
-                stacklevel=1,
-            )
 
     @property
     def _saves_frozen(self) -> bool:

@@ -88,7 +88,23 @@ class ProgramForCausalLM(nn.Module):
             self._slot(vllm_config, f"{prefix}stage{self.stages.rank_in_group}.slots.{slot}", *width)
             for slot, width in enumerate(widths or [(1, 1, None)])
         )
-        self._build_ends()
+        arithmetic = plan.arithmetic
+        first = self.stages.is_first_rank
+        last = self.stages.is_last_rank
+        if first or (plan.tied and last):
+            self.embedding = VocabParallelEmbedding(plan.vocabulary, plan.hidden)
+        if last:
+            self.head = ParallelLMHead(
+                plan.vocabulary, plan.hidden, bias=f"{plan.family.head}.bias" in self.source
+            )
+            if plan.tied:
+                self.head = self.head.tie_weights(self.embedding)
+            self.logits_processor = LogitsProcessor(
+                plan.vocabulary,
+                # After the cap: none has both.
+                scale=1.0 if arithmetic.logit_scale is None else arithmetic.logit_scale,
+                soft_cap=arithmetic.logit_softcap,
+            )
         self.loaded = False
 
     def _width(self, attention: Sublayer) -> tuple[int, int, int | None]:
@@ -122,27 +138,6 @@ class ProgramForCausalLM(nn.Module):
             prefix=f"{name}.kv{kv_heads}window{window}",
             **more,
         )
-
-    def _build_ends(self) -> None:
-        plan = self.plan
-        arithmetic = plan.arithmetic
-        family = self.plan.family
-        first = self.stages.is_first_rank
-        last = self.stages.is_last_rank
-        if first or (plan.tied and last):
-            self.embedding = VocabParallelEmbedding(plan.vocabulary, plan.hidden)
-        if last:
-            self.head = ParallelLMHead(
-                plan.vocabulary, plan.hidden, bias=f"{family.head}.bias" in self.source
-            )
-            if plan.tied:
-                self.head = self.head.tie_weights(self.embedding)
-            self.logits_processor = LogitsProcessor(
-                plan.vocabulary,
-                # After the cap: none has both.
-                scale=1.0 if arithmetic.logit_scale is None else arithmetic.logit_scale,
-                soft_cap=arithmetic.logit_softcap,
-            )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:  # noqa: ARG002 - would be whole tensors
         """Read this rank's slices from the checkpoint."""

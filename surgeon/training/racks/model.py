@@ -110,20 +110,18 @@ def build_stretch(
     if any(name.startswith(f"{family.layers}.") for name in tensors):
         make_room(model, weights, program)
     if not embeds:
-        _silence(model, family, tensors)
+        dtype = next(iter(tensors.values())).dtype
+        for path in family.embeddings:
+            parent, _, name = path.rpartition(".")
+            setattr(
+                model.get_submodule(parent), name, SilentEmbedding(int(model.config.hidden_size), dtype)
+            )
     _fill(model, tensors, family)
     edit(model, program, StretchLayers)
     layers = stretch_layers(model)
     layers.embeds = embeds
     layers.watched = watched
     return model
-
-
-def _silence(model: PreTrainedModel, family: Family, tensors: Mapping[str, Tensor]) -> None:
-    dtype = next(iter(tensors.values())).dtype
-    for path in family.embeddings:
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, SilentEmbedding(int(model.config.hidden_size), dtype))
 
 
 def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], family: Family) -> None:

@@ -85,23 +85,17 @@ def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> Racks
         else [teacher_file(folder, index) for index in range(len(racks))]
     )
     if not all(path.is_file() for path in (*files, folder / TRAINING_TEXT_FILE, folder / TEXTS_FILE)):
-        _write_racks(asked)
+        (folder / START).mkdir(exist_ok=True)
+        for index in range(len(racks)):
+            save_rack(rack_of(asked.whole, racks, index, asked.seed), start_file(folder, index))
+        if settings.distillation is not None:
+            assert asked.original is not None
+            teacher = asked.original()
+            for index in range(len(racks)):
+                save_rack(teacher_of(teacher, racks, index), teacher_file(folder, index))
         write_texts(folder, asked.texts)
     plan.write(folder)  # the last one: a run that has it is prepared
     return plan
-
-
-def _write_racks(asked: RacksToTrain) -> None:
-    racks = asked.racks
-    folder = asked.folder
-    (folder / START).mkdir(exist_ok=True)
-    for index in range(len(racks)):
-        save_rack(rack_of(asked.whole, racks, index, asked.seed), start_file(folder, index))
-    if asked.settings.distillation is not None:
-        assert asked.original is not None
-        teacher = asked.original()
-        for index in range(len(racks)):
-            save_rack(teacher_of(teacher, racks, index), teacher_file(folder, index))
 
 
 def commands_by_hand(folder: Path, racks: int) -> list[str]:
