@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     if code == INTERRUPTED:
         # The terminal has written ^C.
         below = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""
-        _say(below + explain_interruption("".join(arguments[:1]), _output_of(arguments)).line)
+        _say(below + explain_interruption("".join(arguments[:1]), _output_of(arguments)))
     if isinstance(code, int):
         return code
     return 0
@@ -202,9 +202,9 @@ def _fail(error: Any, arguments: list[str], debug: bool) -> int:
         return CLOSED_PIPE
     if debug:
         traceback.print_exception(error)
-    failure = explain(error, _output_of(arguments))
-    _say(failure.line)
-    return failure.code
+    line, code = explain(error, _output_of(arguments))
+    _say(line)
+    return code
 
 
 def _output_of(arguments: list[str]) -> str | None:

@@ -15,7 +15,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections import ChainMap
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial, wraps
@@ -191,7 +191,7 @@ def declared(function: Callable[..., Any]) -> list[CommandParameter]:
 
 @cache
 def _declare_parameters(function: Callable[..., Any]) -> list[CommandParameter]:
-    names = _Names(function.__globals__, globals(), vars(builtins))
+    names = _names(function.__globals__)
     found: list[CommandParameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
         hint = _evaluate(parameter.annotation, names)
@@ -209,7 +209,7 @@ def _declare_parameters(function: Callable[..., Any]) -> list[CommandParameter]:
 @cache
 def _key(name: str, annotation: ForwardRef) -> CommandParameter | None:
     home = vars(sys.modules[str(annotation.__forward_module__)])
-    found = _parameter(name, annotation, _Names(home, globals(), vars(builtins)))
+    found = _parameter(name, annotation, _names(home))
     return found and replace(found, default=found.option.default)
 
 
@@ -226,11 +226,9 @@ def _parameter(
     return None
 
 
-class _Names(ChainMap[str, Any]):
+def _names(module: dict[str, Any]) -> Mapping[str, Any]:
     """Names of a module and of this one; those imported for types only are `Any`."""
-
-    def __missing__(self, key: str) -> Any:
-        return Any
+    return defaultdict(lambda: Any, vars(builtins) | globals() | module)
 
 
 def _evaluate(annotation: Any, names: Mapping[str, Any]) -> Any:

@@ -12,13 +12,6 @@ _SHORTEST = 12  # characters that names are cut down to
 
 
 @dataclass(frozen=True)
-class Paragraph:
-    """Running text."""
-
-    text: str
-
-
-@dataclass(frozen=True)
 class Table:
     """A table of the page, of a terminal (`str`) and of Markdown; the first column heads its rows.
 
@@ -84,7 +77,8 @@ def record_codes(record: Mapping[str, Any], **captions: str) -> Iterator[Code]:
             yield Code(caption, str(record[name]))
 
 
-Block = object  # of a section: those here, charts and drawings, maps, and pictures
+# Of a section: texts, which are paragraphs, those here, charts and drawings, maps, and pictures.
+Block = object
 
 
 @dataclass(frozen=True)

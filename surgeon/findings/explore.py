@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
+from surgeon.findings.blocks import Block, Code, Finding, Table
 from surgeon.findings.check import Check
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.findings.scan import Scan
@@ -89,7 +89,7 @@ class Exploration(RunResult):
     def section(self) -> Iterator[Block]:
         for number, one in enumerate(self.next_steps, start=1):
             yield Code(f"{number}. {one.what}", one.command, one.why)
-        yield Paragraph("Commands are for the folder in which the exploration was started.")
+        yield "Commands are for the folder in which the exploration was started."
         steps = self.steps
         rows = [
             [str(name), clock(float(seconds)), str(did)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from surgeon.findings.blocks import Block, Finding, Paragraph, Table, record_codes
+from surgeon.findings.blocks import Block, Finding, Table, record_codes
 from surgeon.findings.drawing import Picture
 from surgeon.findings.training import TrainingRun, held_out_charts, trained_on
 from surgeon.progress import clock
@@ -107,7 +107,7 @@ class HealRun(TrainingRun):
         text += f" Before and after, {int(record['healed']['tokens']):,} held-out tokens were predicted"
         if record.get("held_out"):
             text += f" ({record['held_out']})"
-        yield Paragraph(f"{text}.")
+        yield f"{text}."
         back = _share(healing.of_perplexity), _share(healing.of_divergence)
         rows = []
         if healing.original:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
 from surgeon.findings.bench import passes_table
-from surgeon.findings.blocks import Block, Finding, Paragraph, Table
+from surgeon.findings.blocks import Block, Finding, Table
 from surgeon.findings.drawing import Chart, Picture, bars, points, scale
 from surgeon.findings.maps import Legend, Map, map_cells
 from surgeon.findings.result import RunResult, TableFile
@@ -137,7 +137,7 @@ class Predictions(RunResult):
     def section(self) -> Iterator[Block]:
         table = self.speeds
         first = table["program"].iloc[0]
-        yield Paragraph(
+        yield (
             f"What programs would cost on {self.record.get('hardware', 'hardware that has no name')}, from its figures "
             f"and the model's shapes: nothing was run. Speedups are over {first} on the same ranks for the same load."
         )

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from surgeon.findings.blocks import Block, Finding, Paragraph
+from surgeon.findings.blocks import Block, Finding
 from surgeon.findings.drawing import Picture
 from surgeon.findings.maps import CAP
 from surgeon.findings.result import RunResult, TableFile, base_of
@@ -160,7 +160,7 @@ class Scan(RunResult):
             "Perplexity intervals are 95%, over windows of text: how far another text of the same kind could differ. "
             "Divergence is KL(original || changed) in nats per token."
         )
-        yield Paragraph(" ".join(parts))
+        yield " ".join(parts)
         if len(scan.cells):
             yield scan.ribbon()
             yield reach_table(scan)
@@ -177,7 +177,7 @@ class Scan(RunResult):
             ratio = float((spread["max"] / spread["min"]).median())
             count = int(spread["count"].max())
             random = listed((HEATMAPS[name].title for name in dict.fromkeys(orders["operation"])), "or")
-            yield Paragraph(
+            yield (
                 f"A cell of {random} is the mean over {count} random orders; in half of the cells the worst order's "
                 f"perplexity is more than {number(ratio, 3)} times the best one's."
             )

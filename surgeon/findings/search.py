@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import Normalize
 
-from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
+from surgeon.findings.blocks import Block, Code, Finding, Table
 from surgeon.findings.drawing import Drawing, Picture
 from surgeon.findings.maps import WIDE, Legend, Map, map_cells
 from surgeon.findings.program import program_figure
@@ -136,7 +136,7 @@ class SearchResult(RunResult):
         trials = self.trial_table
         held = self.record.get("held_out")
         if held and held["overturned"]:
-            yield Paragraph(held["sentences"][-1] + ".")
+            yield held["sentences"][-1] + "."
         charts = [
             history_chart(trials),
             *(quality_chart(along, rows) for along, rows in self.by_cost.items()),

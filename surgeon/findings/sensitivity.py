@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from surgeon.findings.blocks import Block, Finding, Paragraph, Table
+from surgeon.findings.blocks import Block, Finding, Table
 from surgeon.findings.drawing import Chart, Picture, columns_chart, points, scale
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.words import NO_VALUE, listed, number, plural
@@ -70,7 +70,7 @@ class Sensitivity(RunResult):
 
     def section(self) -> Iterator[Block]:
         table = self.pairs.sort_values("first")
-        yield Paragraph(
+        yield (
             "Each pair of neighbouring layers alone as an LP pair: the bound on its local error from appendix A of the "
             "Layer Parallelism paper, its first-order size, what it is, and what it does to the predictions."
         )

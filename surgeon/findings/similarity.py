@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pandas as pd
 from matplotlib.colors import Normalize
 
-from surgeon.findings.blocks import Block, Finding, Paragraph, Table
+from surgeon.findings.blocks import Block, Finding, Table
 from surgeon.findings.drawing import Picture, columns_chart
 from surgeon.findings.maps import Legend, Map, map_cells
 from surgeon.findings.result import RunResult, TableFile
@@ -76,7 +76,7 @@ class Similarity(RunResult):
     proxies: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     def section(self) -> Iterator[Block]:
-        yield Paragraph(
+        yield (
             "CKA compares what a sublayer adds with what it adds when the contribution of the layer before is taken "
             "out of its input: near 1, the layer hardly needs the one before it (Layer Parallelism, figure 5). Layer 0 "
             "has no layer before it. Debiased CKA corrects for having few tokens."

@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-from surgeon.findings.blocks import Block, Finding, Paragraph
+from surgeon.findings.blocks import Block, Finding
 from surgeon.findings.drawing import ORDERED, Chart, Picture, scale
 from surgeon.findings.maps import HALF, Legend, Map, map_cells, scale_of
 from surgeon.findings.result import RunResult, TableFile, base_of
@@ -113,7 +113,7 @@ class Spectrum(RunResult):
                 yield rank, f"{name} ({part['method'].iloc[0]})", part
 
     def section(self) -> Iterator[Block]:
-        yield Paragraph(
+        yield (
             "The rank that holds 95% of a matrix's energy (the sum of its squared singular values), as a share of its "
             "full rank. Two factors of rank r have fewer parameters than the matrix only below about half of the full "
             "rank of a square one."

@@ -158,7 +158,7 @@ def check_adapter(student: PreTrainedModel, settings: TrainSettings, program: Pr
             f"{derived} is stored as a layer that the model has not while it is trained, so that an adapter does not "
             "fit it; do not keep the adapter, and it is merged"
         )
-    stacked = adapter_targets(student, settings.scope, program, settings.router).parameters
+    _, stacked = adapter_targets(student, settings.scope, program, settings.router)
     if stacked:
         raise ValueError(
             f"adapters would lie on {stacked[0]}, which is a parameter of many experts and no module, so that they "

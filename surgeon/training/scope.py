@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from difflib import SequenceMatcher
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -132,22 +132,15 @@ def _frozen(model: PreTrainedModel, router: str) -> set[int]:
     return {id(parameter) for module in routers for parameter in module.parameters()}
 
 
-class AdapterTargets(NamedTuple):
-    """Names of linear modules, and of parameters, that get adapters.
+def adapter_targets(
+    model: PreTrainedModel, scope: str, program: Program, router: str = "trained"
+) -> tuple[list[str], list[str]]:
+    """Name linear modules, and parameters, that are in scope for adapters; arguments as `choose_parameters`.
 
     The latter are the matrices of feed-forwards where some are mixtures: of experts, which are stacked in one parameter
     and of which each gets an adapter of its own, of routers, and of linear modules, too, since peft takes their names
     for those that experts had before they were stacked.
     """
-
-    modules: list[str]
-    parameters: list[str]
-
-
-def adapter_targets(
-    model: PreTrainedModel, scope: str, program: Program, router: str = "trained"
-) -> AdapterTargets:
-    """Find the matrices in scope for adapters; arguments as `choose_parameters`."""
     layers = edited_layers(model)
     inside = {id(inner) for module in _modules(model, scope, program) for inner in module.modules()}
     among = inside & {id(inner) for module in _beside_mixtures(layers) for inner in module.modules()}
@@ -171,9 +164,10 @@ def adapter_targets(
         weight for weight, times in uses.items() if times > 1
     }
     left |= _frozen(model, router)
-    return AdapterTargets(
-        *([name for name, weight in each if id(weight) not in left] for each in (matrices, parameters))
+    modules, others = (
+        [name for name, weight in each if id(weight) not in left] for each in (matrices, parameters)
     )
+    return modules, others
 
 
 def _beside_mixtures(layers: EditedLayers) -> Iterator[nn.Module]:

@@ -91,21 +91,13 @@ def check_texts(data: Any) -> str | dict[str, float]:
 
 
 @dataclass(frozen=True)
-class MixedPart:
-    """One of several texts in a `TrainingText`: its number of windows, one after the other, and its weight."""
-
-    windows: int
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
 class TrainingText:
     """A text to train on, in windows: rows of Arrow, mapped into memory from files where it is large.
 
     Attributes:
         rows: a window each, with columns as `columns` has them.
         source, digest, notes, column, left_out: as of `Windows`.
-        parts: the texts that it is made of, where they are several.
+        parts: the texts that it is made of, where they are several: windows of each, one after the other, and weight.
     """
 
     rows: datasets.Dataset
@@ -114,7 +106,7 @@ class TrainingText:
     notes: tuple[str, ...] = ()
     column: str | None = None
     left_out: Mapping[str, int] = field(default_factory=dict)
-    parts: tuple[MixedPart, ...] = ()
+    parts: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, windows: Windows) -> TrainingText:
@@ -389,10 +381,8 @@ def pad_pieces(found: Iterable[Tokens], source: str) -> Windows:
 
 def mix_texts(texts: Sequence[TrainingText], several: Mapping[str, float]) -> TrainingText:
     """Join several texts, with their weights."""
-    parts = tuple(
-        MixedPart(len(text), weight) for text, weight in zip(texts, several.values(), strict=True)
-    )
-    follows = json.dumps([[text.digest, part.weight] for text, part in zip(texts, parts, strict=True)])
+    parts = tuple(zip(map(len, texts), several.values(), strict=True))
+    follows = json.dumps([[text.digest, weight] for text, (_, weight) in zip(texts, parts, strict=True)])
     return TrainingText(
         datasets.concatenate_datasets([text.rows for text in texts]),
         ", ".join(f"{name}={weight:g}" for name, weight in several.items()),
@@ -422,18 +412,18 @@ class RunOrder:
     """
 
     def __init__(
-        self, windows: int, steps: int, batch: int, seed: int, parts: Sequence[MixedPart] = ()
+        self, windows: int, steps: int, batch: int, seed: int, parts: Sequence[tuple[int, float]] = ()
     ) -> None:
-        self.parts = tuple(parts) or (MixedPart(windows),)
+        self.parts = tuple(parts) or ((windows, 1.0),)
         self.count = steps * batch
         self.seed = seed
         self._first = [
-            sum(part.windows for part in self.parts[:number]) for number in range(len(self.parts))
+            sum(count for count, _ in self.parts[:number]) for number in range(len(self.parts))
         ]
         # Last epoch drawn of each text, and its order.
         self._drawn = dict[int, tuple[int, Tensor]]()
         if len(self.parts) > 1:
-            weights = [part.weight for part in self.parts]
+            weights = [weight for _, weight in self.parts]
             shares = np.array(weights) / sum(weights)
             numbers = [np.arange(int(share * self.count) + 2) for share in shares]
             times = np.concatenate(
@@ -453,7 +443,7 @@ class RunOrder:
         text, turn = (
             (0, place) if len(self.parts) == 1 else (int(self._text[place]), int(self._turn[place]))
         )
-        windows = self.parts[text].windows
+        windows = self.parts[text][0]
         epoch, place_in_epoch = divmod(turn, windows)
         if self._drawn.get(text, (-1,))[0] != epoch:
             generator = torch.Generator().manual_seed((text << 56) + (self.seed << 20) + epoch)

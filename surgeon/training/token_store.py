@@ -54,6 +54,7 @@ Row = dict[str, NDArray[np.int32]]
 IGNORED = -100  # a label of what is not to be predicted, as PyTorch's losses have it
 # Model types whose masks `transformers` makes without positions.
 ATTEND_ACROSS = ("falcon", "gpt_oss", "llama4_text", "opt")
+_NOTHING = np.zeros((3, 0), np.int32)  # no marked tokens (`_mark`)
 _OPEN = 64  # windows that documents may still be put into
 
 
@@ -104,8 +105,8 @@ class Packer:
         self.documents = documents_of(documents)
         self.pad = pad
         # Windows, as their marked tokens (`_mark`).
-        self._open = [_nothing()] if documents != "whole" else []
-        self._document = _nothing()  # a whole one, as far as it has come
+        self._open = [_NOTHING] if documents != "whole" else []
+        self._document = _NOTHING  # a whole one, as far as it has come
         self._begins = True  # a document, with the next token
 
     def add(self, tokens: Tokens) -> Iterator[Row]:
@@ -122,7 +123,7 @@ class Packer:
         self._document = np.concatenate([self._document, marked], axis=1)
         if tokens.ends:
             document = self._document
-            self._document = _nothing()
+            self._document = _NOTHING
             document[1, :: self.window] = 1  # for the rest of a long one may share a window with others
             for start in range(0, document.shape[1], self.window):
                 piece = document[:, start : start + self.window]
@@ -184,10 +185,6 @@ def _mark(tokens: Tokens, begins: bool) -> NDArray[np.int32]:
     found[0], found[2] = tokens.ids, 1 if tokens.answer is None else tokens.answer
     found[1, :1] = begins
     return found
-
-
-def _nothing() -> NDArray[np.int32]:
-    return np.zeros((3, 0), np.int32)
 
 
 SELF = "self"  # text that the original of an edited model writes (`surgeon.training.self_text`)

@@ -96,7 +96,13 @@ class ModelTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        self.empty: nn.Module | None = meta_copy(model) if sharded else None
+        self.empty: nn.Module | None = None
+        if sharded:
+            numberless = {
+                id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
+                for one in model.parameters()
+            }
+            self.empty = copy.deepcopy(model, dict[int, Any](numberless))
         self.model_accepts_loss_kwargs = False  # what is predicted is counted here (`get_batch_samples`)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -152,6 +158,7 @@ class ModelTrainer(Trainer):
 
     def whole_model(self) -> Any:
         """The model in one piece; None in all processes but the first."""
+        whole: Any
         if self.empty is None:
             # Without what mixed precision has put around its forward pass.
             whole = self.accelerator.unwrap_model(
@@ -159,7 +166,12 @@ class ModelTrainer(Trainer):
             )
         else:
             state = self.accelerator.get_state_dict(self.model_wrapped)
-            whole = fill_copy(self.empty, state) if self.args.should_save else None
+            if self.args.should_save:
+                missing = self.empty.load_state_dict(state, strict=False, assign=True).missing_keys
+                whole = self.empty
+                tied: Any = whole.get_base_model() if isinstance(whole, PeftModel) else whole
+                tied.tie_weights()
+                assert not any(parameter.is_meta for parameter in whole.parameters()), missing
         return whole if self.args.should_save else None
 
     # Steps
@@ -320,22 +332,3 @@ class ModelTrainer(Trainer):
 def predicted_tokens(windows: Mapping[str, Tensor]) -> Tensor:
     """Count the predicted tokens of windows."""
     return (windows["labels"][:, 1:] != IGNORED).sum()
-
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """Copy modules without numbers, to take in a state dict gathered from sharded ones."""
-    empty = {
-        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        for parameter in model.parameters()
-    }
-    copied: nn.Module = copy.deepcopy(model, dict[int, Any](empty))
-    return copied
-
-
-def fill_copy(empty: nn.Module, state: dict[str, Any]) -> nn.Module:
-    """Fill a copy without numbers from a whole state dict."""
-    missing = empty.load_state_dict(state, strict=False, assign=True).missing_keys
-    whole: Any = empty.get_base_model() if isinstance(empty, PeftModel) else empty
-    whole.tie_weights()
-    assert not any(parameter.is_meta for parameter in empty.parameters()), missing
-    return empty

@@ -18,7 +18,6 @@ from surgeon.training.racks.run_files import read_texts, write_texts
 from surgeon.training.run import Trained, train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import (
-    MixedPart,
     RunOrder,
     TrainingText,
     TrainingWindows,
@@ -175,7 +174,7 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
 
 
 def test_several_texts_have_their_turns_by_weight() -> None:
-    parts = (MixedPart(5, 0.7), MixedPart(3, 0.2), MixedPart(4, 0.1))
+    parts = ((5, 0.7), (3, 0.2), (4, 0.1))
     order = RunOrder(12, 25, 4, 3, parts)
     found = list(order)
     texts = [0 if index < 5 else 1 if index < 8 else 2 for index in found]

@@ -211,26 +211,6 @@ def tensors_of(model: PreTrainedModel) -> ModelTensors:
     return ModelTensors(config, stock.program, layers, others)
 
 
-def tensors_of_program(model: PreTrainedModel, program: Program) -> ModelTensors:
-    """Collect a model's tensors under the numbers of the program that it was edited with.
-
-    Args:
-        program: over whole layers and slices of them.
-    """
-    found = tensors_of(model)
-    layers = found.layers[: 1 + max(layer for one in program.sublayers() for layer in one.layers)]
-    for (kind, place), (layer,) in layers_by_recipe(program, found.program).items():
-        if place != layer:
-            spec = found.family.spec(kind, layer)
-            paths = tuple(f"{path}." for path in spec.stages)
-            moved = {
-                name: tensor for name, tensor in found.layers[place].items() if name.startswith(paths)
-            }
-            layers[layer] = layers[layer] | moved
-    config = config_for(found.config, range(len(layers)), bool(found.config.tie_word_embeddings))
-    return ModelTensors(config, program, layers, found.others)
-
-
 def named_layers(
     family: Family, layers: Iterable[Mapping[str, Tensor]], first: int = 0
 ) -> dict[str, Tensor]:
@@ -306,7 +286,20 @@ class RackModel:
 
     def tensors(self) -> ModelTensors:
         """Tensors, shared with the rack, of its own layers and then its coda's, under the numbers of its program."""
-        return tensors_of_program(self.model, self.layers.program)
+        found = tensors_of(self.model)
+        program = self.layers.program
+        layers = found.layers[: 1 + max(layer for one in program.sublayers() for layer in one.layers)]
+        for (kind, place), (layer,) in layers_by_recipe(program, found.program).items():
+            if place != layer:
+                paths = tuple(f"{path}." for path in found.family.spec(kind, layer).stages)
+                moved = {
+                    name: tensor
+                    for name, tensor in found.layers[place].items()
+                    if name.startswith(paths)
+                }
+                layers[layer] = layers[layer] | moved
+        config = config_for(found.config, range(len(layers)), bool(found.config.tie_word_embeddings))
+        return ModelTensors(config, program, layers, found.others)
 
     def coda(self) -> Coda:
         """The private coda, its tensors shared with the rack."""

@@ -45,7 +45,7 @@ from surgeon.training.racks.rack_log import RackPace
 from surgeon.training.run import finish_run
 from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import MixedPart, TrainingText, TrainTexts
+from surgeon.training.texts import TrainingText, TrainTexts
 from surgeon.training.token_store import write_rows
 
 
@@ -233,7 +233,7 @@ def write_texts(run: Path, texts: TrainTexts) -> None:
     """Write both texts as tokens, whole or not at all."""
     write_rows(run / TRAINING_TEXT_FILE, texts.training.rows)
     training = texts.training
-    parts = json.dumps([[part.windows, part.weight] for part in training.parts])
+    parts = json.dumps(training.parts)
     said = {
         "training": training.source,
         "held_out": texts.held_out.source,
@@ -252,7 +252,7 @@ def read_texts(run: Path) -> TrainTexts:
         said = file.metadata()
         ids = file.get_tensor("held_out")
         answers = file.get_tensor("answers") if "answers" in file.keys() else None  # noqa: SIM118 - no mapping
-    parts = tuple(MixedPart(*part) for part in json.loads(said["parts"]))
+    parts = tuple((windows, weight) for windows, weight in json.loads(said["parts"]))
     training = TrainingText(
         datasets.Dataset.from_file(str(run / TRAINING_TEXT_FILE)),
         said["training"],

@@ -118,10 +118,6 @@ _PROGRESS_SECONDS = 1.0
 _VAIN_STARTS = 3  # in a row that end before another checkpoint
 
 
-class RackFailed(ChildProcessError):
-    """A rack's process could not go on; the message is its last line."""
-
-
 def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksTrained:
     """Train all racks of a model at once, each in a process of its own, which send each other their streams.
 
@@ -130,7 +126,7 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
     rounding. `run_files` describes the files.
 
     Raises:
-        RackFailed: if one could not go on; the run can, once that is mended.
+        ChildProcessError: if one could not go on, with its last line; the run can, once that is mended.
         Diverged: if the loss of one is not finite any more.
         ValueError: if settings, text and racks do not fit, or the folder has another run; or if there are several
             processes already.
@@ -301,10 +297,10 @@ def _require_signal(end: _End, starts_in_vain: int, saved: int) -> None:
     if end.code == DIVERGED:
         raise Diverged(end.said)
     if end.code > 0:
-        raise RackFailed(end.said)
+        raise ChildProcessError(end.said)
     name = signal.Signals(-end.code).name
     if starts_in_vain > _VAIN_STARTS:
-        raise RackFailed(
+        raise ChildProcessError(
             f"{end.who} was ended by {name}: {starts_in_vain} starts did not get further than step {saved}"
             + (LIKELY_MEMORY if name == "SIGKILL" else "")
             + "; mend that, and the same command goes on"

@@ -70,7 +70,8 @@ class Blueprint:
         Its layers are initialised before they run as a program, so that all programs on an architecture begin alike.
         """
         torch.manual_seed(self.config.settings.seed)
-        return edit(_plain_model(self.architecture), self.program)
+        model = AutoModelForCausalLM.from_config(self.architecture, dtype=torch.float32)
+        return edit(model, self.program)
 
     def texts(self) -> TrainTexts:
         """Load the training text, as much as the steps go through, and held-out text.
@@ -155,7 +156,9 @@ def blueprint(config: ScratchConfig) -> Blueprint:
         program = recipe_program(config.recipe, architecture)
     try:
         with torch.device("meta"):
-            model = _plain_model(copy.deepcopy(architecture))  # edited below, with its configuration
+            # Edited below, with its configuration.
+            own = copy.deepcopy(architecture)
+            model = AutoModelForCausalLM.from_config(own, dtype=torch.float32)
     except Exception as error:  # whatever it trips over is a fault of the entries
         raise config.error(f"model: it cannot be built: {_reason(error)}", "model") from error
     racks = None
@@ -169,11 +172,6 @@ def blueprint(config: ScratchConfig) -> Blueprint:
     with config.under("training"):
         choose_or_adapt(edit(model, program, factors=RandomFactors("meta")), program, config.settings)
     return Blueprint(config, architecture, program, tokenizer, parameters, racks)
-
-
-def _plain_model(architecture: PreTrainedConfig) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
-    return model
 
 
 def _make_architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfig:
