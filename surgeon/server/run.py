@@ -47,6 +47,7 @@ def make_app(state: ServerState) -> ASGIApp:
         title="surgeon", version=__version__, docs_url=None, redoc_url=None, max_body_size=MOST_BYTES
     )  # the pages of documentation would fetch scripts from elsewhere; /openapi.json is there
 
+    @app.post("/v1/completions", response_model=None)
     async def completions(request: Request, body: CompletionBody) -> Response:
         state.check_model(body.model)
         return await complete(request, state, body)

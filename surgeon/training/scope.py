@@ -19,7 +19,6 @@ from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.models.edit import edit, edited_layers
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.opened import Model
-from surgeon.training.balance import routers_of
 from surgeon.training.settings import TrainSettings
 
 TRAINED = 4  # numbers for each parameter that is trained: itself, its gradient, and AdamW's two moments
@@ -106,6 +105,17 @@ def choose_parameters(
     chosen -= _frozen(model, router)
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in chosen)
+
+
+def routers_of(layers: EditedLayers) -> list[nn.Module]:
+    """The routers that a program runs, each once."""
+    found = {}
+    for sublayer in layers.program.sublayers():
+        mixture = layers.family.spec(sublayer.kind, sublayer.layers[0]).mixture
+        if mixture is not None:
+            router = layers.owner(sublayer).get_submodule(mixture.router)
+            found[id(router)] = router
+    return list(found.values())
 
 
 def shapes_to_train(model: Model, program: Program, settings: TrainSettings) -> PreTrainedModel:

@@ -44,7 +44,7 @@ from surgeon.processes.rendezvous import connect_store, key_prefix, serve_store
 from surgeon.processes.sockets import interface_of, interface_variables
 from surgeon.processes.torchrun import TorchrunEnvironment
 from surgeon.quality.text import HeldOutQuality
-from surgeon.training.arguments import share_of_batch
+from surgeon.training.arguments import gather_whole, set_whole, share_of_batch
 from surgeon.training.checkpoints import (
     checkpoints_of,
     fault_of,
@@ -65,7 +65,6 @@ from surgeon.training.racks.run_files import (
     teacher_file,
 )
 from surgeon.training.racks.task import rack_task, train_rack
-from surgeon.training.sharding import gather_whole, set_whole
 
 FAILED = 1  # exit statuses
 DIVERGED = 4

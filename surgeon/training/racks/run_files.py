@@ -39,11 +39,10 @@ from surgeon.errors import first_line
 from surgeon.processes.files import whole_file, write_json
 from surgeon.quality.data import Windows, digest_of
 from surgeon.runtime.comm.link import Link
-from surgeon.training.checkpoints import checkpoints_of
+from surgeon.training.checkpoints import HELD_OUT_FILE, TRAINING_FILE, checkpoints_of
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.rack_log import RackPace
 from surgeon.training.run import finish_run
-from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
 from surgeon.training.token_store import write_rows

@@ -31,7 +31,7 @@ from surgeon.progress import progress
 from surgeon.quality.text import HeldOutQuality
 from surgeon.threads import threads_per_rank
 from surgeon.training.arguments import share_of_batch
-from surgeon.training.checkpoints import OTHERS_ENDED
+from surgeon.training.checkpoints import HELD_OUT_FILE, OTHERS_ENDED, TRAINING_FILE, read_rows
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.model import save_rack
 from surgeon.training.racks.process import DIVERGED, find_newest_common, list_whole_checkpoints
@@ -52,7 +52,6 @@ from surgeon.training.racks.run_files import (
 )
 from surgeon.training.racks.task import RacksTrained, gather, teacher_of
 from surgeon.training.run import lock_run, open_run
-from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE, read_rows
 
 
 def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksPlan:
