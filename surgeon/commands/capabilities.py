@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,14 +64,8 @@ FACTORS = "lowrank"  # maps
 # A statement on something that works, perhaps with the memory that it takes.
 Said = str | tuple[str, float] | Verdict
 Question = tuple[str, Callable[[], Said]]
-
-
-class Example(NamedTuple):
-    """A place where a program changes a model, and the number of places whose layers are of the same kinds."""
-
-    layers: str
-    program: Program
-    times: int
+# Layers that a program changes, the program, and the number of places whose layers are of the same kinds.
+Example = tuple[str, Program, int]
 
 
 @dataclass(frozen=True)
@@ -157,7 +151,7 @@ class Capabilities:
                     kinds = tuple(self.kinds[layer] for layer in cell.layers)
                     alike.setdefault(kinds, {}).setdefault(cell.layers, cell.program)
             places = [
-                Example(show_range(first := next(iter(some))), some[first], len(some))
+                (show_range(first := next(iter(some))), some[first], len(some))
                 for some in alike.values()
             ]
             found[name] = places or ValueError("it changes nothing of this model")
@@ -182,7 +176,7 @@ class Capabilities:
     @cached_property
     def _plan(self) -> SharedPlan:
         found = [places for name in SCANNED if isinstance(places := self.maps[name], list)]
-        return share([self.model.program, *(place.program for places in found for place in places)])
+        return share([self.model.program, *(program for places in found for _, program, _ in places)])
 
     def _streaming_bytes(self, tokens: int) -> int:
         require_streamable(self.model)
@@ -265,7 +259,7 @@ class Capabilities:
             asked = (name for name in VARIANTS if max(self.ranks) > 1 or not _for_several(name))
             yield from ((name, partial(self._variant, name)) for name in asked)
         if isinstance(places := self.maps[FACTORS], list):
-            yield "two factors", partial(self._on_each, lambda _: places[0].program)
+            yield "two factors", partial(self._on_each, lambda _: places[0][1])
 
     def _check_plan(self, ranks: int, program: Program | None = None, tokens: int | None = None) -> str:
         self._plan_on(ranks, program, tokens)
@@ -325,7 +319,7 @@ class Capabilities:
 
     def training(self) -> Iterator[Question]:
         pairs = self.maps[PAIRS]
-        program = self.model.own or (pairs[0].program if isinstance(pairs, list) else self.model.program)
+        program = self.model.own or (pairs[0][1] if isinstance(pairs, list) else self.model.program)
         # The last one is of mixtures alone.
         for scope in SCOPES if self.model.family.mixture else SCOPES[:-1]:
             yield f"heal {scope}", partial(self._check_healing, program, scope)
@@ -356,7 +350,7 @@ class Capabilities:
         if not isinstance(places, list):
             raise places
         return _together(
-            [(f"layers {one.layers}", one.times, partial(ask, one.program)) for one in places]
+            [(f"layers {layers}", times, partial(ask, program)) for layers, program, times in places]
         )
 
 
@@ -449,18 +443,15 @@ def facts_of(model: Model) -> dict[str, str]:
     if model.wrapped is not None:
         facts["inside"] = f"{model.wrapped.wrapper.name}, of which the rest stays as it is"
     if quantised := model.checkpoint.config.get(QUANTIZATION):
-        facts["quantised"] = _describe_quantisation(quantised)
+        try:
+            schemes = dict.fromkeys(rule.scheme.description for rule in rules_of(quantised))
+            dequantised = "dequantised as they are read, which takes the memory said here"
+            facts["quantised"] = f"{', '.join(schemes)}; {dequantised}"
+        except ValueError as refusal:
+            facts["quantised"] = f"not supported: {refusal}"
     if model.own is not None:
         facts["program"] = outline_text(model.own, shapes.layers, shapes.family.steps_per_layer)
     return facts
-
-
-def _describe_quantisation(said: Any) -> str:
-    try:
-        schemes = dict.fromkeys(rule.scheme.description for rule in rules_of(said))
-    except ValueError as refusal:
-        return f"not supported: {refusal}"
-    return f"{', '.join(schemes)}; dequantised as they are read, which takes the memory said here"
 
 
 def _list_entries(entries: Mapping[str, Any]) -> str:

@@ -87,42 +87,38 @@ class Generation:
             f"prefill  {prefill.tokens} tokens{shared} at {prefill.tokens / prefill.seconds:.1f} tokens/s",
             f"decode   {self._total('new')} tokens{texts} at {rate}",
         ]
+        drafted = self._total("drafted")
+        accepted = self._total("accepted")
         if plan.stretches:
             spans = ", ".join(f"{begin}:{end}" for begin, end in pairwise((0, *self.plan.stretches)))
-            drafted = self._total("drafted")
-            accepted = self._total("accepted")
             drafts = "none: one token of each text in flight"
             if drafted:
                 drafts = (
                     f"{accepted} of {drafted} tokens of the coda's were right ({accepted / drafted:.0%})"
                 )
             lines += [f"nodes    {spans}, a stretch on each rank", f"drafts   {drafts}"]
+        elif self.drafts and drafted:
+            phases = first.drafting, first.decode
+            calls = sum(_calls(phase.layers) + _calls(phase.vocabulary) for phase in phases)
+            passes = (
+                f"{first.drafting.passes} passes of the draft beside {first.decode.passes} of the model"
+            )
+            new = self._total("new")
+            per_pass = f"{new / (new - accepted):.2f} tokens of a text per pass"
+            share = f"{accepted} of {drafted} tokens accepted ({accepted / drafted:.0%})"
+            each = f"{calls / max(1, first.decode.new):.1f} collectives per token"
+            lines += [
+                f"drafts   {share}, {passes}, {per_pass}",
+                f"sync     {each}, those of the vocabulary among them",
+            ]
         elif self.drafts:
-            lines += self._drafts()
+            lines.append("drafts   none: the texts were too short, or it would not have paid")
         else:
             lines += self._collectives(program)
         return "\n".join(hanging(line[:_KEY], line[_KEY:]) for line in lines)
 
     def _total(self, name: str) -> int:
         return sum(getattr(text.usage, name) for text in self.texts)
-
-    def _drafts(self) -> list[str]:
-        first = self.figures[0]
-        drafted = self._total("drafted")
-        accepted = self._total("accepted")
-        if not drafted:
-            return ["drafts   none: the texts were too short, or it would not have paid"]
-        phases = first.drafting, first.decode
-        calls = sum(_calls(phase.layers) + _calls(phase.vocabulary) for phase in phases) / max(
-            1, first.decode.new
-        )
-        passes = f"{first.drafting.passes} passes of the draft beside {first.decode.passes} of the model"
-        new = self._total("new")
-        per_pass = f"{new / (new - accepted):.2f} tokens of a text per pass"
-        return [
-            f"drafts   {accepted} of {drafted} tokens accepted ({accepted / drafted:.0%}), {passes}, {per_pass}",
-            f"sync     {calls:.1f} collectives per token, those of the vocabulary among them",
-        ]
 
     def _collectives(self, program: Program) -> list[str]:
         unit = "token" if len(self.texts) == 1 else "pass"

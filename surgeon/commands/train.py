@@ -13,7 +13,6 @@ from surgeon.commands.options import Form, Overwrite, ProcessDevice, TrainerArgu
 
 if TYPE_CHECKING:
     from surgeon.findings.training import ScratchRun
-    from surgeon.training.scratch.build import Blueprint
     from surgeon.training.scratch.config import ScratchConfig
 
 _PROGRAM_SHOWN = 60  # characters
@@ -130,7 +129,12 @@ def train(
         lay_out(plan.program, plan.family, plan.architecture, form)
     processes, where = join_processes(device)
     texts = plan.texts()
-    announce(processes, where, _in_words(plan), texts, plan.config.settings, plan.tokenizer, show_row)
+    program = str(plan.program)
+    if len(program) > _PROGRAM_SHOWN:
+        program = f"{program[: _PROGRAM_SHOWN - 3]}..."
+    seeded = f"{plan.parameters:,} random weights (seed {plan.config.settings.seed})"
+    what = f"{plan.family.name} of {seeded}, program {program}"
+    announce(processes, where, what, texts, plan.config.settings, plan.tokenizer, show_row)
     folder = run_folder(target)
     racks = plan.config.racks
     found = train_model(
@@ -177,10 +181,3 @@ def train(
         )
     )
     return replace(ScratchRun.read(folder), files=(target,))
-
-
-def _in_words(plan: Blueprint) -> str:
-    program = str(plan.program)
-    seed = plan.config.settings.seed
-    program = program if len(program) <= _PROGRAM_SHOWN else f"{program[: _PROGRAM_SHOWN - 3]}..."
-    return f"{plan.family.name} of {plan.parameters:,} random weights (seed {seed}), program {program}"

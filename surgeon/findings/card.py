@@ -315,8 +315,11 @@ def belongings(found: Surgery, folder: Path, inherited: Inherited) -> dict[str, 
     if licence is not None:
         licence = ", ".join(f"`{one}`" for one in ([licence] if isinstance(licence, str) else licence))
         called, target = (str(metadata.get(key, "")).strip() for key in ("license_name", "license_link"))
-        if called or target:
-            licence += f" ({_link(called or 'its text', target) if target else called})"
+        if target:
+            text = one_line(called or "its text").replace("[", "(").replace("]", ")")
+            called = f"[{text}](<{target.replace('<', '%3C').replace('>', '%3E')}>)"
+        if called:
+            licence += f" ({called})"
     return {
         "behind": left_behind(left_by(found.report), _quote),
         "base": _base(found.original),
@@ -341,8 +344,3 @@ def _base(model: str | None) -> str:
 def one_line(text: str) -> str:
     """Join the lines of a text."""
     return " ".join(text.split())
-
-
-def _link(text: str, target: str) -> str:
-    text = one_line(text).replace("[", "(").replace("]", ")")
-    return f"[{text}](<{target.replace('<', '%3C').replace('>', '%3E')}>)"

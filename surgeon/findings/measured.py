@@ -95,7 +95,21 @@ class CardScore:
 def read_measured(paths: Sequence[Path], identity: Identity) -> tuple[CardScore, ...]:
     """Read result files, or all that lie in folders; a ValueError names one that is damaged or of something else."""
     scores: list[CardScore] = []
-    for file in (file for path in paths for file in _files(path)):
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(
+                f"there are no results {path}; give folders or files that surgeon commands wrote"
+            )
+        found = [path]
+        if not path.is_file():
+            found = [file for pattern in PATTERNS for file in sorted(path.glob(pattern))]
+        if not found:
+            raise ValueError(
+                f"{path} holds no results of surgeon eval or search; looked for {', '.join(PATTERNS)} in it"
+            )
+        files += found
+    for file in files:
         record = read_record(file)
         results = record.get("results")
         if isinstance(results, dict) and isinstance(record.get(PROVENANCE_KEY), dict):
@@ -113,21 +127,6 @@ def read_measured(paths: Sequence[Path], identity: Identity) -> tuple[CardScore,
             scores += read(file, record, identity)
     # Of what was measured twice the later one counts.
     return tuple({(one.edited, one.metric, one.key): one for one in scores}.values())
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.exists():
-        raise FileNotFoundError(
-            f"there are no results {path}; give folders or files that surgeon commands wrote"
-        )
-    if path.is_file():
-        return [path]
-    found = [file for pattern in PATTERNS for file in sorted(path.glob(pattern))]
-    if not found:
-        raise ValueError(
-            f"{path} holds no results of surgeon eval or search; looked for {', '.join(PATTERNS)} in it"
-        )
-    return found
 
 
 def _text(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:

@@ -243,29 +243,27 @@ def parse_ranks(text: str) -> tuple[TargetRank, ...]:
     Raises:
         ValueError: naming the wrong entry, and why.
     """
-    ranks = [_parse_rank(part.strip()) for part in text.split(",") if part.strip()]
+    ranks = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        is_share = "." in part or "/" in part
+        try:
+            number = Fraction(part) if is_share else Fraction(int(part))
+        except (ValueError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"{part!r} is no rank; write a share such as 1/8 or 0.5, or a whole number"
+            ) from error
+        if number <= 0:
+            raise ValueError(f"rank {part} must be more than 0")
+        if is_share and number > 1:
+            raise ValueError(
+                f"rank {part} is above the full rank; a share is at most 1.0, a whole number has no point"
+            )
+        ranks.append(TargetRank(number, is_share))
     if not ranks:
         raise ValueError(
             "no rank is given; write shares of the full rank such as 1/8,1/2, or whole numbers"
         )
     return tuple(dict.fromkeys(ranks))
-
-
-def _parse_rank(text: str) -> TargetRank:
-    is_share = "." in text or "/" in text
-    try:
-        number = Fraction(text) if is_share else Fraction(int(text))
-    except (ValueError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"{text!r} is no rank; write a share such as 1/8 or 0.5, or a whole number"
-        ) from error
-    if number <= 0:
-        raise ValueError(f"rank {text} must be more than 0")
-    if is_share and number > 1:
-        raise ValueError(
-            f"rank {text} is above the full rank; a share is at most 1.0, a whole number has no point"
-        )
-    return TargetRank(number, is_share)
 
 
 def by_layer(rows: pd.DataFrame, column: str) -> pd.DataFrame:

@@ -209,7 +209,9 @@ def join_processes(device: str) -> tuple[PartialState, str]:
         device: "cpu", "cuda", or "auto" for the latter where there is one.
     """
     avoid_cudnn_attention()
-    read_all_weights()
+    if is_launched_sharded():
+        # Every process reads all weights: each needs an original, and accelerate fills only the first's.
+        os.environ[ON_ONE] = "false"
     where = choose_device(device)
     return PartialState(cpu=where == "cpu"), where
 
@@ -326,12 +328,6 @@ def check_sharding(config: Mapping[str, Any], processes: int) -> dict[str, Any]:
 def is_launched_sharded() -> bool:
     """Tell whether accelerate launch asks for FSDP."""
     return bool(str_to_bool(os.environ.get(LAUNCHED, "false")))
-
-
-def read_all_weights() -> None:
-    """Have every process read all weights: each needs an original, and accelerate fills only the first's."""
-    if is_launched_sharded():
-        os.environ[ON_ONE] = "false"
 
 
 def shard_parameters(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool:

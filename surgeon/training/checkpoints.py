@@ -154,9 +154,6 @@ class RunCheckpoints(TrainerCallback):
             self.publish(state)
         processes.wait_for_everyone()
 
-    def clear(self) -> None:
-        shutil.rmtree(self.staging, ignore_errors=True)
-
     def require_room(self, model: Any, frozen: bool = False) -> None:
         """Refuse a run whose checkpoints the disk cannot hold.
 

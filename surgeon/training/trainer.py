@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -146,7 +147,7 @@ class ModelTrainer(Trainer):
                 raise
         finally:
             if self.args.should_save:
-                self.checkpoints.clear()
+                shutil.rmtree(self.checkpoints.staging, ignore_errors=True)
         # Raised outside the handler, to stand for itself: it says more than the error that it comes from.
         needed = show_bytes(checkpoint_bytes(self.model, self._saves_frozen))
         raise OSError(

@@ -279,11 +279,6 @@ class RackModel:
     def layers(self) -> StretchLayers:
         return stretch_layers(self.model)
 
-    @property
-    def own_nodes(self) -> int:
-        """Number of nodes before the coda."""
-        return len(self.racks.ranges[self.index].nodes)
-
     def tensors(self) -> ModelTensors:
         """Tensors, shared with the rack, of its own layers and then its coda's, under the numbers of its program."""
         found = tensors_of(self.model)
@@ -306,8 +301,9 @@ class RackModel:
         if self.is_last:
             raise ValueError("the last rack has no coda of its own: its prediction is the model's")
         found = self.tensors()
-        nodes = self.layers.program.nodes[self.own_nodes :]
-        first = 1 + max(layers_in(self.layers.program.nodes[: self.own_nodes]))
+        own = len(self.racks.ranges[self.index].nodes)  # before the coda
+        nodes = self.layers.program.nodes[own:]
+        first = 1 + max(layers_in(self.layers.program.nodes[:own]))
         family = found.family
         sources = layers_in(nodes)
         config = config_for(found.config, sources or [0], tied=False)
