@@ -19,7 +19,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.real.compare import DENSE, METHODS, NOT, PLACES
-from surgeon.findings.blocks import Table
+from surgeon.findings.result import Table
 
 STAGES = ("edited", "healed")
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)  # nats

@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from surgeon.findings.blocks import Table
 from surgeon.findings.drawing import Chart, Picture, bars
-from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.result import RunResult, Table, TableFile
 from surgeon.memory import show_size
 from surgeon.words import hanging, number, times, with_intervals
 

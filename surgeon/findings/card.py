@@ -27,8 +27,8 @@ from surgeon.checkpoint.belongings import (
 from surgeon.checkpoint.describe import Surgery, describe
 from surgeon.checkpoint.locate import DEMO
 from surgeon.checkpoint.training import STAGES
-from surgeon.findings.blocks import Table
 from surgeon.findings.measured import DIVERGENCE, PERPLEXITY, CardScore, Identity
+from surgeon.findings.result import Table
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program

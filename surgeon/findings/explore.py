@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from surgeon.findings.blocks import Block, Code, Finding, Table
 from surgeon.findings.check import Check
-from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.result import Block, Code, Finding, RunResult, Table, TableFile
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
 from surgeon.findings.similarity import Similarity

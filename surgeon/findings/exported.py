@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from surgeon.findings.blocks import Block, Finding, Table, record_codes
-from surgeon.findings.result import RunResult
+from surgeon.findings.result import Block, Finding, RunResult, Table, record_codes
 from surgeon.words import number, plural
 
 _PROOF = {

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from surgeon.findings.blocks import Block, Finding, Table, record_codes
 from surgeon.findings.drawing import Picture
+from surgeon.findings.result import Block, Finding, Table, record_codes
 from surgeon.findings.training import TrainingRun, held_out_charts, trained_on
 from surgeon.progress import clock
 from surgeon.quality.summary import Quality

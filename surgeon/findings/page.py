@@ -22,13 +22,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
-from surgeon.findings.blocks import Finding
 from surgeon.findings.drawing import COLOURS, GRID, INK, NO_CELL, ORDERED, PAPER, POINTS, SOFT, TIPS
 from surgeon.findings.explore import Exploration
 from surgeon.findings.exported import ExportRun
 from surgeon.findings.heal import HealRun
 from surgeon.findings.prediction import Predictions
-from surgeon.findings.result import SHORT_HASH, RunResult, named, read_record
+from surgeon.findings.result import SHORT_HASH, Finding, RunResult, named, read_record
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
 from surgeon.findings.sensitivity import Sensitivity

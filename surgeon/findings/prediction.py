@@ -13,10 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
 from surgeon.findings.bench import passes_table
-from surgeon.findings.blocks import Block, Finding, Table
 from surgeon.findings.drawing import Chart, Picture, bars, points, scale
 from surgeon.findings.maps import Legend, Map, map_cells
-from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.result import Block, Finding, RunResult, Table, TableFile
 from surgeon.memory import show_size
 from surgeon.words import NO_VALUE, TIMES, hanging, number, plural, times
 

@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from surgeon.findings.blocks import Block, Finding
 from surgeon.findings.drawing import Picture
 from surgeon.findings.maps import CAP
-from surgeon.findings.result import RunResult, TableFile, base_of
+from surgeon.findings.result import Block, Finding, RunResult, TableFile, base_of
 from surgeon.findings.scan_pictures import ScanMaps, charts, reach_table
 from surgeon.findings.tolerance import (
     PAIRS,

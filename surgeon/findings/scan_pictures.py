@@ -13,9 +13,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
-from surgeon.findings.blocks import Block, Table
 from surgeon.findings.drawing import ORDERED, Chart, Picture, layers_across, points, rule, scale
 from surgeon.findings.maps import CAP, HALF, LEAST_CAP, MARKED, WIDE, Legend, Map, map_cells, scale_of
+from surgeon.findings.result import Block, Table
 from surgeon.findings.tolerance import (
     PAIRS,
     TOLERANCES,

@@ -12,11 +12,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import Normalize
 
-from surgeon.findings.blocks import Block, Code, Finding, Table
 from surgeon.findings.drawing import Drawing, Picture
 from surgeon.findings.maps import WIDE, Legend, Map, map_cells
 from surgeon.findings.program import program_figure
-from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.result import Block, Code, Finding, RunResult, Table, TableFile
 from surgeon.findings.trials import (
     BY,
     DRAFT_TIME,

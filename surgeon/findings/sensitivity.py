@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from surgeon.findings.blocks import Block, Finding, Table
 from surgeon.findings.drawing import Chart, Picture, columns_chart, points, scale
-from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.result import Block, Finding, RunResult, Table, TableFile
 from surgeon.words import NO_VALUE, listed, number, plural
 
 PREDICTORS = {  # of damage

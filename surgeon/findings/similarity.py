@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 import pandas as pd
 from matplotlib.colors import Normalize
 
-from surgeon.findings.blocks import Block, Finding, Table
 from surgeon.findings.drawing import Picture, columns_chart
 from surgeon.findings.maps import Legend, Map, map_cells
-from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.result import Block, Finding, RunResult, Table, TableFile
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.words import MINUS, layer_list, listed, number
 

@@ -14,10 +14,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-from surgeon.findings.blocks import Block, Finding
 from surgeon.findings.drawing import ORDERED, Chart, Picture, scale
 from surgeon.findings.maps import HALF, Legend, Map, map_cells, scale_of
-from surgeon.findings.result import RunResult, TableFile, base_of
+from surgeon.findings.result import Block, Finding, RunResult, TableFile, base_of
 from surgeon.words import aligned, change, listed, number
 
 METHODS = {"plain": "", "whitened": "_whitened"}  # and how their columns end

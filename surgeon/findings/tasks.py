@@ -11,8 +11,7 @@ from typing import Any, Self
 
 import pandas as pd
 
-from surgeon.findings.blocks import Block, Finding, Table, record_codes
-from surgeon.findings.result import RunResult
+from surgeon.findings.result import Block, Finding, RunResult, Table, record_codes
 from surgeon.processes.files import make_folder, write_text
 from surgeon.words import listed, number, plural
 
