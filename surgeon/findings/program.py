@@ -174,8 +174,17 @@ def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
             plus = end - 0.1
             _draw_step(axes, item, (read, plus), y, side)
         elif isinstance(item, Fork):
+            read = x + 0.1
             plus = end - 0.1
-            _draw_fork(axes, item, (x + 0.1, plus), y)
+            below = y + 0.1
+            for branch in reversed(item.branches):  # the first on top
+                lane = below + _height(branch, -1)
+                below += _both_sides(branch)
+                inside = _draw_nodes(axes, branch, read + 0.2, lane)
+                path = [read, read, plus, plus]
+                axes.plot(path, [y, lane, lane, y], color=_STREAM, linewidth=1.1, zorder=1)
+                axes.plot([read + 0.2, inside], [lane, lane], color=_STREAM, linewidth=1.6, zorder=1)
+            _plus(axes, plus, y)
         elif isinstance(item, LayersInOrder):
             fill = _UNCHANGED
             if item.sizes:
@@ -218,18 +227,6 @@ def _draw_step(axes: Axes, step: Step, span: tuple[float, float], y: float, side
         if sublayer.kind == ATTENTION:
             fill = _ATTENTION
         _box(axes, (left, right), center, sublayer, fill, "white")
-    _plus(axes, plus, y)
-
-
-def _draw_fork(axes: Axes, fork: Fork, span: tuple[float, float], y: float) -> None:
-    read, plus = span
-    below = y + 0.1
-    for branch in reversed(fork.branches):  # the first on top
-        lane = below + _height(branch, -1)
-        below += _both_sides(branch)
-        end = _draw_nodes(axes, branch, read + 0.2, lane)
-        axes.plot([read, read, plus, plus], [y, lane, lane, y], color=_STREAM, linewidth=1.1, zorder=1)
-        axes.plot([read + 0.2, end], [lane, lane], color=_STREAM, linewidth=1.6, zorder=1)
     _plus(axes, plus, y)
 
 

@@ -131,7 +131,9 @@ class Journal(ABC):
             first = json.loads(text)
         except ValueError as error:
             raise self._damage_error(number) from error
-        held = first.get(self.work) if isinstance(first, dict) else None
+        held = None
+        if isinstance(first, dict):
+            held = first.get(self.work)
         if not isinstance(held, dict):
             raise ValueError(
                 f"{self.path} was not written by surgeon {self.work}; use another output folder"

@@ -158,9 +158,12 @@ class Body(BaseModel):
         if self.max_completion_tokens is not None:
             name = "max_completion_tokens"
             asked = self.max_completion_tokens
-        most = room if asked == 0 else room - 1
+        most = room - 1
+        purpose = "leave room for an answer"
+        if asked == 0:
+            most = room
+            purpose = "fit"
         if prompt > most:
-            purpose = "fit" if asked == 0 else "leave room for an answer"
             raise invalid(f"the prompt has {prompt} tokens; at most {most} {purpose}", self.prompt_field)
         if asked is None:
             if self.default_new_tokens is None:

@@ -115,7 +115,8 @@ class TopLogits:
             )
         log_p = functional.log_softmax(logits.float() / temperature, dim=-1)
         top = log_p.topk(kept, dim=-1)
-        return cls(top.indices, top.values, _without(log_p, top.indices).logsumexp(-1))
+        others = log_p.scatter(-1, top.indices, -torch.inf)
+        return cls(top.indices, top.values, others.logsumexp(-1))
 
     def at(self, rows: Tensor) -> TopLogits:
         rows = rows.to(self.ids.device)
@@ -126,7 +127,7 @@ class TopLogits:
             each[rows].to(log_q.device) for each in (self.ids.long(), self.log_p, self.rest)
         )
         p = log_p.exp()
-        others = _without(log_q, ids)
+        others = log_q.scatter(-1, ids, -torch.inf)
         # Where nothing is left for the others, their share is 0, and its logarithm no number to reckon with.
         log_q_rest = torch.where(rest.isneginf(), 0, others.logsumexp(-1))
         share = torch.where(rest.isneginf(), 0, rest.exp() * (rest - log_q_rest))
@@ -226,11 +227,6 @@ def blocks(logits: Tensor) -> Iterator[slice]:
     limit = BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cpu"])
     rows = max(LEAST_ROWS, limit // (4 * logits.shape[1]))
     return (slice(start, start + rows) for start in range(0, len(logits), rows))
-
-
-def _without(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities, (tokens, vocabulary), with some of them, (tokens, kept), set to -inf."""
-    return log_p.scatter(-1, ids, -torch.inf)
 
 
 # Of logits at a time: so many that reading the matrix, and adding to its gradient, is little beside the products.

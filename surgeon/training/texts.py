@@ -431,7 +431,8 @@ class RunOrder:
             )
             texts = np.repeat(np.arange(len(shares)), [len(each) for each in numbers])
             order = np.argsort(times, kind="stable")[: self.count]
-            self._text, self._turn = texts[order], np.concatenate(numbers)[order]
+            self._text = texts[order]
+            self._turn = np.concatenate(numbers)[order]
 
     def __len__(self) -> int:
         return self.count

@@ -76,7 +76,7 @@ class ProgramForCausalLM(nn.Module):
         self.source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
         device = torch.empty(0).device  # vLLM builds models with its own as the default
         program = Program(nodes)
-        peers = Peers(connect(settings.reduce, program))
+        peers = Peers(connect(settings["reduce"], program))
         self.rank_program = RankProgram(replace(plan, program=str(program)), peers, device)
         attentions = self.rank_program.attentions()
         self.rotaries = [plan.arithmetic.rotary_of(attention) for attention in attentions]
@@ -277,7 +277,7 @@ def plan_of(vllm_config: Any) -> Plan:
         get_tensor_model_parallel_world_size(),
         model.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),
-        low_rank=read_settings(vllm_config.additional_config).low_rank,
+        low_rank=read_settings(vllm_config.additional_config)["low_rank"],
         kv="full",  # vLLM's attentions read keys and values out of the cache themselves
     )
     if plan.long_texts is not None:  # vLLM says where tokens stand, and not how long their prompts are

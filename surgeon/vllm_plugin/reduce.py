@@ -46,14 +46,16 @@ def connect(way: str, program: Program) -> Collectives:
         )
     asynchronous: Collectives
     if all(in_the_same_node_as(ranks.cpu_group)):
+        # Rank 0 makes the memory, the others open it while rank 0 still waits for them.
         own = None
         if ranks.rank_in_group == 0:
             own = create_memory(ranks.world_size)
         name = ranks.broadcast_object(None if own is None else f"/proc/{os.getpid()}/fd/{own}")
-        descriptor = os.open(name, os.O_RDWR) if own is None else own
+        if own is None:
+            own = os.open(name, os.O_RDWR)
         ranks.barrier()
         asynchronous = SharedMemoryCollectives(
-            ranks.rank_in_group, _members(ranks), descriptor, ranks.world_size
+            ranks.rank_in_group, _members(ranks), own, ranks.world_size
         )
         # Without tensor dictionaries vLLM's ranks share no memory.
         late = late or not ranks.device_communicator.supports_tensor_dict
