@@ -127,6 +127,7 @@ class Packer:
             document[1, :: self.window] = 1  # for the rest of a long one may share a window with others
             for start in range(0, document.shape[1], self.window):
                 piece = document[:, start : start + self.window]
+                # Into the open window that it fills best; beyond a number of open ones the fullest is done.
                 room = [self.window - each.shape[1] - piece.shape[1] for each in self._open]
                 fitting = [(left, index) for index, left in enumerate(room) if left >= 0]
                 if fitting:

@@ -188,6 +188,7 @@ def _make_architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfi
             *("model", "model_type"),
         )
     config_class: Any = CONFIG_MAPPING[model_type]
+    # transformers would keep unknown entries without a word.
     of_family = FAMILIES[model_type]
     blank = config_class()
     known = [*blank.to_dict(), *blank.attribute_map]

@@ -300,6 +300,7 @@ def scale_config(config: ScratchConfig, scale: float, steps: int | None = None) 
             raise ValueError(f"it cannot be scaled: {error}") from error
     heads = family.units(full)["heads"]
     width = family.head_dim(full)
+    # Rotary positions need even heads.
     head = 2 * max(1, round(width * scale / 2))
     filled = heads * width == full.hidden_size
     stream = heads * head if filled else _round_width(full.hidden_size * scale)
