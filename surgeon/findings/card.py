@@ -136,9 +136,8 @@ def write_card(folder: Path, name: str, measured: Sequence[CardScore] = ()) -> I
         filled = textwrap.fill(line, WIDTH, subsequent_indent=indent, **WHOLE)
         lines.append(line if as_it_is else filled)
     card.text = "\n" + "\n".join(lines) + "\n\n"
-    seal = (
-        f"<!-- written by surgeon {__version__}; sha256 of what stands above: {_digest(str(card))} -->\n"
-    )
+    digest = hashlib.sha256(str(card).encode()).hexdigest()
+    seal = f"<!-- written by surgeon {__version__}; sha256 of what stands above: {digest} -->\n"
     write_text(folder / CARD_FILE, f"{card}{seal}")
     return inherited
 
@@ -150,15 +149,11 @@ def require_own_card(folder: Path) -> None:
         return
     text = path.read_text(encoding="utf-8", errors="replace")
     match = _SEAL.search(text)
-    if match is None or match[1] != _digest(text[: match.start()]):
+    if match is None or match[1] != hashlib.sha256(text[: match.start()].encode()).hexdigest():
         raise FileExistsError(
             f"{path} was not written by surgeon, or was changed since; keep what you added elsewhere, and pass "
             "overwrite to replace it"
         )
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 PROGRAM_WIDTH = 80
@@ -243,21 +238,21 @@ def trained_how(training: dict[str, Any] | None, from_scratch: bool = False) -> 
     """The end of the card's first sentence; from scratch, the first training began with random weights."""
     if training is None:
         return "without further training"
-    said = [_how(training)]
-    while "earlier" in training:
-        training = training["earlier"]
-        said.insert(0, _how(training))
+    stages = [training]
+    while "earlier" in stages[0]:
+        stages.insert(0, stages[0]["earlier"])
+    said = []
+    for stage in stages:
+        tokens = (
+            f"{plural(stage['tokens'], 'token')} of {stage['data']} (SHA-256 `{stage['data_hash']}`)"
+        )
+        said.append(f"{plural(stage['steps'], 'step')}, {tokens}, {stage['method']}")
     parts = []
     if from_scratch:
         parts = [f"trained from scratch: {said.pop(0)}"]
     if said:
         parts += [f"then trained further (healed): {'; then again: '.join(said)}"]
     return "; ".join(parts)
-
-
-def _how(training: dict[str, Any]) -> str:
-    tokens = f"{plural(training['tokens'], 'token')} of {training['data']}"
-    return f"{plural(training['steps'], 'step')}, {tokens} (SHA-256 `{training['data_hash']}`), {training['method']}"
 
 
 def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def _stack(item: Item) -> float:
     if isinstance(item, Step):
         return _ABOVE + sum(_box_height(sublayer) + _BOX_GAP for sublayer in item.sublayers)
     if isinstance(item, Fork):
-        return sum(_both_sides(branch) for branch in item.branches) + 0.1
+        return sum(_height(branch, 1) + _height(branch, -1) for branch in item.branches) + 0.1
     return _ABOVE + _BOX_GAP
 
 
@@ -140,10 +140,6 @@ def _lines(item: Sublayer | LayersInOrder) -> list[str]:
 
 def _box_height(item: Sublayer | LayersInOrder) -> float:
     return 0.19 + _LINE * len(_lines(item))
-
-
-def _both_sides(row: Sequence[Item]) -> float:
-    return _height(row, 1) + _height(row, -1)
 
 
 def _height(row: Sequence[Item], wanted: int) -> float:
@@ -179,7 +175,7 @@ def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
             below = y + 0.1
             for branch in reversed(item.branches):  # the first on top
                 lane = below + _height(branch, -1)
-                below += _both_sides(branch)
+                below += _height(branch, 1) + _height(branch, -1)
                 inside = _draw_nodes(axes, branch, read + 0.2, lane)
                 path = [read, read, plus, plus]
                 axes.plot(path, [y, lane, lane, y], color=_STREAM, linewidth=1.1, zorder=1)

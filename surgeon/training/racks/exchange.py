@@ -68,9 +68,8 @@ class RackExchange:
         self._clock = SystemClock()
         self._line = None if link is None else Line(link, self._clock)
         groups = (PrefixStore(name, store) for name in ("streams", "codas", "checkpoints"))
-        self._streams, self._codas, self._checkpoints = (
-            ProcessGroupGloo(one, index, racks, PATIENCE) for one in groups
-        )
+        connected: list[Any] = [ProcessGroupGloo(one, index, racks, PATIENCE) for one in groups]
+        self._streams, self._codas, self._checkpoints = connected
         self._saved: Any = None
         self._failure: BaseException | None = None
         self._outgoing = Queue[tuple[ItemKey, Tensor] | None](1)
