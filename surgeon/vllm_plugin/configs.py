@@ -98,7 +98,7 @@ def read_settings(additional_config: Any) -> dict[str, str]:
             raise ValueError(
                 f"there is no setting {name!r} in --additional-config; {did_you_mean(name, SETTINGS)}"
             )
-    settings = {name: values[0] for name, values in SETTINGS.items()} | found
+    settings: dict[str, str] = {name: values[0] for name, values in SETTINGS.items()} | found
     for name, values in SETTINGS.items():
         if settings[name] not in values:
             raise ValueError(
