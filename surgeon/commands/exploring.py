@@ -182,13 +182,7 @@ class Exploring:
                 try:
                     with time_limit(self.left):
                         found = work(self.folder / one.name / name)
-                    figures = (
-                        "; ".join(
-                            f"{part.figure} {part.label}" for part in found.summary() if part.figure
-                        )
-                        or "done"
-                    )
-                    did = f"{said}: {figures}"
+                    did = f"{said}: {_figures(found)}"
                     if not found.record.get("cells_missing"):
                         self.record["done"].append(f"{one.name}/{name}")
                 except TimeOver:
@@ -240,10 +234,7 @@ class Exploring:
         return Exploration(steps, record=self.record | {"spent": round(self.spent, 1)}, **found)
 
     def draw(self) -> Exploration:
-        scans = sorted(self.folder.glob("round-*/scan"))
-        read = [Scan.read(one, self.model.hash) for one in scans if (one / Scan.RECORD).is_file()]
-        # The last one may be unfinished.
-        scanned = max(reversed(read), key=lambda one: len(one.cells), default=None)
+        scanned = self._scan()
         similar = self._last(Similarity)
         found = self._last(SearchResult)
         if found is not None:
@@ -270,6 +261,12 @@ class Exploring:
         self._so_far().write(self.folder)
         page = report(self.folder, self.folder / PAGE)
         return self._so_far(checked=self.checked, page=page, files=(page.file,), **passes)
+
+    def _scan(self) -> Scan | None:
+        """The scan with the most cells; the last one may be unfinished."""
+        folders = sorted(self.folder.glob("round-*/scan"))
+        found = [Scan.read(one, self.model.hash) for one in folders if (one / Scan.RECORD).is_file()]
+        return max(reversed(found), key=lambda one: len(one.cells), default=None)
 
     def _last(self, kind: type[Found]) -> Found | None:
         done = [one for one in self.record["done"] if one.endswith(f"/{kind.COMMAND}")]
@@ -382,3 +379,7 @@ class Exploring:
 
 def _sizes(found: RunResult) -> str:
     return f"--tokens {found.record['tokens']} --window {found.record['window']}"
+
+
+def _figures(found: RunResult) -> str:
+    return "; ".join(f"{one.figure} {one.label}" for one in found.summary() if one.figure) or "done"

@@ -1,4 +1,4 @@
-"""What a run in progress keeps: checkpoints, each whole or not there whenever it is killed, and tables of progress."""
+"""Checkpoints of a run in progress, each whole or not there whenever the run is killed, and its tables."""
 
 from __future__ import annotations
 
