@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.commands import make_parser
 from scripts.real.compare import DENSE, METHODS, NOT, PLACES
-from surgeon.findings.blocks import Table
 from surgeon.findings.drawing import scale
+from surgeon.findings.result import Table
 
 STAGES = ("edited", "healed")
 TITLES = {"size": "stored smaller", "NVLink": "on NVLink", "1 ms link": "behind a link of 1 ms"}

@@ -36,8 +36,8 @@ import surgeon
 from scripts.commands import make_parser
 from surgeon.errors import Diverged
 from surgeon.quality.summary import known_interval
+from surgeon.training.checkpoints import HELD_OUT_FILE
 from surgeon.training.run import run_folder
-from surgeon.training.run_log import HELD_OUT_FILE
 
 
 def configurations(path: Path) -> Iterator[tuple[str, float, int, dict[str, Any]]]:

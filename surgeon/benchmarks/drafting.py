@@ -108,7 +108,9 @@ class MeasuredDrafts:
         tried, right, new = (
             sum(getattr(one, name) for one in drafted) for name in ("drafted", "accepted", "new")
         )
-        accepted = right / tried if tried else float("nan")
+        accepted = float("nan")
+        if tried:
+            accepted = right / tried
         return cls(median(ratios), min(ratios), max(ratios), accepted, new / (new - right))
 
     def __str__(self) -> str:

@@ -103,10 +103,6 @@ class PassRecorder:
         """End a pass, which sent the collectives of the program's steps, and those of the vocabulary."""
         waiting = self.waiting if self.marking else None
         self.passes.append(PassTiming(decode, tokens, began, ended, waiting, *sent))
-        self.drop()
-
-    def drop(self) -> None:
-        """Begin another pass."""
         self.waiting = 0.0
 
     def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
@@ -251,7 +247,7 @@ def run_timed(
     engine: TimedEngine = rank.engines[name]
     recorder = engine.recorder
     recorder.passes = []
-    recorder.drop()
+    recorder.waiting = 0.0
     began = now()
     with profile(activities=ACTIVITIES) if profiled else nullcontext() as profiler:
         recorder.profiled = profiled

@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     if code == INTERRUPTED:
         # The terminal has written ^C.
         below = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""
-        _say(below + explain_interruption("".join(arguments[:1]), _output_of(arguments)).line)
+        _say(below + explain_interruption("".join(arguments[:1]), _output_of(arguments)))
     if isinstance(code, int):
         return code
     return 0
@@ -169,47 +169,41 @@ def quiet_libraries() -> None:
     warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}")
 
 
-def _fail(error: Exception, arguments: list[str], debug: bool) -> int:
+def _fail(error: Any, arguments: list[str], debug: bool) -> int:
     if hasattr(error, "format_message") and hasattr(error, "ctx"):  # typer's, of wrong usage
-        return _fail_usage(error, arguments)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            _say(error.format_message())
+        else:
+            near = getattr(error, "possibilities", None)
+            # Pydantic's of what typer raised.
+            said = error.format_message().rstrip(".").replace("Value error, ", "")
+            message = f"{error.message}. Did you mean {min(near)}?" if near else said
+            if type(error).__name__ == "MissingParameter":
+                # The whole command, with the text to measure on where none is given.
+                command, *given = arguments
+                every = error.ctx.command.params
+                positional = [one for one in every if one.param_type_name == "argument"]
+                if error.param in positional:
+                    given.insert(
+                        positional.index(error.param), error.param.metavar or error.param.name.upper()
+                    )
+                for option in every:
+                    is_wanted = option not in positional and (option.required or option.name == "data")
+                    if is_wanted and not any(word.partition("=")[0] in option.opts for word in given):
+                        given += [option.opts[0], option.name.upper()]
+                message += f"; write {shlex.join(['surgeon', command, *given])}"
+            path = error.ctx.command_path if error.ctx else "surgeon"
+            _say(f"error: {message} (see {path} --help)")
+        return int(error.exit_code)
     if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
         # The interpreter flushes standard output once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
         return CLOSED_PIPE
     if debug:
         traceback.print_exception(error)
-    failure = explain(error, _output_of(arguments))
-    _say(failure.line)
-    return failure.code
-
-
-def _fail_usage(error: Any, arguments: list[str]) -> int:
-    if type(error).__name__ == "NoArgsIsHelpError":
-        _say(error.format_message())
-    else:
-        near = getattr(error, "possibilities", None)
-        # Pydantic's of what typer raised.
-        said = error.format_message().rstrip(".").replace("Value error, ", "")
-        message = f"{error.message}. Did you mean {min(near)}?" if near else said
-        if type(error).__name__ == "MissingParameter":
-            message += f"; write {_complete_command(error, arguments)}"
-        path = error.ctx.command_path if error.ctx else "surgeon"
-        _say(f"error: {message} (see {path} --help)")
-    return int(error.exit_code)
-
-
-def _complete_command(error: Any, arguments: list[str]) -> str:
-    """The whole command, with the missing argument, and with the text to measure on where none is given."""
-    command, *given = arguments
-    every = error.ctx.command.params
-    positional = [one for one in every if one.param_type_name == "argument"]
-    if error.param in positional:
-        given.insert(positional.index(error.param), error.param.metavar or error.param.name.upper())
-    for option in every:
-        is_wanted = option not in positional and (option.required or option.name == "data")
-        if is_wanted and not any(word.partition("=")[0] in option.opts for word in given):
-            given += [option.opts[0], option.name.upper()]
-    return shlex.join(["surgeon", command, *given])
+    line, code = explain(error, _output_of(arguments))
+    _say(line)
+    return code
 
 
 def _output_of(arguments: list[str]) -> str | None:

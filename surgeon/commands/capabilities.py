@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,17 +61,10 @@ ADAPTER_RANK = 16
 PAIRS = "lp"
 FACTORS = "lowrank"  # maps
 
-# A statement on something that works, perhaps with the memory that it takes.
-Said = str | tuple[str, float] | Verdict
-Question = tuple[str, Callable[[], Said]]
-
-
-class Example(NamedTuple):
-    """A place where a program changes a model, and the number of places whose layers are of the same kinds."""
-
-    layers: str
-    program: Program
-    times: int
+# By what it returns: a statement on something that works, perhaps with the memory that it takes; else nothing is said.
+Question = tuple[str, Callable[[], object]]
+# Layers that a program changes, the program, and the number of places whose layers are of the same kinds.
+Example = tuple[str, Program, int]
 
 
 @dataclass(frozen=True)
@@ -157,7 +150,7 @@ class Capabilities:
                     kinds = tuple(self.kinds[layer] for layer in cell.layers)
                     alike.setdefault(kinds, {}).setdefault(cell.layers, cell.program)
             places = [
-                Example(show_range(first := next(iter(some))), some[first], len(some))
+                (show_range(first := next(iter(some))), some[first], len(some))
                 for some in alike.values()
             ]
             found[name] = places or ValueError("it changes nothing of this model")
@@ -174,15 +167,27 @@ class Capabilities:
             ),
         )
         yield "layer by layer", lambda: (said, self._streaming_bytes(tokens))
-        yield from ((name, partial(self._over, name, self._runs)) for name in self.map_names)
+        for name in self.map_names:
+            yield (
+                name,
+                partial(
+                    self._over,
+                    name,
+                    lambda program: edit(self.skeleton, program, factors=RandomFactors("meta")),
+                ),
+            )
         yield "similarity", self._similarity
-        yield "sensitivity", self._sensitivity
+        own = self.model.own
+        yield (
+            "sensitivity",
+            lambda: require_pairs(restore(self.skeleton) if own is None else edit(self.skeleton, own)),
+        )
         yield "spectrum", lambda: f"of {', '.join(choose_weights(self.model.family, None))}"
 
     @cached_property
     def _plan(self) -> SharedPlan:
         found = [places for name in SCANNED if isinstance(places := self.maps[name], list)]
-        return share([self.model.program, *(place.program for places in found for place in places)])
+        return share([self.model.program, *(program for places in found for _, program, _ in places)])
 
     def _streaming_bytes(self, tokens: int) -> int:
         require_streamable(self.model)
@@ -192,19 +197,9 @@ class Capabilities:
         outside = self.model.shapes.outside_layers * self.model.compute_dtype("cpu").itemsize
         return outside + streaming_bytes(self.skeleton, streamed, self._plan, tokens)
 
-    def _runs(self, program: Program) -> str:
-        edit(self.skeleton, program, factors=RandomFactors("meta"))
-        return ""
-
-    def _similarity(self) -> str:
+    def _similarity(self) -> None:
         with as_stored(edit(self.skeleton, self.model.program)):
-            return ""
-
-    def _sensitivity(self) -> str:
-        require_pairs(
-            restore(self.skeleton) if self.model.own is None else edit(self.skeleton, self.model.own)
-        )
-        return ""
+            pass
 
     # What changes it.
 
@@ -260,21 +255,17 @@ class Capabilities:
                 ),
             )
         longest = self.model.positions
-        yield f"texts of {longest:,} tokens", partial(self._check_plan, self.ranks[0], None, longest)
+        yield f"texts of {longest:,} tokens", partial(self._plan_on, self.ranks[0], None, longest)
         if self.model.own is None:
             asked = (name for name in VARIANTS if max(self.ranks) > 1 or not _for_several(name))
             yield from ((name, partial(self._variant, name)) for name in asked)
         if isinstance(places := self.maps[FACTORS], list):
-            yield "two factors", partial(self._on_each, lambda _: places[0].program)
-
-    def _check_plan(self, ranks: int, program: Program | None = None, tokens: int | None = None) -> str:
-        self._plan_on(ranks, program, tokens)
-        return ""
+            yield "two factors", partial(self._on_each, lambda _: places[0][1])
 
     def _plan_on(self, ranks: int, program: Program | None = None, tokens: int | None = None) -> Plan:
         return make_plan(self.model, ranks, tokens, program, dtype=self.dtype)
 
-    def _check_sharing(self, ranks: int) -> Said:
+    def _check_sharing(self, ranks: int) -> tuple[str, float]:
         plan = self._plan_on(ranks)
         sizes = footprint(plan, self.model.weights)
         blocks = sizes.blocks(1, plan.max_tokens, PASS_TOKENS["cuda"])
@@ -283,9 +274,8 @@ class Capabilities:
         said = f"{show_size(weights)} weights, {show_size(cache)} cache of a text of {plan.max_tokens:,} tokens"
         return f"{said}, {self.dtype}, on each", weights + cache
 
-    def _check_drafting(self, ranks: int) -> str:
-        with_draft(self._plan_on(ranks), self.model, draft_program(self.model, self.draft) or "")
-        return ""
+    def _check_drafting(self, ranks: int) -> Plan:
+        return with_draft(self._plan_on(ranks), self.model, draft_program(self.model, self.draft) or "")
 
     def _variant(self, name: str) -> Verdict:
         every = range(self.model.num_layers)
@@ -297,7 +287,7 @@ class Capabilities:
 
     def _on_each(self, program: Callable[[int], Program], sliced: bool = False) -> Verdict:
         counts = [count for count in self.ranks if count > 1 or not sliced]
-        asked = [(plural(n, "rank"), 1, lambda n=n: self._check_plan(n, program(n))) for n in counts]
+        asked = [(plural(n, "rank"), 1, lambda n=n: self._plan_on(n, program(n))) for n in counts]
         return _together(asked)
 
     def on_vllm(self) -> Iterator[Question]:
@@ -325,14 +315,14 @@ class Capabilities:
 
     def training(self) -> Iterator[Question]:
         pairs = self.maps[PAIRS]
-        program = self.model.own or (pairs[0].program if isinstance(pairs, list) else self.model.program)
+        program = self.model.own or (pairs[0][1] if isinstance(pairs, list) else self.model.program)
         # The last one is of mixtures alone.
         for scope in SCOPES if self.model.family.mixture else SCOPES[:-1]:
             yield f"heal {scope}", partial(self._check_healing, program, scope)
         yield "heal by adapters", partial(self._check_healing, program, "edited", ADAPTER_RANK)
         yield "rack by rack", partial(self._racks, program)
 
-    def _check_healing(self, program: Program, scope: str, rank: int | None = None) -> Said:
+    def _check_healing(self, program: Program, scope: str, rank: int | None = None) -> tuple[str, float]:
         settings = TrainSettings(scope, lora=rank)
         student = shapes_to_train(self.model, program, settings)
         size = training_bytes(student)
@@ -351,12 +341,12 @@ class Capabilities:
         require_known(tensors_of(restore(self.skeleton)))
         return f"they may begin at {plural(len(cuts), 'layer')}"
 
-    def _over(self, name: str, ask: Callable[[Program], str]) -> Verdict:
+    def _over(self, name: str, ask: Callable[[Program], object]) -> Verdict:
         places = self.maps[name]
         if not isinstance(places, list):
             raise places
         return _together(
-            [(f"layers {one.layers}", one.times, partial(ask, one.program)) for one in places]
+            [(f"layers {layers}", times, partial(ask, program)) for layers, program, times in places]
         )
 
 
@@ -364,7 +354,7 @@ def _for_several(name: str) -> bool:
     return VARIANTS[name].ranks is not None or VARIANTS[name].over is not None
 
 
-def answer(area: str, what: str, ask: Callable[[], Said]) -> Verdict:
+def answer(area: str, what: str, ask: Callable[[], object]) -> Verdict:
     """Ask one question; the answer is in the words of the code that does it, or that refuses it."""
     try:
         with warnings.catch_warnings():
@@ -374,11 +364,12 @@ def answer(area: str, what: str, ask: Callable[[], Said]) -> Verdict:
         return Verdict(area, what, NO, " ".join(str(refusal).split()))
     if isinstance(said, Verdict):
         return said._replace(area=area, what=what)
-    why, size = said if isinstance(said, tuple) else (said, math.nan)
-    return Verdict(area, what, YES, why, size)
+    if isinstance(said, tuple):
+        return Verdict(area, what, YES, *said)
+    return Verdict(area, what, YES, said if isinstance(said, str) else "")
 
 
-def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Verdict:
+def _together(questions: Sequence[tuple[str, int, Callable[[], object]]]) -> Verdict:
     """One answer for several places, or numbers of ranks; questions come with the number of places that are alike."""
     given = [(answer("", what, ask), count) for what, count, ask in questions]
     total = sum(count for _, count in given)
@@ -449,18 +440,15 @@ def facts_of(model: Model) -> dict[str, str]:
     if model.wrapped is not None:
         facts["inside"] = f"{model.wrapped.wrapper.name}, of which the rest stays as it is"
     if quantised := model.checkpoint.config.get(QUANTIZATION):
-        facts["quantised"] = _describe_quantisation(quantised)
+        try:
+            schemes = dict.fromkeys(rule.scheme.description for rule in rules_of(quantised))
+            dequantised = "dequantised as they are read, which takes the memory said here"
+            facts["quantised"] = f"{', '.join(schemes)}; {dequantised}"
+        except ValueError as refusal:
+            facts["quantised"] = f"not supported: {refusal}"
     if model.own is not None:
         facts["program"] = outline_text(model.own, shapes.layers, shapes.family.steps_per_layer)
     return facts
-
-
-def _describe_quantisation(said: Any) -> str:
-    try:
-        schemes = dict.fromkeys(rule.scheme.description for rule in rules_of(said))
-    except ValueError as refusal:
-        return f"not supported: {refusal}"
-    return f"{', '.join(schemes)}; dequantised as they are read, which takes the memory said here"
 
 
 def _list_entries(entries: Mapping[str, Any]) -> str:

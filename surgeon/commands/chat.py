@@ -38,7 +38,7 @@ def _show(call: Callable[[], Conversation]) -> None:
             except ValueError as error:
                 if not is_terminal:
                     raise
-                print(explain(error).line, file=sys.stderr)
+                print(explain(error)[0], file=sys.stderr)
             else:
                 texts.append(GeneratedText(prompt=line, **vars(conversation.answers[-1])))
         if any(text.usage.new for text in texts):

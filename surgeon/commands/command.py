@@ -15,7 +15,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections import ChainMap
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial, wraps
@@ -119,7 +119,17 @@ def command(
 
     def declare(function: _Function) -> _Function:
         parameters = declared(function)
-        signature = _unpacked(function, parameters)
+        plain = inspect.signature(function)
+        known = plain.parameters
+        shown = [one for one in known.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        shown += [
+            inspect.Parameter(
+                one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type
+            )
+            for one in parameters
+            if one.name not in known
+        ]
+        signature = plain.replace(parameters=shown)
 
         @wraps(function)
         def call(*positional: Any, **given: Any) -> Any:
@@ -132,7 +142,24 @@ def command(
             return function(*positional, **given)
 
         vars(call)["__signature__"] = signature
-        call.__doc__ = _with_arguments(inspect.getdoc(function) or "", parameters)
+        flags = {flag.lstrip("-"): one.name for one in parameters for flag in one.option.flags}
+
+        # Flags such as --so-and-so get their names in Python.
+        def in_python(flag: re.Match[str]) -> str:
+            return f"`{flags.get(flag[1], flag[1].replace('-', '_'))}`"
+
+        said = [
+            textwrap.fill(
+                f"{one.name}: {re.sub('--([a-z][a-z-]*)', in_python, one.option.help)}",
+                _DOC_WIDTH,
+                subsequent_indent="    ",
+            )
+            for one in parameters
+        ]
+        text, *sections = re.split(r"\n\n(?=(?:Returns|Raises):\n)", inspect.getdoc(function) or "")
+        if said:
+            sections.insert(0, "Args:\n" + textwrap.indent("\n".join(said), "    "))
+        call.__doc__ = "\n\n".join([text, *sections])
         line = _line(call, parameters, show)
         line.__name__ = name or function.__name__
         vars(call)["line"] = line
@@ -164,7 +191,7 @@ def declared(function: Callable[..., Any]) -> list[CommandParameter]:
 
 @cache
 def _declare_parameters(function: Callable[..., Any]) -> list[CommandParameter]:
-    names = _Names(function.__globals__, globals(), vars(builtins))
+    names = _names(function.__globals__)
     found: list[CommandParameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
         hint = _evaluate(parameter.annotation, names)
@@ -182,7 +209,7 @@ def _declare_parameters(function: Callable[..., Any]) -> list[CommandParameter]:
 @cache
 def _key(name: str, annotation: ForwardRef) -> CommandParameter | None:
     home = vars(sys.modules[str(annotation.__forward_module__)])
-    found = _parameter(name, annotation, _Names(home, globals(), vars(builtins)))
+    found = _parameter(name, annotation, _names(home))
     return found and replace(found, default=found.option.default)
 
 
@@ -199,25 +226,9 @@ def _parameter(
     return None
 
 
-def _unpacked(function: Callable[..., Any], options: Sequence[CommandParameter]) -> inspect.Signature:
-    signature = inspect.signature(function)
-    given = signature.parameters
-    listed = [one for one in given.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    listed += [
-        inspect.Parameter(
-            one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type
-        )
-        for one in options
-        if one.name not in given
-    ]
-    return signature.replace(parameters=listed)
-
-
-class _Names(ChainMap[str, Any]):
+def _names(module: dict[str, Any]) -> Mapping[str, Any]:
     """Names of a module and of this one; those imported for types only are `Any`."""
-
-    def __missing__(self, key: str) -> Any:
-        return Any
+    return defaultdict(lambda: Any, vars(builtins) | globals() | module)
 
 
 def _evaluate(annotation: Any, names: Mapping[str, Any]) -> Any:
@@ -225,27 +236,6 @@ def _evaluate(annotation: Any, names: Mapping[str, Any]) -> Any:
     if not isinstance(text, str):
         return text
     return eval(text, {}, names)
-
-
-def _with_arguments(doc: str, parameters: Sequence[CommandParameter]) -> str:
-    """A docstring with the options' help; flags such as --so-and-so get their names in Python."""
-    flags = {flag.lstrip("-"): one.name for one in parameters for flag in one.option.flags}
-
-    def in_python(flag: re.Match[str]) -> str:
-        return f"`{flags.get(flag[1], flag[1].replace('-', '_'))}`"
-
-    said = [
-        textwrap.fill(
-            f"{one.name}: {re.sub('--([a-z][a-z-]*)', in_python, one.option.help)}",
-            _DOC_WIDTH,
-            subsequent_indent="    ",
-        )
-        for one in parameters
-    ]
-    text, *sections = re.split(r"\n\n(?=(?:Returns|Raises):\n)", doc)
-    if said:
-        sections.insert(0, "Args:\n" + textwrap.indent("\n".join(said), "    "))
-    return "\n\n".join([text, *sections])
 
 
 def _line(
@@ -292,33 +282,32 @@ def _typer_parameters(parameters: Sequence[CommandParameter]) -> Iterator[inspec
                 [CommandParameter(first.name, first.type, one.default, first.option), *others]
             )
         else:
-            yield _typer_parameter(one)
-
-
-def _typer_parameter(one: CommandParameter) -> inspect.Parameter:
-    declaration = one.option
-    default = one.default
-    kind, is_list = _read_as(one)
-    more = {"help": declaration.help, "min": declaration.least, **declaration.more}
-    flags = declaration.flags
-    if kind is bool and not flags:
-        name = f"no-{one.name}" if default else one.name
-        flags = ("--" + name.replace("_", "-"),)
-    if default is True:
-        default = False
-    if is_list:
-        more["callback"] = _values(declaration.splits, kind is int)
-        kind = list[Path] if kind is Path else list[str]
-        default = default if default is inspect.Parameter.empty else None
-    if default is None:
-        kind = kind | None
-    if more.pop("argument", default is inspect.Parameter.empty and not flags):
-        made = typer.Argument(**more)
-    else:
-        made = typer.Option(*flags, **more)
-    return inspect.Parameter(
-        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made]
-    )
+            declaration = one.option
+            default = one.default
+            kind, is_list = _read_as(one)
+            more = {"help": declaration.help, "min": declaration.least, **declaration.more}
+            flags = declaration.flags
+            if kind is bool and not flags:
+                name = f"no-{one.name}" if default else one.name
+                flags = ("--" + name.replace("_", "-"),)
+            if default is True:
+                default = False
+            if is_list:
+                more["callback"] = _values(declaration.splits, kind is int)
+                kind = list[Path] if kind is Path else list[str]
+                default = default if default is inspect.Parameter.empty else None
+            if default is None:
+                kind = kind | None
+            if more.pop("argument", default is inspect.Parameter.empty and not flags):
+                made = typer.Argument(**more)
+            else:
+                made = typer.Option(*flags, **more)
+            yield inspect.Parameter(
+                one.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=Annotated[kind, made],
+            )
 
 
 def _read_as(one: CommandParameter) -> tuple[Any, bool]:

@@ -240,7 +240,7 @@ class DemoSteps:
         """Print quality and speed of each: a name, a recipe (None: unchanged), and a model to run."""
         from surgeon.analysis.subject import open_subject
         from surgeon.commands.bench import bench
-        from surgeon.findings.blocks import Table
+        from surgeon.findings.result import Table
         from surgeon.opened import open_edited
         from surgeon.runtime.worker.options import RankOptions
         from surgeon.searches.evaluate import Evaluator

@@ -136,20 +136,19 @@ def _apply(operations: Mapping[str, Applied]) -> Any:
         entry = dict(given) if isinstance(given, Mapping) else {"layers": given}
         if (layers := entry.get("layers")) is not None:
             several = isinstance(layers, list | tuple)
-            ranges = [_as_text(name, one) for one in (layers if several else [layers])]
+            ranges = []
+            for one in layers if several else [layers]:
+                if isinstance(one, str):
+                    ranges.append(one)
+                    continue
+                if not isinstance(one, range):
+                    raise ValueError(
+                        f'{name}: layers are a range, as in {name}="4:30" or range(4, 30) for layers 4 to 29, or '
+                        f"several of them, not {shown(one)}"
+                    )
+                as_range(one)
+                ranges.append(show_range(one))
             entry["layers"] = ranges if several else ranges[0]
         entries.append({name: entry})
     reader = DocumentReader(json.dumps({"operations": entries}), "edit")
     return reader.operations(reader.document["operations"])
-
-
-def _as_text(operation: str, layers: Any) -> str:
-    if isinstance(layers, str):
-        return layers
-    if not isinstance(layers, range):
-        raise ValueError(
-            f'{operation}: layers are a range, as in {operation}="4:30" or range(4, 30) for layers 4 to 29, or several '
-            f"of them, not {shown(layers)}"
-        )
-    as_range(layers)
-    return show_range(layers)

@@ -174,7 +174,22 @@ class Exploring:
         for name, what, work in self._passes(one):
             if f"{one.name}/{name}" not in self.record["done"] and self.left > 0:
                 begun = True
-                self._do(one, name, f"{what}, {one.tokens:,} tokens", work)
+                said = f"{what}, {one.tokens:,} tokens"
+                self.say(f"[{clock(self.spent)} of {clock(60 * self.record['minutes'])}] {name}: {said}")
+                start = time.monotonic()
+                row = f"{name} {one.name.removeprefix('round-')}"
+                did = "the time was over before its end"
+                try:
+                    with time_limit(self.left):
+                        found = work(self.folder / one.name / name)
+                    did = f"{said}: {_figures(found)}"
+                    if not found.record.get("cells_missing"):
+                        self.record["done"].append(f"{one.name}/{name}")
+                except TimeOver:
+                    pass
+                finally:
+                    self.steps[row] = did, self.steps.get(row, ("", 0.0))[1] + time.monotonic() - start
+                    self._so_far().write(self.folder)
         return begun
 
     def _passes(self, one: ExploreRound) -> Iterator[tuple[str, str, Callable[[Path], RunResult]]]:
@@ -212,24 +227,6 @@ class Exploring:
                 what,
                 lambda at: search(self.model, self.data, at, one.trials, **asked, **text),
             )
-
-    def _do(self, one: ExploreRound, name: str, what: str, work: Callable[[Path], RunResult]) -> None:
-        """Do a pass of a round in the time that is left, and note it, also where it is interrupted."""
-        self.say(f"[{clock(self.spent)} of {clock(60 * self.record['minutes'])}] {name}: {what}")
-        start = time.monotonic()
-        row = f"{name} {one.name.removeprefix('round-')}"
-        did = "the time was over before its end"
-        try:
-            with time_limit(self.left):
-                found = work(self.folder / one.name / name)
-            did = f"{what}: {_figures(found)}"
-            if not found.record.get("cells_missing"):
-                self.record["done"].append(f"{one.name}/{name}")
-        except TimeOver:
-            pass
-        finally:
-            self.steps[row] = did, self.steps.get(row, ("", 0.0))[1] + time.monotonic() - start
-            self._so_far().write(self.folder)
 
     def _so_far(self, **found: Any) -> Exploration:
         rows = [(name, did, round(seconds, 1)) for name, (did, seconds) in self.steps.items()]
@@ -289,7 +286,25 @@ class Exploring:
         if found is not None:
             yield from self._with_the_knee(found, model, text)
         if scanned is not None:
-            yield self._scan_on(scanned, f"surgeon scan {model} {text} {_sizes(scanned)}{memory}")
+            base = f"surgeon scan {model} {text} {_sizes(scanned)}{memory}"
+            every = scanned.record["every"]
+            missing = scanned.record.get("cells_missing", 0)
+            base += f" --screen -o {quote(str(scanned.files[0].parent))} --operation "
+            if every == 1 and not missing:
+                why = "Ladders, repeats, low ranks, widths: all that a scan knows, on the same text."
+                yield NextStep("Draw the other maps", why, f"{base}all")
+            else:
+                why = "The maps so far have " + (
+                    "every stretch" if every == 1 else f"stretches of every {every} layers"
+                )
+                if missing:
+                    why += f", but for {plural(missing, 'cell')} for which there was no time"
+                asked = ",".join(scanned.record["asked"]["operations"])
+                yield NextStep(
+                    "Scan every stretch of layers",
+                    f"{why}; this goes on in their folder.",
+                    f"{base}{asked}",
+                )
         if found is not None:
             trials = found.trials.set_index("trial")
             depth = f"{float(trials['depth'][found.record['best']['trial']]):g}"
@@ -356,23 +371,6 @@ class Exploring:
             "By its shapes alone, on what surgeon predict knows by name or surgeon calibrate has measured.",
             f"surgeon predict {model} --hardware h100-sxm --compare {knee} "
             f"--sweep ranks=1..{max(able, default=1)},batch=1..64",
-        )
-
-    def _scan_on(self, scanned: Scan, command: str) -> NextStep:
-        every = scanned.record["every"]
-        missing = scanned.record.get("cells_missing", 0)
-        command += f" --screen -o {quote(str(scanned.files[0].parent))} --operation "
-        if every == 1 and not missing:
-            why = "Ladders, repeats, low ranks, widths: all that a scan knows, on the same text."
-            return NextStep("Draw the other maps", why, f"{command}all")
-        why = "The maps so far have " + (
-            "every stretch" if every == 1 else f"stretches of every {every} layers"
-        )
-        if missing:
-            why += f", but for {plural(missing, 'cell')} for which there was no time"
-        asked = ",".join(scanned.record["asked"]["operations"])
-        return NextStep(
-            "Scan every stretch of layers", f"{why}; this goes on in their folder.", f"{command}{asked}"
         )
 
     def _at(self, name: str) -> str:

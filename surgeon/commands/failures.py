@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from surgeon.errors import full_place, is_full_disk, is_out_of_memory
@@ -37,51 +36,37 @@ _INTERRUPTED |= dict.fromkeys(
 )
 
 
-@dataclass(frozen=True)
-class Failure:
-    """One line for standard error, and the exit code."""
-
-    line: str
-    code: int
-
-
-def explain(error: BaseException, output: str | None = None) -> Failure:
-    """Put an exception into one line, with the command's output for errors of a full disk without a file."""
+def explain(error: BaseException, output: str | None = None) -> tuple[str, int]:
+    """Put an exception into one line, with its exit code; for a full disk without a file names the output."""
     if is_full_disk(error) and not (isinstance(error, OSError) and error.errno is None):
         place = full_place(error) or output
-        space = f"some space{_disk_of(place)}"
-        line = f"error: no space left for {place or 'the output'}; free {space} and run the same command again"
-        return Failure(line, MENDABLE)
+        disk = ""
+        if place is not None and "://" not in place:
+            path = Path(place).absolute()
+            mount = next(
+                parent
+                for parent in (path, *path.parents)
+                if os.path.ismount(parent) or parent == parent.parent
+            )
+            if mount != mount.parent:  # there are several
+                disk = f" on {mount}"
+        line = f"error: no space left for {place or 'the output'}; free some space{disk} and run the same command again"
+        return line, MENDABLE
     if is_out_of_memory(error):
         advice = "use a smaller model or a smaller limit, or close other programs"
-        return Failure(f"error: out of memory ({_text(error)}); {advice}", MENDABLE)
+        return f"error: out of memory ({_text(error)}); {advice}", MENDABLE
     if isinstance(error, OSError | ValueError | ImportError):
-        return Failure(f"error: {_text(error)}", MENDABLE)
+        return f"error: {_text(error)}", MENDABLE
     kind = type(error).__name__
-    return Failure(
-        f"internal error: {kind}: {_text(error)}; run again with --debug for the traceback", INTERNAL
-    )
+    return f"internal error: {kind}: {_text(error)}; run again with --debug for the traceback", INTERNAL
 
 
-def explain_interruption(command: str, output: str | None = None) -> Failure:
+def explain_interruption(command: str, output: str | None = None) -> str:
     """Say what became of an interrupted command's work."""
     words = _INTERRUPTED.get(command)
     if command == "eval" and output is None:
         words = "no answers were kept, as they are with --output"
-    return Failure("interrupted" if words is None else f"interrupted; {words}", INTERRUPTED)
-
-
-def _disk_of(place: str | None) -> str:
-    """Name the disk of a file, present or future; nothing where there is only one."""
-    if place is None or "://" in place:
-        return ""
-    path = Path(place).absolute()
-    mount = next(
-        parent for parent in (path, *path.parents) if os.path.ismount(parent) or parent == parent.parent
-    )
-    if mount == mount.parent:
-        return ""
-    return f" on {mount}"
+    return "interrupted" if words is None else f"interrupted; {words}"
 
 
 def _text(error: BaseException) -> str:

@@ -62,7 +62,15 @@ def _show(
         if alone:
             print(event.text, end="" if event.finish_reason is None else "\n", flush=True)
         elif event.finish_reason is not None and as_json:
-            print(_json_line(text, "draft" in call.keywords or call.keywords["pipeline"]), flush=True)
+            names = "prompt", "text", "finish_reason", "tokens"
+            record: dict[str, Any] = {name: getattr(text, name) for name in names}
+            if "draft" in call.keywords or call.keywords["pipeline"]:
+                usage = text.usage
+                rate = text.tokens_per_second
+                record |= {"drafted": usage.drafted, "accepted": usage.accepted}
+                record |= {"tokens_per_pass": round(usage.tokens_per_pass, 2)}
+                record |= {"tokens_per_second": None if rate is None else round(rate, 2)}
+            print(json.dumps(record), flush=True)
         elif event.finish_reason is not None:
             written += 1
             line = " ".join(text.prompt.split())
@@ -292,15 +300,3 @@ def read_prompts(given: Sequence[str], file: Path | None) -> dict[str, str]:
     if not prompts:
         raise ValueError("there is nothing to go on from; give --prompt TEXT or --prompts FILE")
     return prompts
-
-
-def _json_line(text: GeneratedText, drafting: bool) -> str:
-    names = "prompt", "text", "finish_reason", "tokens"
-    record: dict[str, Any] = {name: getattr(text, name) for name in names}
-    if drafting:
-        usage = text.usage
-        rate = text.tokens_per_second
-        record |= {"drafted": usage.drafted, "accepted": usage.accepted}
-        record |= {"tokens_per_pass": round(usage.tokens_per_pass, 2)}
-        record |= {"tokens_per_second": None if rate is None else round(rate, 2)}
-    return json.dumps(record)

@@ -87,89 +87,75 @@ class Generation:
             f"prefill  {prefill.tokens} tokens{shared} at {prefill.tokens / prefill.seconds:.1f} tokens/s",
             f"decode   {self._total('new')} tokens{texts} at {rate}",
         ]
+        drafted = self._total("drafted")
+        accepted = self._total("accepted")
         if plan.stretches:
-            lines += self._pipeline()
+            spans = ", ".join(f"{begin}:{end}" for begin, end in pairwise((0, *self.plan.stretches)))
+            drafts = "none: one token of each text in flight"
+            if drafted:
+                drafts = (
+                    f"{accepted} of {drafted} tokens of the coda's were right ({accepted / drafted:.0%})"
+                )
+            lines += [f"nodes    {spans}, a stretch on each rank", f"drafts   {drafts}"]
+        elif self.drafts and drafted:
+            phases = first.drafting, first.decode
+            calls = sum(_calls(phase.layers) + _calls(phase.vocabulary) for phase in phases)
+            passes = (
+                f"{first.drafting.passes} passes of the draft beside {first.decode.passes} of the model"
+            )
+            new = self._total("new")
+            per_pass = f"{new / (new - accepted):.2f} tokens of a text per pass"
+            share = f"{accepted} of {drafted} tokens accepted ({accepted / drafted:.0%})"
+            each = f"{calls / max(1, first.decode.new):.1f} collectives per token"
+            lines += [
+                f"drafts   {share}, {passes}, {per_pass}",
+                f"sync     {each}, those of the vocabulary among them",
+            ]
+        elif self.drafts:
+            lines.append("drafts   none: the texts were too short, or it would not have paid")
         else:
-            lines += self._drafts() if self.drafts else self._collectives(program)
+            lines += self._collectives(program)
         return "\n".join(hanging(line[:_KEY], line[_KEY:]) for line in lines)
 
     def _total(self, name: str) -> int:
         return sum(getattr(text.usage, name) for text in self.texts)
 
-    def _pipeline(self) -> list[str]:
-        spans = ", ".join(f"{begin}:{end}" for begin, end in pairwise((0, *self.plan.stretches)))
-        drafted = self._total("drafted")
-        accepted = self._total("accepted")
-        drafts = "none: one token of each text in flight"
-        if drafted:
-            drafts = (
-                f"{accepted} of {drafted} tokens of the coda's were right ({accepted / drafted:.0%})"
-            )
-        return [f"nodes    {spans}, a stretch on each rank", f"drafts   {drafts}"]
-
-    def _drafts(self) -> list[str]:
-        first = self.figures[0]
-        drafted = self._total("drafted")
-        accepted = self._total("accepted")
-        if not drafted:
-            return ["drafts   none: the texts were too short, or it would not have paid"]
-        phases = first.drafting, first.decode
-        calls = sum(_calls(phase.layers) + _calls(phase.vocabulary) for phase in phases) / max(
-            1, first.decode.new
-        )
-        passes = f"{first.drafting.passes} passes of the draft beside {first.decode.passes} of the model"
-        new = self._total("new")
-        per_pass = f"{new / (new - accepted):.2f} tokens of a text per pass"
-        return [
-            f"drafts   {accepted} of {drafted} tokens accepted ({accepted / drafted:.0%}), {passes}, {per_pass}",
-            f"sync     {calls:.1f} collectives per token, those of the vocabulary among them",
-        ]
-
     def _collectives(self, program: Program) -> list[str]:
         unit = "token" if len(self.texts) == 1 else "pass"
         compression = self.ranks.compression
-        layers = _PerPass(self.figures, lambda phase: phase.layers)
-        vocabulary = _PerPass(self.figures, lambda phase: phase.vocabulary)
+        layers, calls, sent = _per_pass(self.figures, lambda phase: phase.layers)
+        ends, _, sent_at_ends = _per_pass(self.figures, lambda phase: phase.vocabulary)
         norms = norm_sums(self.plan)
         expected = program.sync_points(self.plan.ranks) + norms
         if norms:
             right = f"{norms} of them for norms of all heads"
         else:
             right = "as the program has"
-        agrees = right if layers.calls == expected else f"but the program has {expected}!"
-        if layers.calls > expected and any(sublayer.ranks for sublayer in program.sublayers()):
+        agrees = right if calls == expected else f"but the program has {expected}!"
+        if calls > expected and any(sublayer.ranks for sublayer in program.sublayers()):
             # How they are shared out is not its own.
-            agrees = f"{layers.calls - expected:g} of them between factors"
-        if compression and layers.counts.all_gathers:
+            agrees = f"{calls - expected:g} of them between factors"
+        packed = ""
+        if compression and "all-gather" in layers:
             packed = f" of {compression} integers"
-        else:
-            packed = ""
         return [
-            f"sync     {layers.words}{packed} per {unit}, {agrees}; {layers.bytes} bytes per token and rank",
-            f"vocab    {vocabulary.words} per {unit}; {vocabulary.bytes} bytes per token and rank",
+            f"sync     {layers}{packed} per {unit}, {agrees}; {sent} bytes per token and rank",
+            f"vocab    {ends} per {unit}; {sent_at_ends} bytes per token and rank",
         ]
 
 
-class _PerPass:
-    """Collectives of a forward pass and bytes of a token, on the rank that has the most of them.
+def _per_pass(figures: Sequence[Figures], counts: Callable[[Phase], Counts]) -> tuple[str, float, int]:
+    """Collectives of a forward pass, in words and their number, and bytes of a token, on the rank that has most.
 
     Of decoding passes, if there were any: a pass with prompts takes no logits of most of its tokens.
     """
-
-    def __init__(self, figures: Sequence[Figures], counts: Callable[[Phase], Counts]) -> None:
-        phases = [each.decode if each.decode.passes else each.prefill for each in figures]
-        most = max(phases, key=lambda phase: (_calls(counts(phase)), counts(phase).bytes))
-        self.counts = counts(most)
-        self.calls = _calls(self.counts) / most.passes
-        self.bytes = self.counts.bytes // most.tokens
-        self.passes = most.passes
-
-    @property
-    def words(self) -> str:
-        kinds = {"all-reduce": self.counts.all_reduces, "all-gather": self.counts.all_gathers}
-        calls = {kind: count / self.passes for kind, count in kinds.items() if count}
-        words = [f"{each:g} {kind}{'' if each == 1 else 's'}" for kind, each in calls.items()]
-        return " and ".join(words) or "0 all-reduces"
+    phases = [each.decode if each.decode.passes else each.prefill for each in figures]
+    most = max(phases, key=lambda phase: (_calls(counts(phase)), counts(phase).bytes))
+    own = counts(most)
+    kinds = {"all-reduce": own.all_reduces, "all-gather": own.all_gathers}
+    calls = {kind: count / most.passes for kind, count in kinds.items() if count}
+    words = [f"{each:g} {kind}{'' if each == 1 else 's'}" for kind, each in calls.items()]
+    return " and ".join(words) or "0 all-reduces", _calls(own) / most.passes, own.bytes // most.tokens
 
 
 def _calls(counts: Counts) -> int:

@@ -31,11 +31,7 @@ class Serving:
         return f"serving {self.name} at {self.url}\n{self.capacity.line()}\nkernels: {self.kernels}"
 
 
-def _show(call: Callable[..., None]) -> None:
-    call(on_start=partial(print, file=sys.stderr, flush=True))
-
-
-@command(_show)
+@command(lambda call: call(on_start=partial(print, file=sys.stderr, flush=True)))
 def serve(
     model: Checkpoint,
     *,

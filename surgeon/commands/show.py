@@ -121,10 +121,12 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
     if behind := left_behind(left_by(found.report)):
         yield "left behind", behind
     if isinstance(proof := found.report.get("proof"), dict):
-        yield (
-            "proof",
-            _proof(proof, "the program's" if found.trained is None else "those of the trained weights"),
-        )
+        whose = "the program's" if found.trained is None else "those of the trained weights"
+        text = f"on {proof['tokens']} random tokens its logits differ from {whose} by "
+        text += f"{proof['exact']:.1g} of their scale"
+        if proof["dtype"] != "float32":  # which stands for all that was not rounded
+            text += f", {proof['written']:.1g} as stored in {proof['dtype']}"
+        yield "proof", text
 
 
 def differences(a: Surgery, b: Surgery) -> Iterator[tuple[str, str]]:
@@ -203,14 +205,6 @@ def _model(found: Surgery) -> str:
         return text
     how = f", stored as {', '.join(stored.schemes)}" if stored.schemes else ""
     return f"{text}; {stored.parameters / 1e6:,.1f}M parameters, {show_bytes(stored.size)}{how}"
-
-
-def _proof(proof: dict[str, Any], whose: str) -> str:
-    tokens = proof["tokens"]
-    exact = proof["exact"]
-    text = f"on {tokens} random tokens its logits differ from {whose} by {exact:.1g} of their scale"
-    rounded = proof["dtype"] != "float32"  # float32 stands for all that was not rounded
-    return text + (f", {proof['written']:.1g} as stored in {proof['dtype']}" if rounded else "")
 
 
 def what_it_is(found: Surgery) -> str:

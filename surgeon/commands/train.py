@@ -13,10 +13,7 @@ from surgeon.commands.options import Form, Overwrite, ProcessDevice, TrainerArgu
 
 if TYPE_CHECKING:
     from surgeon.findings.training import ScratchRun
-    from surgeon.training.model import TrainedModel
-    from surgeon.training.scratch.build import Blueprint
     from surgeon.training.scratch.config import ScratchConfig
-    from surgeon.training.texts import TrainTexts
 
 _PROGRAM_SHOWN = 60  # characters
 
@@ -132,7 +129,12 @@ def train(
         lay_out(plan.program, plan.family, plan.architecture, form)
     processes, where = join_processes(device)
     texts = plan.texts()
-    announce(processes, where, _in_words(plan), texts, plan.config.settings, plan.tokenizer, show_row)
+    program = str(plan.program)
+    if len(program) > _PROGRAM_SHOWN:
+        program = f"{program[: _PROGRAM_SHOWN - 3]}..."
+    seeded = f"{plan.parameters:,} random weights (seed {plan.config.settings.seed})"
+    what = f"{plan.family.name} of {seeded}, program {program}"
+    announce(processes, where, what, texts, plan.config.settings, plan.tokenizer, show_row)
     folder = run_folder(target)
     racks = plan.config.racks
     found = train_model(
@@ -151,7 +153,18 @@ def train(
         return None
     say(*found.lines())
     say_stages({"untrained": found.whole.before, "trained": found.whole.after})
-    story = _story_of(plan, texts, found)
+    from surgeon.named import public
+
+    settings = plan.config.settings
+    story = found.record(texts, settings) | {
+        "architecture": plan.architecture.model_type,
+        "configuration": plan.config.to_yaml(public),  # without the places of files on this machine
+        "program": str(plan.program),
+        "method": f"{found.method}, from random ones (seed {settings.seed})",
+        "tokenizer_hash": plan.tokenizer_digest,
+        "untrained": found.whole.before.to_json(),
+        "trained": found.whole.after.to_json(),
+    }
     training = Training(None, plan.program, no_source(int(plan.architecture.num_hidden_layers)), story)
     proof = found.write(
         target, form=form, dtype=dtype, tokenizer=plan.tokenizer, overwrite=overwrite, training=training
@@ -168,25 +181,3 @@ def train(
         )
     )
     return replace(ScratchRun.read(folder), files=(target,))
-
-
-def _story_of(blueprint: Blueprint, texts: TrainTexts, found: TrainedModel) -> dict[str, Any]:
-    from surgeon.named import public
-
-    settings = blueprint.config.settings
-    return found.record(texts, settings) | {
-        "architecture": blueprint.architecture.model_type,
-        "configuration": blueprint.config.to_yaml(public),  # without the places of files on this machine
-        "program": str(blueprint.program),
-        "method": f"{found.method}, from random ones (seed {settings.seed})",
-        "tokenizer_hash": blueprint.tokenizer_digest,
-        "untrained": found.whole.before.to_json(),
-        "trained": found.whole.after.to_json(),
-    }
-
-
-def _in_words(plan: Blueprint) -> str:
-    program = str(plan.program)
-    seed = plan.config.settings.seed
-    program = program if len(program) <= _PROGRAM_SHOWN else f"{program[: _PROGRAM_SHOWN - 3]}..."
-    return f"{plan.family.name} of {plan.parameters:,} random weights (seed {seed}), program {program}"

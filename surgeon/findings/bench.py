@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from surgeon.findings.blocks import Table
 from surgeon.findings.drawing import Chart, Picture, bars
-from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.result import RunResult, Table, TableFile
 from surgeon.machine import show_size
 from surgeon.words import hanging, number, times, with_intervals
 
@@ -47,21 +46,19 @@ class Benchmark(RunResult):
         parts = [hanging("", self.heading)]
         if "kernels" in self.record:  # not in older ones
             parts.append(hanging("kernels: ", self.record["kernels"]))
-        return "\n\n".join(["\n".join(parts), *map(str, self._tables())])
-
-    def _tables(self) -> Iterator[Table]:
         table = self.speeds
-        programs = [[row["program"], str(row["batch"])] for _, row in table.iterrows()]
-
-        def rows(*columns: Iterable[float]) -> list[list[str]]:
-            cells = ([number(value, 3) for value in column] for column in columns)
-            return [[*names, *texts] for names, *texts in zip(programs, *cells, strict=True)]
-
         begin = ["program", "batch"]
         head = [*begin, "first token, ms", "prefill, ms", "decode, ms", "per token, ms", "tokens/s"]
-        yield Table("Latency, medians over rounds", head, rows(*(table[name] for name in COLUMNS)))
-        parts = ("compute, ms", "waiting, ms", "")
-        yield passes_table("One pass, on the rank that waits most", table, parts, _compute_and_waiting)
+        body = [
+            [row["program"], str(row["batch"]), *(number(row[name], 3) for name in COLUMNS)]
+            for _, row in table.iterrows()
+        ]
+        split = ("compute, ms", "waiting, ms", "")
+        caption = "One pass, on the rank that waits most"
+        tables = [
+            Table("Latency, medians over rounds", head, body),
+            passes_table(caption, table, split, _compute_and_waiting),
+        ]
         if table["program"].nunique() > 1:
             body = []
             for _, row in table.iterrows():
@@ -73,19 +70,19 @@ class Benchmark(RunResult):
                 depths = f"{row['effective_depth']:g}", str(row["sync_points"])
                 body.append([row["program"], str(row["batch"]), *depths, first, token, extent, rate])
             caption = f"Times as fast as {table['program'].iloc[0]} to the first token and per token"
-            yield Table(
-                caption, [*begin, "depth", "syncs", "first", "per token", "range", "tokens/s"], body
-            )
+            head = [*begin, "depth", "syncs", "first", "per token", "range", "tokens/s"]
+            tables.append(Table(caption, head, body))
         uneven = uneven_shares(table)
         if uneven is not None:
-            yield uneven
+            tables.append(uneven)
         if "divergence" in table:
             measured = table.drop_duplicates("program").dropna(subset=["divergence"])
             body = [
                 [row["program"], *with_intervals(row, ["divergence"])] for _, row in measured.iterrows()
             ]
             caption = f"What {self.record['compression']} changes in predictions, nats per token"
-            yield Table(caption, ["program", "divergence", "95% interval"], body)
+            tables.append(Table(caption, ["program", "divergence", "95% interval"], body))
+        return "\n\n".join(["\n".join(parts), *map(str, tables)])
 
     def pictures(self) -> dict[str, Picture]:
         """`bench`: compute and waiting of a decoding pass of every program, or else of a prompt's; a panel a batch."""

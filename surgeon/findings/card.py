@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from surgeon.checkpoint.belongings import (
     CARD_FILE,
@@ -28,8 +28,8 @@ from surgeon.checkpoint.config import DEMO
 from surgeon.checkpoint.describe import Surgery, describe
 from surgeon.checkpoint.forms.base import NOT_ON_VLLM
 from surgeon.checkpoint.training import STAGES
-from surgeon.findings.blocks import Table
 from surgeon.findings.measured import DIVERGENCE, PERPLEXITY, CardScore, Identity
+from surgeon.findings.result import Table
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
@@ -40,9 +40,6 @@ from surgeon.processes.files import write_text
 from surgeon.quality.summary import Quality
 from surgeon.version import __version__
 from surgeon.words import plural
-
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCardData
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 WIDTH = 100  # of the card's lines
@@ -72,28 +69,76 @@ def identity_of(found: Surgery) -> Identity:
 
 def write_card(folder: Path, name: str, measured: Sequence[CardScore] = ()) -> Inherited:
     """Write the card of the exported checkpoint in a folder, under a name; returns what the base model's card gave."""
-    from huggingface_hub import ModelCard
+    from huggingface_hub import ModelCard, ModelCardData
 
     found = open_edited(folder)
     inherited = Inherited.from_json(found.report.get("source", {}).get("card"))
+    carried = dict(inherited.metadata)
+    tags = carried.pop("tags", [])
+    if isinstance(tags, str):
+        tags = [tags]
+    original = hub_name(found.original or "")  # of a folder only the last part is kept
+    unedited = "unedited"
+    if found.from_scratch:
+        unedited = "its layers in turn"
+    dense = Program.dense(found.num_layers, found.steps_per_layer)
+    before = found.report.get("source", {}).get("parameters")
+    rows = [
+        ["layers one after the other (effective depth)", f"{found.depth:g}", str(found.num_layers)],
+        [
+            "synchronisations per pass on two tensor-parallel ranks",
+            *(str(each.sync_points(2)) for each in (found.program, dense)),
+        ],
+        ["parameters", f"{found.stored.parameters:,}", f"{before:,}" if isinstance(before, int) else ""],
+    ]
+    if not measured:
+        quality = None
+    else:
+        by_place = {(one.key, one.metric, one.edited): one for one in measured}
+        columns = 2
+        if any(not one.edited for one in measured):
+            columns = 3
+        of_quality = []
+        for key, metric in dict.fromkeys((one.key, one.metric) for one in measured):
+            pair = [by_place.get((key, metric, edited)) for edited in (True, False)]
+            on = next(one.on for one in pair if one is not None)
+            of_quality.append(
+                [f"{metric} ({on})", *("" if one is None else one.shown for one in pair)][:columns]
+            )
+        quality = Table("", ["", name, "unedited"][:columns], of_quality)
     card = ModelCard.from_template(
-        _metadata(found, inherited),
+        ModelCardData(
+            base_model=None if original is None else original.repository,
+            library_name="transformers",
+            pipeline_tag=carried.pop("pipeline_tag", "text-generation"),
+            tags=[*tags, "surgeon"],
+            **carried,
+        ),
         template_path=str(TEMPLATE),
         name=name,
         found=found,
         inherited=inherited,
-        quality=_quality(measured, name),
-        facts=_facts(found, name),
+        quality=quality,
+        facts=Table("", ["", name, unedited], rows),
         line=one_line,
         **surgery(found),
         **training_stages(found.training, name),
         **usage(found, folder, name),
         **belongings(found, folder, inherited),
     )
-    card.text = _laid_out(card.text)
-    seal = (
-        f"<!-- written by surgeon {__version__}; sha256 of what stands above: {_digest(str(card))} -->\n"
-    )
+    lines = []
+    in_code = False
+    for line in re.sub(r"\n{3,}", "\n\n", card.text.strip("\n")).split("\n"):
+        in_code ^= line.startswith("```")
+        as_it_is = in_code or line.startswith(("```", "|", "#"))
+        indent = ""
+        if line.startswith("- "):
+            indent = "  "
+        filled = textwrap.fill(line, WIDTH, subsequent_indent=indent, **WHOLE)
+        lines.append(line if as_it_is else filled)
+    card.text = "\n" + "\n".join(lines) + "\n\n"
+    digest = hashlib.sha256(str(card).encode()).hexdigest()
+    seal = f"<!-- written by surgeon {__version__}; sha256 of what stands above: {digest} -->\n"
     write_text(folder / CARD_FILE, f"{card}{seal}")
     return inherited
 
@@ -105,46 +150,11 @@ def require_own_card(folder: Path) -> None:
         return
     text = path.read_text(encoding="utf-8", errors="replace")
     match = _SEAL.search(text)
-    if match is None or match[1] != _digest(text[: match.start()]):
+    if match is None or match[1] != hashlib.sha256(text[: match.start()].encode()).hexdigest():
         raise FileExistsError(
             f"{path} was not written by surgeon, or was changed since; keep what you added elsewhere, and pass "
             "overwrite to replace it"
         )
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _metadata(found: Surgery, inherited: Inherited) -> ModelCardData:
-    from huggingface_hub import ModelCardData
-
-    carried = dict(inherited.metadata)
-    tags = carried.pop("tags", [])
-    if isinstance(tags, str):
-        tags = [tags]
-    original = hub_name(found.original or "")  # of a folder only the last part is kept
-    return ModelCardData(
-        base_model=None if original is None else original.repository,
-        library_name="transformers",
-        pipeline_tag=carried.pop("pipeline_tag", "text-generation"),
-        tags=[*tags, "surgeon"],
-        **carried,
-    )
-
-
-def _laid_out(text: str) -> str:
-    lines = []
-    in_code = False
-    for line in re.sub(r"\n{3,}", "\n\n", text.strip("\n")).split("\n"):
-        in_code ^= line.startswith("```")
-        as_it_is = in_code or line.startswith(("```", "|", "#"))
-        indent = ""
-        if line.startswith("- "):
-            indent = "  "
-        filled = textwrap.fill(line, WIDTH, subsequent_indent=indent, **WHOLE)
-        lines.append(line if as_it_is else filled)
-    return "\n" + "\n".join(lines) + "\n\n"
 
 
 PROGRAM_WIDTH = 80
@@ -194,8 +204,16 @@ def surgery(found: Surgery) -> dict[str, Any]:
         with suppress(ValueError):  # of a recipe that cannot be read the program says all
             operations = operations_in(recipe)
     proof = report.get("proof")
+    differ = ""
     if not isinstance(proof, dict):
         proof = None
+    elif not proof["exact"] and not proof["written"]:
+        differ = "The logits are equal, number by number."
+    else:
+        stored = ""
+        if proof["dtype"] != "float32":
+            stored = f", and by {proof['written']:.2g} as stored in {proof['dtype']}"
+        differ = f"The logits differ by {proof['exact']:.2g} of the largest one in float32{stored}."
     signs = [text for sign, text in SIGNS.items() if sign in str(program)]
     sublayers = list(program.sublayers())
     if len(set(sublayers)) < len(sublayers):
@@ -211,57 +229,31 @@ def surgery(found: Surgery) -> dict[str, Any]:
         "legend": f"{'; '.join(signs)}.",
         "sizes": list(size_lines(program.sublayers())),
         "proof": proof,
-        "differ": _differ(proof) if proof else "",
+        "differ": differ,
         "source_hash": report.get("source", {}).get("model_hash"),
         "gguf": report.get("source", {}).get("gguf"),
     }
-
-
-def _facts(found: Surgery, name: str) -> Table:
-    unedited = "unedited"
-    if found.from_scratch:
-        unedited = "its layers in turn"
-    dense = Program.dense(found.num_layers, found.steps_per_layer)
-    before = found.report.get("source", {}).get("parameters")
-    rows = [
-        ["layers one after the other (effective depth)", f"{found.depth:g}", str(found.num_layers)],
-        [
-            "synchronisations per pass on two tensor-parallel ranks",
-            *(str(each.sync_points(2)) for each in (found.program, dense)),
-        ],
-        ["parameters", f"{found.stored.parameters:,}", f"{before:,}" if isinstance(before, int) else ""],
-    ]
-    return Table("", ["", name, unedited], rows)
-
-
-def _differ(proof: dict[str, Any]) -> str:
-    if not proof["exact"] and not proof["written"]:
-        return "The logits are equal, number by number."
-    stored = ""
-    if proof["dtype"] != "float32":
-        stored = f", and by {proof['written']:.2g} as stored in {proof['dtype']}"
-    return f"The logits differ by {proof['exact']:.2g} of the largest one in float32{stored}."
 
 
 def trained_how(training: dict[str, Any] | None, from_scratch: bool = False) -> str:
     """The end of the card's first sentence; from scratch, the first training began with random weights."""
     if training is None:
         return "without further training"
-    said = [_how(training)]
-    while "earlier" in training:
-        training = training["earlier"]
-        said.insert(0, _how(training))
+    stages = [training]
+    while "earlier" in stages[0]:
+        stages.insert(0, stages[0]["earlier"])
+    said = []
+    for stage in stages:
+        tokens = (
+            f"{plural(stage['tokens'], 'token')} of {stage['data']} (SHA-256 `{stage['data_hash']}`)"
+        )
+        said.append(f"{plural(stage['steps'], 'step')}, {tokens}, {stage['method']}")
     parts = []
     if from_scratch:
         parts = [f"trained from scratch: {said.pop(0)}"]
     if said:
         parts += [f"then trained further (healed): {'; then again: '.join(said)}"]
     return "; ".join(parts)
-
-
-def _how(training: dict[str, Any]) -> str:
-    tokens = f"{plural(training['tokens'], 'token')} of {training['data']}"
-    return f"{plural(training['steps'], 'step')}, {tokens} (SHA-256 `{training['data_hash']}`), {training['method']}"
 
 
 def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any]:
@@ -290,21 +282,6 @@ def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any
     tokens = next(iter(found.values()))["tokens"]
     stages = Table("", head, [row for row in rows if any(row[1:])])
     return {"stages": stages, "held_out": {"tokens": tokens, "of": of}}
-
-
-def _quality(scores: Sequence[CardScore], name: str) -> Table | None:
-    if not scores:
-        return None
-    found = {(one.key, one.metric, one.edited): one for one in scores}
-    columns = 2
-    if any(not one.edited for one in scores):
-        columns = 3
-    rows = []
-    for key, metric in dict.fromkeys((one.key, one.metric) for one in scores):
-        pair = [found.get((key, metric, edited)) for edited in (True, False)]
-        on = next(one.on for one in pair if one is not None)
-        rows.append([f"{metric} ({on})", *("" if one is None else one.shown for one in pair)][:columns])
-    return Table("", ["", name, "unedited"][:columns], rows)
 
 
 def usage(found: Surgery, folder: Path, name: str) -> dict[str, Any]:
@@ -354,8 +331,11 @@ def belongings(found: Surgery, folder: Path, inherited: Inherited) -> dict[str, 
     if licence is not None:
         licence = ", ".join(f"`{one}`" for one in ([licence] if isinstance(licence, str) else licence))
         called, target = (str(metadata.get(key, "")).strip() for key in ("license_name", "license_link"))
-        if called or target:
-            licence += f" ({_link(called or 'its text', target) if target else called})"
+        if target:
+            text = one_line(called or "its text").replace("[", "(").replace("]", ")")
+            called = f"[{text}](<{target.replace('<', '%3C').replace('>', '%3E')}>)"
+        if called:
+            licence += f" ({called})"
     return {
         "behind": left_behind(left_by(found.report), _quote),
         "base": _base(found.original),
@@ -380,8 +360,3 @@ def _base(model: str | None) -> str:
 def one_line(text: str) -> str:
     """Join the lines of a text."""
     return " ".join(text.split())
-
-
-def _link(text: str, target: str) -> str:
-    text = one_line(text).replace("[", "(").replace("]", ")")
-    return f"[{text}](<{target.replace('<', '%3C').replace('>', '%3E')}>)"

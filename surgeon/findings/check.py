@@ -11,8 +11,7 @@ from typing import ClassVar, NamedTuple
 
 import pandas as pd
 
-from surgeon.findings.blocks import Table
-from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.result import RunResult, Table, TableFile
 from surgeon.machine import show_size
 from surgeon.words import aligned, hanging
 

@@ -235,7 +235,13 @@ def scale(
         room = (high / low) ** 0.05
         low = low / room
         high = high * room
-        ticks = _log_ticks(low, high)
+        subs = [(1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)]
+        found = np.asarray(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high))
+        while high / low >= 4:
+            found = np.asarray(LogLocator(subs=subs.pop(0), numticks=8).tick_values(low, high))
+            if not subs or np.sum((low <= found) & (found <= high)) <= 8:
+                break
+        ticks = [float(value) for value in found if low <= value <= high]
     else:
         if zero:
             low = min(0.0, low)
@@ -249,17 +255,6 @@ def scale(
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """At most eight ticks, with some within less than a decade, too."""
-    subs = [(1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)]
-    found = np.asarray(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high))
-    while high / low >= 4:
-        found = np.asarray(LogLocator(subs=subs.pop(0), numticks=8).tick_values(low, high))
-        if not subs or np.sum((low <= found) & (found <= high)) <= 8:
-            break
-    return [float(value) for value in found if low <= value <= high]
 
 
 def points(

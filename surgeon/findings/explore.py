@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.check import Check
-from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.result import Block, Code, Finding, RunResult, Table, TableFile
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
 from surgeon.findings.similarity import Similarity
@@ -89,7 +88,7 @@ class Exploration(RunResult):
     def section(self) -> Iterator[Block]:
         for number, one in enumerate(self.next_steps, start=1):
             yield Code(f"{number}. {one.what}", one.command, one.why)
-        yield Paragraph("Commands are for the folder in which the exploration was started.")
+        yield "Commands are for the folder in which the exploration was started."
         steps = self.steps
         rows = [
             [str(name), clock(float(seconds)), str(did)]

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from surgeon.findings.blocks import Block, Finding, Paragraph, Table, record_codes
-from surgeon.findings.result import RunResult
+from surgeon.findings.result import Block, Finding, RunResult, Table, record_codes
 from surgeon.words import number, plural
 
 _PROOF = {
@@ -40,7 +39,7 @@ class ExportRun(RunResult):
 
     def section(self) -> Iterator[Block]:
         record = self.record
-        yield Paragraph(f"A checkpoint in {record['form']} form: {record.get('reason', '')}.")
+        yield f"A checkpoint in {record['form']} form: {record.get('reason', '')}."
         layers = record["source"].get("num_layers")
         depth = record.get("effective_depth")
         when = "trained after the edit"

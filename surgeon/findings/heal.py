@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from surgeon.findings.blocks import Block, Finding, Paragraph, Table, record_codes
 from surgeon.findings.drawing import Picture
+from surgeon.findings.result import Block, Finding, Table, record_codes
 from surgeon.findings.training import TrainingRun, held_out_charts, trained_on
 from surgeon.progress import clock
 from surgeon.quality.summary import Quality
@@ -107,7 +107,7 @@ class HealRun(TrainingRun):
         text += f" Before and after, {int(record['healed']['tokens']):,} held-out tokens were predicted"
         if record.get("held_out"):
             text += f" ({record['held_out']})"
-        yield Paragraph(f"{text}.")
+        yield f"{text}."
         back = _share(healing.of_perplexity), _share(healing.of_divergence)
         rows = []
         if healing.original:
@@ -176,7 +176,21 @@ class HealRun(TrainingRun):
             text += (
                 f", and its divergence from {number(edited.divergence)} to {number(healed.divergence)}"
             )
-        text += f": {_verdict(healing)}."
+        shares = {"log-perplexity": healing.of_perplexity, "divergence": healing.of_divergence}
+        parts = []
+        for name, one in shares.items():
+            if one is None or not math.isfinite(one):
+                continue
+            if one < 0:
+                parts.append(f"training has made its {name} worse")
+            elif one >= _AS_GOOD:
+                parts.append(f"all of what was lost in {name} is back")
+            else:
+                parts.append(f"{_percent(one)} of what was lost in {name} is back")
+        verdict = listed(parts) or "nothing was lost of which a share could be told"
+        if all(one is None for one in shares.values()):
+            verdict = "what was lost is not known without the original"
+        text += f": {verdict}."
         back = healing.of_divergence
         figure = ""
         if back and math.isfinite(back):
@@ -210,21 +224,3 @@ def _percent(share: float) -> str:
     if share >= 0 or text == "0%":
         return text
     return f"\N{MINUS SIGN}{text}"
-
-
-def _verdict(healing: Healing) -> str:
-    shares = {"log-perplexity": healing.of_perplexity, "divergence": healing.of_divergence}
-    if all(one is None for one in shares.values()):
-        return "what was lost is not known without the original"
-    known = {name: one for name, one in shares.items() if one is not None and math.isfinite(one)}
-    if not known:
-        return "nothing was lost of which a share could be told"
-    parts = []
-    for name, one in known.items():
-        if one < 0:
-            parts.append(f"training has made its {name} worse")
-        elif one >= _AS_GOOD:
-            parts.append(f"all of what was lost in {name} is back")
-        else:
-            parts.append(f"{_percent(one)} of what was lost in {name} is back")
-    return listed(parts)

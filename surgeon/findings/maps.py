@@ -18,8 +18,8 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import Colormap, FuncNorm, Normalize
 from matplotlib.figure import Figure
 
-from surgeon.findings.blocks import Table
 from surgeon.findings.drawing import INK, NO_CELL, SOFT, panel
+from surgeon.findings.result import Table
 from surgeon.words import TIMES, allowance, number
 
 MARKED = 1.10  # times the base perplexity: cells up to here are fenced in

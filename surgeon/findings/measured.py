@@ -6,7 +6,7 @@ which computes the same; beside them those of the source under its unedited prog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -95,39 +95,38 @@ class CardScore:
 def read_measured(paths: Sequence[Path], identity: Identity) -> tuple[CardScore, ...]:
     """Read result files, or all that lie in folders; a ValueError names one that is damaged or of something else."""
     scores: list[CardScore] = []
-    for file in (file for path in paths for file in _files(path)):
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(
+                f"there are no results {path}; give folders or files that surgeon commands wrote"
+            )
+        found = [path]
+        if not path.is_file():
+            found = [file for pattern in PATTERNS for file in sorted(path.glob(pattern))]
+        if not found:
+            raise ValueError(
+                f"{path} holds no results of surgeon eval or search; looked for {', '.join(PATTERNS)} in it"
+            )
+        files += found
+    for file in files:
         record = read_record(file)
-        kind, read = _reader(file, record)
+        results = record.get("results")
+        if isinstance(results, dict) and isinstance(record.get(PROVENANCE_KEY), dict):
+            kind = "eval --tasks"
+            read = _tasks
+        elif isinstance(record.get("best"), dict):
+            kind = "search"
+            read = _search
+        elif PERPLEXITY in record:
+            kind = "eval --data"
+            read = _text
+        else:
+            raise ValueError(f"{file} holds no results of surgeon eval or search")
         with named(file, kind):
             scores += read(file, record, identity)
     # Of what was measured twice the later one counts.
     return tuple({(one.edited, one.metric, one.key): one for one in scores}.values())
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.exists():
-        raise FileNotFoundError(
-            f"there are no results {path}; give folders or files that surgeon commands wrote"
-        )
-    if path.is_file():
-        return [path]
-    found = [file for pattern in PATTERNS for file in sorted(path.glob(pattern))]
-    if not found:
-        raise ValueError(
-            f"{path} holds no results of surgeon eval or search; looked for {', '.join(PATTERNS)} in it"
-        )
-    return found
-
-
-def _reader(file: Path, record: dict[str, Any]) -> tuple[str, Callable[..., Iterator[CardScore]]]:
-    results = record.get("results")
-    if isinstance(results, dict) and isinstance(record.get(PROVENANCE_KEY), dict):
-        return "eval --tasks", _tasks
-    if isinstance(record.get("best"), dict):
-        return "search", _search
-    if PERPLEXITY in record:
-        return "eval --data", _text
-    raise ValueError(f"{file} holds no results of surgeon eval or search")
 
 
 def _text(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:

@@ -22,13 +22,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
-from surgeon.findings.blocks import Block, Finding
 from surgeon.findings.drawing import COLOURS, GRID, INK, NO_CELL, ORDERED, PAPER, POINTS, SOFT, TIPS
 from surgeon.findings.explore import Exploration
 from surgeon.findings.exported import ExportRun
 from surgeon.findings.heal import HealRun
 from surgeon.findings.prediction import Predictions
-from surgeon.findings.result import SHORT_HASH, RunResult, named, read_record
+from surgeon.findings.result import SHORT_HASH, Finding, RunResult, named, read_record
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
 from surgeon.findings.sensitivity import Sensitivity
@@ -209,26 +208,19 @@ _FIRST = ("command", "model", "model_hash", "data", "data_hash", "seed")
 
 
 @dataclass(frozen=True)
-class Section:
-    """The page's part of one run; `provenance` has names and values of its record."""
-
-    anchor: str
-    name: str
-    title: str
-    blocks: Sequence[Block]
-    provenance: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
 class Chapter:
-    """Everything about one model: runs of the same weights, and sentences about missing ones."""
+    """Everything about one model: runs of the same weights, and sentences about missing ones.
+
+    Attributes:
+        sections: of each run, as `page.html` shows it: anchor, name, title, blocks, and names and values of its record.
+    """
 
     name: str
     model_hash: str
     anchor: str
     summary: Sequence[Finding]
     missing: Sequence[str]
-    sections: Sequence[Section]
+    sections: Sequence[dict[str, Any]]
 
     @property
     def figures(self) -> list[Finding]:
@@ -319,23 +311,31 @@ def read_runs(path: Path) -> list[RunResult]:
 def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter:
     anchor = f"model-{number}"
     ordered = sorted(runs, key=lambda run: KINDS.index(type(run)))
-    sections = [
-        _section(f"{anchor}-{place}", run, ordered) for place, run in enumerate(ordered, start=1)
-    ]
+    sections = []
     summary: list[Finding] = []
     missing: list[str] = []
-    for run in ordered:
-        name = _name_if_several(run, runs)
+    for place, run in enumerate(ordered, start=1):
+        of_kind = [other for other in ordered if type(other) is type(run)]
+        title = run.TITLE
         with named(run.files[0], run.COMMAND):
-            if name:
-                summary += [
-                    replace(one, lead=f"{one.lead} ({name})", label=f"{one.label} ({name})")
-                    for one in run.summary()
-                ]
-                missing += [f"{name}: {line}" for line in run.missing()]
-            else:
+            blocks = list(run.section())
+            if run is of_kind[-1]:
+                blocks += run.together(of_kind)
+            for block in blocks:
+                for panel in getattr(block, "items", [block]):
+                    getattr(panel, "figure", None)  # drawn here, so that an error names the run
+            if len(of_kind) == 1:
                 summary += run.summary()
                 missing += run.missing()
+            else:
+                title = f"{run.TITLE}: {run.name}"
+                summary += [
+                    replace(one, lead=f"{one.lead} ({run.name})", label=f"{one.label} ({run.name})")
+                    for one in run.summary()
+                ]
+                missing += [f"{run.name}: {line}" for line in run.missing()]
+        section = {"anchor": f"{anchor}-{place}", "name": run.name, "title": title, "blocks": blocks}
+        sections.append(section | {"provenance": _provenance(run)})
     present = {run.COMMAND for run in runs}
     if any(run.OF_SURGERY for run in runs):
         missing += [kind.WITHOUT for kind in KINDS if kind.WITHOUT and kind.COMMAND not in present]
@@ -346,30 +346,16 @@ def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter
     )
 
 
-def _name_if_several(run: RunResult, runs: Sequence[RunResult]) -> str:
-    if sum(type(other) is type(run) for other in runs) > 1:
-        return run.name
-    return ""
-
-
-def _section(anchor: str, run: RunResult, runs: Sequence[RunResult]) -> Section:
-    name = _name_if_several(run, runs)
-    of_kind = [other for other in runs if type(other) is type(run)]
+def _provenance(run: RunResult) -> list[tuple[str, str]]:
+    """Names and values of a run's record."""
     record = run.provenance(run.record)
     names = [name for name in _FIRST if name in record] + [name for name in record if name not in _FIRST]
-    with named(run.files[0], run.COMMAND):
-        blocks = list(run.section())
-        if run is of_kind[-1]:
-            blocks += run.together(of_kind)
-        for block in blocks:
-            for panel in getattr(block, "items", [block]):
-                getattr(panel, "figure", None)  # drawn here, so that an error names the run
-    provenance = [("file", str(run.files[0]))]
-    for each in names:
-        text = str(record[each])
-        if not isinstance(record[each], str):
-            text = json.dumps(record[each], ensure_ascii=False)
+    found = [("file", str(run.files[0]))]
+    for name in names:
+        text = str(record[name])
+        if not isinstance(record[name], str):
+            text = json.dumps(record[name], ensure_ascii=False)
         if len(text) > _LONGEST_VALUE:
             text = f"{text[:_LONGEST_VALUE]} … ({len(text):,} characters)"
-        provenance.append((each, text))
-    return Section(anchor, run.name, f"{run.TITLE}: {name}" if name else run.TITLE, blocks, provenance)
+        found.append((name, text))
+    return found

@@ -13,10 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
 from surgeon.findings.bench import passes_table, uneven_shares
-from surgeon.findings.blocks import Block, Finding, Paragraph, Table
 from surgeon.findings.drawing import Chart, Picture, bars, points, scale
 from surgeon.findings.maps import Legend, Map, map_cells
-from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.result import Block, Finding, RunResult, Table, TableFile
 from surgeon.machine import show_size
 from surgeon.words import NO_VALUE, TIMES, hanging, number, plural, times
 
@@ -140,7 +139,7 @@ class Predictions(RunResult):
     def section(self) -> Iterator[Block]:
         table = self.speeds
         first = table["program"].iloc[0]
-        yield Paragraph(
+        yield (
             f"What programs would cost on {self.record.get('hardware', 'hardware that has no name')}, from its figures "
             f"and the model's shapes: nothing was run. Speedups are over {first} on the same ranks for the same load."
         )

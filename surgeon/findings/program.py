@@ -66,7 +66,30 @@ def program_figure(program: Program, num_layers: int, steps_per_layer: int, titl
         start = -0.15  # left of where a late step that begins the row reads
         axes.plot([start, end], [y, y], color=_STREAM, linewidth=1.6, zorder=1)
         y -= down
-    _legend(axes, rows, y - 0.1)
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor=_ATTENTION, label="attention"),
+        Patch(facecolor=_FEED_FORWARD, label="feed-forward"),
+    ]
+    nodes = tuple(item for item in items if isinstance(item, Step | Fork))
+    if any(isinstance(item, LayersInOrder) and item.sizes for item in items):
+        handles.append(
+            Patch(facecolor=_LOW_RANK, label="fewer heads or neurons, or factors of these ranks")
+        )
+    if any(step.late for step in steps_of(nodes)):
+        handles.append(Line2D([], [], color=_LATE, label="late: beside the step before"))
+    if any(isinstance(item, LeftOut) for item in items):
+        handles.append(Line2D([], [], color=_LEFT_OUT, linestyle=(0, (2, 1.5)), label="left out"))
+    axes.legend(
+        handles=handles,
+        loc="center left",
+        bbox_to_anchor=(-0.4, y - 0.25),
+        bbox_transform=axes.transData,
+        ncols=len(handles),
+        frameon=False,
+        fontsize=8,
+        handlelength=1.3,
+        columnspacing=1.2,
+    )
     return figure
 
 
@@ -99,7 +122,7 @@ def _stack(item: Item) -> float:
     if isinstance(item, Step):
         return _ABOVE + sum(_box_height(sublayer) + _BOX_GAP for sublayer in item.sublayers)
     if isinstance(item, Fork):
-        return sum(_both_sides(branch) for branch in item.branches) + 0.1
+        return sum(_height(branch, 1) + _height(branch, -1) for branch in item.branches) + 0.1
     return _ABOVE + _BOX_GAP
 
 
@@ -117,10 +140,6 @@ def _lines(item: Sublayer | LayersInOrder) -> list[str]:
 
 def _box_height(item: Sublayer | LayersInOrder) -> float:
     return 0.19 + _LINE * len(_lines(item))
-
-
-def _both_sides(row: Sequence[Item]) -> float:
-    return _height(row, 1) + _height(row, -1)
 
 
 def _height(row: Sequence[Item], wanted: int) -> float:
@@ -151,8 +170,17 @@ def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
             plus = end - 0.1
             _draw_step(axes, item, (read, plus), y, side)
         elif isinstance(item, Fork):
+            read = x + 0.1
             plus = end - 0.1
-            _draw_fork(axes, item, (x + 0.1, plus), y)
+            below = y + 0.1
+            for branch in reversed(item.branches):  # the first on top
+                lane = below + _height(branch, -1)
+                below += _height(branch, 1) + _height(branch, -1)
+                inside = _draw_nodes(axes, branch, read + 0.2, lane)
+                path = [read, read, plus, plus]
+                axes.plot(path, [y, lane, lane, y], color=_STREAM, linewidth=1.1, zorder=1)
+                axes.plot([read + 0.2, inside], [lane, lane], color=_STREAM, linewidth=1.6, zorder=1)
+            _plus(axes, plus, y)
         elif isinstance(item, LayersInOrder):
             fill = _UNCHANGED
             if item.sizes:
@@ -198,18 +226,6 @@ def _draw_step(axes: Axes, step: Step, span: tuple[float, float], y: float, side
     _plus(axes, plus, y)
 
 
-def _draw_fork(axes: Axes, fork: Fork, span: tuple[float, float], y: float) -> None:
-    read, plus = span
-    below = y + 0.1
-    for branch in reversed(fork.branches):  # the first on top
-        lane = below + _height(branch, -1)
-        below += _both_sides(branch)
-        end = _draw_nodes(axes, branch, read + 0.2, lane)
-        axes.plot([read, read, plus, plus], [y, lane, lane, y], color=_STREAM, linewidth=1.1, zorder=1)
-        axes.plot([read + 0.2, end], [lane, lane], color=_STREAM, linewidth=1.6, zorder=1)
-    _plus(axes, plus, y)
-
-
 def _box(
     axes: Axes,
     span: tuple[float, float],
@@ -236,34 +252,6 @@ def _plus(axes: Axes, x: float, y: float) -> None:
     axes.add_patch(Circle((x, y), 0.075, facecolor="white", edgecolor=_STREAM, linewidth=1.1, zorder=4))
     axes.plot([x - 0.04, x + 0.04], [y, y], color=_STREAM, linewidth=0.9, zorder=5)
     axes.plot([x, x], [y - 0.04, y + 0.04], color=_STREAM, linewidth=0.9, zorder=5)
-
-
-def _legend(axes: Axes, rows: Sequence[Sequence[Item]], y: float) -> None:
-    handles: list[Patch | Line2D] = [
-        Patch(facecolor=_ATTENTION, label="attention"),
-        Patch(facecolor=_FEED_FORWARD, label="feed-forward"),
-    ]
-    items = [item for row in rows for item in row]
-    nodes = tuple(item for item in items if isinstance(item, Step | Fork))
-    if any(isinstance(item, LayersInOrder) and item.sizes for item in items):
-        handles.append(
-            Patch(facecolor=_LOW_RANK, label="fewer heads or neurons, or factors of these ranks")
-        )
-    if any(step.late for step in steps_of(nodes)):
-        handles.append(Line2D([], [], color=_LATE, label="late: beside the step before"))
-    if any(isinstance(item, LeftOut) for item in items):
-        handles.append(Line2D([], [], color=_LEFT_OUT, linestyle=(0, (2, 1.5)), label="left out"))
-    axes.legend(
-        handles=handles,
-        loc="center left",
-        bbox_to_anchor=(-0.4, y - 0.15),
-        bbox_transform=axes.transData,
-        ncols=len(handles),
-        frameon=False,
-        fontsize=8,
-        handlelength=1.3,
-        columnspacing=1.2,
-    )
 
 
 FEWEST_IN_A_STRETCH = 3  # layers
@@ -319,7 +307,20 @@ def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator
     used = {(one.kind, layer) for one in program.sublayers() for layer in one.layers}
     dense = Program.dense(num_layers, steps_per_layer).sublayers()
     missing = [sublayer for sublayer in dense if (sublayer.kind, sublayer.layers[0]) not in used]
-    same = _same_nodes(program.whole().nodes, steps_per_layer)
+    # Nodes that are steps of the unedited model, in their order.
+    nodes = program.whole().nodes
+    places = [sorted(map(_place, _sublayers(node))) for node in nodes]
+    before = list(accumulate((each[-1] for each in places), max, initial=(-1, False)))
+    behind = list(accumulate((each[0] for each in reversed(places)), min, initial=(sys.maxsize, False)))[
+        ::-1
+    ]
+    same = {
+        at
+        for at, node in enumerate(nodes)
+        if node in layer_nodes(places[at][0][0], steps_per_layer)
+        and before[at] < places[at][0]
+        and places[at][-1] < behind[at + 1]
+    }
     at = 0
     while at < len(program.nodes):
         node = program.nodes[at]
@@ -358,22 +359,6 @@ def outline_text(program: Program, num_layers: int, steps_per_layer: int) -> str
 
 def _place(sublayer: Sublayer) -> tuple[int, bool]:
     return min(sublayer.layers), sublayer.kind != ATTENTION
-
-
-def _same_nodes(nodes: Sequence[Node], steps_per_layer: int) -> set[int]:
-    """Nodes that are steps of the unedited model, in their order."""
-    places = [sorted(map(_place, _sublayers(node))) for node in nodes]
-    before = list(accumulate((each[-1] for each in places), max, initial=(-1, False)))
-    behind = list(accumulate((each[0] for each in reversed(places)), min, initial=(sys.maxsize, False)))[
-        ::-1
-    ]
-    return {
-        at
-        for at, node in enumerate(nodes)
-        if node in layer_nodes(places[at][0][0], steps_per_layer)
-        and before[at] < places[at][0]
-        and places[at][-1] < behind[at + 1]
-    }
 
 
 def _layers_in_order(nodes: Sequence[Node], at: int, same: set[int], steps_per_layer: int) -> int:

@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from surgeon.findings.blocks import Block, Finding, Paragraph
 from surgeon.findings.drawing import Picture
 from surgeon.findings.maps import CAP
-from surgeon.findings.result import RunResult, TableFile, base_of
+from surgeon.findings.result import Block, Finding, RunResult, TableFile, base_of
 from surgeon.findings.scan_pictures import ScanMaps, charts, reach_table
 from surgeon.findings.tolerance import (
     PAIRS,
@@ -136,16 +135,6 @@ class Scan(RunResult):
 
     def section(self) -> Iterator[Block]:
         scan = self.touched
-        yield Paragraph(self._what_was_measured())
-        if len(scan.cells):
-            yield scan.ribbon()
-            yield reach_table(scan)
-            yield from charts(scan)
-        yield from scan.galleries()
-        if len(self.permutations) and (words := _spread_of_orders(self.permutations)):
-            yield Paragraph(words)
-
-    def _what_was_measured(self) -> str:
         table = self.cells
         record = self.record
         tokens = record.get("tokens_predicted") or int(table["tokens"].max())
@@ -170,7 +159,27 @@ class Scan(RunResult):
             "Perplexity intervals are 95%, over windows of text: how far another text of the same kind could differ. "
             "Divergence is KL(original || changed) in nats per token."
         )
-        return " ".join(parts)
+        yield " ".join(parts)
+        if len(scan.cells):
+            yield scan.ribbon()
+            yield reach_table(scan)
+            yield from charts(scan)
+        yield from scan.galleries()
+        orders = self.permutations
+        if orders.empty:
+            return
+        spread = orders.groupby(["operation", "first", "last"])["perplexity"].agg(
+            ["min", "max", "count"]
+        )
+        spread = spread[spread["count"] > 1]
+        if len(spread):
+            ratio = float((spread["max"] / spread["min"]).median())
+            count = int(spread["count"].max())
+            random = listed((HEATMAPS[name].title for name in dict.fromkeys(orders["operation"])), "or")
+            yield (
+                f"A cell of {random} is the mean over {count} random orders; in half of the cells the worst order's "
+                f"perplexity is more than {number(ratio, 3)} times the best one's."
+            )
 
     def summary(self) -> Iterator[Finding]:
         scan = self.touched
@@ -178,8 +187,21 @@ class Scan(RunResult):
         pairs = next((name for name in (PAIRS, PAIRS_OF_STREAMS) if len(scan.of_operation(name))), None)
         if pairs is not None and not scan.edited:  # which is about effective depths
             yield _pairs(scan, pairs)
-        if len(single_layers(scan)) > 1:
-            yield _removal(scan)
+        cells = single_layers(scan)
+        if len(cells) > 1:
+            count = min(_NAMED, len(cells) // 2)
+            least = cells.head(count)
+            most = cells.tail(count).iloc[::-1]
+
+            def named(rows: pd.DataFrame) -> str:
+                return listed(
+                    f"layer {int(row['first'])} ({change(row['ratio'])})" for _, row in rows.iterrows()
+                )
+
+            text = f"It costs least perplexity to leave out {named(least)}, and most {named(most)}."
+            cheapest = cells.iloc[0]
+            label = f"perplexity without layer {int(cheapest['first'])}, the cheapest to remove"
+            yield Finding("Removing one layer", text, change(cheapest["ratio"]), label)
         if len(scan.cells):
             yield _untouchable(scan)
 
@@ -235,27 +257,16 @@ def _only_part(record: dict[str, Any], num_layers: int) -> str:
     return ""
 
 
-def _spread_of_orders(orders: pd.DataFrame) -> str:
-    spread = orders.groupby(["operation", "first", "last"])["perplexity"].agg(["min", "max", "count"])
-    spread = spread[spread["count"] > 1]
-    if spread.empty:
-        return ""
-    ratio = float((spread["max"] / spread["min"]).median())
-    count = int(spread["count"].max())
-    random = listed((HEATMAPS[name].title for name in dict.fromkeys(orders["operation"])), "or")
-    return (
-        f"A cell of {random} is the mean over {count} random orders; in half of the cells the worst order's perplexity "
-        f"is more than {number(ratio, 3)} times the best one's."
-    )
-
-
 def _pairs(scan: ScanTable, operation: str) -> Finding:
     name = "two by two"
     if operation == PAIRS:
         name = "as LP pairs"
-    reached = _by_stretch(scan, operation)
+    by_tolerance = {tolerance: longest_within(scan, operation, tolerance) for tolerance in TOLERANCES}
+    found: dict[Any, tuple[list[float], pd.Series[Any] | None]] = {}
+    for tolerance, within in by_tolerance.items():
+        found.setdefault(None if within is None else within.name, ([], within))[0].append(tolerance)
     sentences = []
-    for allowed, cell in reached:
+    for allowed, cell in found.values():
         if cell is None:
             sentences.append(
                 f"No stretch stays within {listed(map(allowance, allowed), 'or')} of the unedited perplexity."
@@ -282,31 +293,6 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
         f"effective depth with layers run {name}, within {allowance(TOLERANCES[1])} of the perplexity"
     )
     return Finding(f"Running layers {name}", text, figure, label)
-
-
-def _by_stretch(scan: ScanTable, operation: str) -> list[tuple[list[float], pd.Series[Any] | None]]:
-    cells = {tolerance: longest_within(scan, operation, tolerance) for tolerance in TOLERANCES}
-    found: dict[Any, tuple[list[float], pd.Series[Any] | None]] = {}
-    for tolerance, cell in cells.items():
-        found.setdefault(None if cell is None else cell.name, ([], cell))[0].append(tolerance)
-    return list(found.values())
-
-
-def _removal(scan: ScanTable) -> Finding:
-    cells = single_layers(scan)
-    count = min(_NAMED, len(cells) // 2)
-    least = cells.head(count)
-    most = cells.tail(count).iloc[::-1]
-
-    def named(rows: pd.DataFrame) -> str:
-        return listed(
-            f"layer {int(row['first'])} ({change(row['ratio'])})" for _, row in rows.iterrows()
-        )
-
-    text = f"It costs least perplexity to leave out {named(least)}, and most {named(most)}."
-    cheapest = cells.iloc[0]
-    label = f"perplexity without layer {int(cheapest['first'])}, the cheapest to remove"
-    return Finding("Removing one layer", text, change(cheapest["ratio"]), label)
 
 
 def _untouchable(scan: ScanTable) -> Finding:

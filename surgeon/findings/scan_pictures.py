@@ -13,9 +13,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
-from surgeon.findings.blocks import Block, Table
 from surgeon.findings.drawing import ORDERED, Chart, Picture, layers_across, points, rule, scale
 from surgeon.findings.maps import CAP, HALF, LEAST_CAP, MARKED, WIDE, Legend, Map, map_cells, scale_of
+from surgeon.findings.result import Block, Table
 from surgeon.findings.tolerance import (
     PAIRS,
     TOLERANCES,
@@ -221,12 +221,7 @@ class ScanMaps(ScanTable):
 
     def _picture(self, names: list[str], caption: str = "", shared: str = "") -> Picture:
         legend = self._legend(names)
-        maps = [
-            self._of_values(name, legend.scale)
-            if HEATMAPS[name].varied
-            else self._over_stretches(name, legend.scale)
-            for name in names
-        ]
+        maps = [self._map(name, legend.scale) for name in names]
         colours = (
             f"Colour: perplexity over that of the unedited model, {number(self.base)}. The line fences in the "
             f"cells within {allowance(MARKED)}."
@@ -244,61 +239,52 @@ class ScanMaps(ScanTable):
                 "load": "Load of experts: share of tokens",
                 "saliency": "Share of the layer's saliency (REAP)",
             }
-            yield Picture(
-                [self._expert_map(column, title) for column, title in share.items()], name="experts"
+            maps = []
+            for column, title in share.items():
+                values = self.experts.pivot(index="layer", columns="expert", values=column)
+                if column == "saliency":  # of which some layers have many times as much as others
+                    values = values.div(values.sum(axis=1), axis=0)
+                values.index = pd.Index([f"layer {layer}" for layer in values.index])
+                colours = Normalize(0.0, float(values.to_numpy().max()) or 1.0)
+                down = [f"layer {layer}" for layer in self.experts["layer"]]
+                across = self.experts["expert"]
+                fields = {column: column}
+                data = map_cells(values, down, across, self.experts, fields, "{row}, expert {column}")
+                legend = Legend(colours, title)
+                maps.append(Map(title, values, colours, ("expert", ""), data, legend=legend, flat=HALF))
+            yield Picture(maps, name="experts")
+
+    def _map(self, operation: str, colours: Normalize) -> Map:
+        cells = self._cells[operation]
+        heatmap = HEATMAPS[operation]
+        limit = self.base * MARKED
+        if heatmap.varied is None:
+            values = grid(cells)
+            data = map_cells(
+                values, cells["first"], cells["last"], cells, _FIELDS, "layers {row} to {column}", "layer {row}",
+                self.base,
+            )  # fmt: skip
+            extent = [number(float(getattr(cells["perplexity"], end)())) for end in ("min", "max")]
+            described = f"{heatmap.title}: {len(cells)} stretches, perplexity {' to '.join(extent)}"
+            axes = ("last layer", "first layer")
+            what = "perplexity of every stretch"
+            return Map(
+                heatmap.title, values, colours, axes, data, what, described=described, limit=limit
             )
-
-    def _over_stretches(self, operation: str, colours: Normalize) -> Map:
-        cells = self._cells[operation]
-        title = HEATMAPS[operation].title
-        values = grid(cells)
-        data = map_cells(
-            values, cells["first"], cells["last"], cells, _FIELDS, "layers {row} to {column}", "layer {row}",
-            self.base,
-        )  # fmt: skip
-        extent = [number(float(getattr(cells["perplexity"], end)())) for end in ("min", "max")]
-        described = f"{title}: {len(cells)} stretches, perplexity {' to '.join(extent)}"
-        axes = ("last layer", "first layer")
-        what = "perplexity of every stretch"
-        return Map(
-            title, values, colours, axes, data, what, described=described, limit=self.base * MARKED
-        )
-
-    def _of_values(self, operation: str, colours: Normalize) -> Map:
-        cells = self._cells[operation]
-        varied = str(HEATMAPS[operation].varied)
-        across = HEATMAPS[operation].across or varied
-        values = grid(cells, varied).reindex(sorted(set(cells["first"])))
+        across = heatmap.across or heatmap.varied
+        values = grid(cells, heatmap.varied).reindex(sorted(set(cells["first"])))
         values.index = pd.Index([f"layer {row}" for row in values.index])
         down = [f"layer {layer}" for layer in cells["first"]]
         title = f"{{row}}, {across} {{column}}"
-        data = map_cells(values, down, cells[varied], cells, _FIELDS, title, base=self.base)
+        data = map_cells(values, down, cells[heatmap.varied], cells, _FIELDS, title, base=self.base)
         rows, columns = values.shape
-        title = HEATMAPS[operation].title
         what = f"perplexity of every layer with every value of {across}"
-        described = f"{title}: perplexity of {rows} layers, each alone with {columns} values of {across}"
-        limit = self.base * MARKED
-        return Map(
-            title, values, colours, (across, ""), data, what, described=described, limit=limit, flat=HALF
+        described = (
+            f"{heatmap.title}: perplexity of {rows} layers, each alone with {columns} values of {across}"
         )
-
-    def _expert_map(self, column: str, title: str) -> Map:
-        values = self.experts.pivot(index="layer", columns="expert", values=column)
-        if column == "saliency":  # of which some layers have many times as much as others
-            values = values.div(values.sum(axis=1), axis=0)
-        values.index = pd.Index([f"layer {layer}" for layer in values.index])
-        colours = Normalize(0.0, float(values.to_numpy().max()) or 1.0)
-        down = [f"layer {layer}" for layer in self.experts["layer"]]
-        data = map_cells(
-            values,
-            down,
-            self.experts["expert"],
-            self.experts,
-            {column: column},
-            "{row}, expert {column}",
-        )
+        axes = (across, "")
         return Map(
-            title, values, colours, ("expert", ""), data, legend=Legend(colours, title), flat=HALF
+            heatmap.title, values, colours, axes, data, what, described=described, limit=limit, flat=HALF
         )
 
     def ribbon(self) -> Map:

@@ -12,11 +12,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import Normalize
 
-from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.drawing import Drawing, Picture
 from surgeon.findings.maps import WIDE, Legend, Map, map_cells
 from surgeon.findings.program import program_figure
-from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.result import Block, Code, Finding, RunResult, Table, TableFile
 from surgeon.findings.trials import (
     BY,
     DRAFT_TIME,
@@ -136,7 +135,7 @@ class SearchResult(RunResult):
         trials = self.trial_table
         held = self.record.get("held_out")
         if held and held["overturned"]:
-            yield Paragraph(held["sentences"][-1] + ".")
+            yield held["sentences"][-1] + "."
         charts = [
             history_chart(trials),
             *(quality_chart(along, rows) for along, rows in self.by_cost.items()),
@@ -145,11 +144,36 @@ class SearchResult(RunResult):
             by_divergence = objectives_of(self.front)[0] == "divergence"
             charts += front_charts(self.front, trials, without=self.by_cost if by_divergence else ())
         yield Picture(charts)
-        yield from self._winner()
+        best = self.record.get("best")
+        if best and self.record.get("num_layers") and self.record.get("steps_per_layer"):
+            title = f"The winner, trial {best['trial']}"
+            program = Program.parse(best["program"])
+            shape = int(self.record["num_layers"]), int(self.record["steps_per_layer"])
+            yield Drawing(
+                program_figure(program, *shape), title, f"{best['why']}.", f"{title}: {program}"
+            )
+        if self.recipe_text:
+            yield Code("The recipe that was found (recipe.yaml)", self.recipe_text)
         if held:
             yield _on_held_out_text(held)
         if self.record.get("healing"):
-            yield _healing_table(self.record["healing"])
+            healing = self.record["healing"]
+            shown = [(by, when) for by in ("divergence", "perplexity") for when in ("before", "after")]
+            healed = [
+                [str(one["trial"]), *(_value(one[when], by) for by, when in shown)]
+                for one in healing["candidates"]
+            ]
+            heads = ["trial", "divergence", "healed", "perplexity", "healed"]
+            marked = frozenset(
+                (row, 0)
+                for row, one in enumerate(healing["candidates"])
+                if one["trial"] == healing["winner"]
+            )
+            note = (
+                ". ".join(healing["sentences"])
+                + ". Numbers are of held-out text; the winner's are marked."
+            )
+            yield Table("The best trials before and after healing", heads, healed, note, marked=marked)
         if len(self.front):
             yield _front_table(self.front, trials)
         else:
@@ -161,18 +185,6 @@ class SearchResult(RunResult):
             of_spaces = self.terms.groupby("space", sort=False)
             charts = [edit_chart(str(space), own, self.terms) for space, own in of_spaces]
             yield Picture(charts, heading="What single edits do")
-
-    def _winner(self) -> Iterator[Block]:
-        best = self.record.get("best")
-        if best and self.record.get("num_layers") and self.record.get("steps_per_layer"):
-            title = f"The winner, trial {best['trial']}"
-            program = Program.parse(best["program"])
-            shape = int(self.record["num_layers"]), int(self.record["steps_per_layer"])
-            yield Drawing(
-                program_figure(program, *shape), title, f"{best['why']}.", f"{title}: {program}"
-            )
-        if self.recipe_text:
-            yield Code("The recipe that was found (recipe.yaml)", self.recipe_text)
 
     def summary(self) -> Iterator[Finding]:
         best = self.record.get("best")
@@ -278,20 +290,6 @@ def _on_held_out_text(held: dict[str, Any]) -> Table:
     if not others:
         return Table(caption, head[:4], [rows[0][:4]], f"{original}.")
     return Table(caption, head, rows, note, left=frozenset({5}), marked=marked)
-
-
-def _healing_table(healing: dict[str, Any]) -> Table:
-    shown = [(by, when) for by in ("divergence", "perplexity") for when in ("before", "after")]
-    rows = [
-        [str(one["trial"]), *(_value(one[when], by) for by, when in shown)]
-        for one in healing["candidates"]
-    ]
-    head = ["trial", "divergence", "healed", "perplexity", "healed"]
-    marked = frozenset(
-        (row, 0) for row, one in enumerate(healing["candidates"]) if one["trial"] == healing["winner"]
-    )
-    note = ". ".join(healing["sentences"]) + ". Numbers are of held-out text; the winner's are marked."
-    return Table("The best trials before and after healing", head, rows, note, marked=marked)
 
 
 def _both(one: dict[str, Any], by: str) -> list[str]:

@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from surgeon.findings.blocks import Block, Finding, Paragraph, Table
 from surgeon.findings.drawing import Chart, Picture, columns_chart, points, scale
-from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.result import Block, Finding, RunResult, Table, TableFile
 from surgeon.words import NO_VALUE, listed, number, plural
 
 PREDICTORS = {  # of damage
@@ -70,7 +69,7 @@ class Sensitivity(RunResult):
 
     def section(self) -> Iterator[Block]:
         table = self.pairs.sort_values("first")
-        yield Paragraph(
+        yield (
             "Each pair of neighbouring layers alone as an LP pair: the bound on its local error from appendix A of the "
             "Layer Parallelism paper, its first-order size, what it is, and what it does to the predictions."
         )
@@ -80,7 +79,26 @@ class Sensitivity(RunResult):
         error = columns_chart(table, _LINES, named, titles, "Relative to the stream after the pair.")
         titles = ("Damage of a pair", first, "divergence (nats per token)")
         damage = columns_chart(table, {"divergence": ("divergence", 0)}, named, titles)
-        yield Picture([error, _bound_and_damage(table), damage], name="sensitivity")
+        bounded = table[table["relative_bound"] > 0]
+
+        def draw(axes: Axes) -> None:
+            tips = [
+                f"pair {_pair(row)}: bound {number(row['relative_bound'])}, divergence {number(row['divergence'])}"
+                for _, row in bounded.iterrows()
+            ]
+            scale(axes, "x", bounded["relative_bound"].tolist(), log=True)
+            scale(axes, "y", bounded["divergence"].tolist(), log=True)
+            ends = None
+            if {"divergence_low", "divergence_high"} <= set(bounded):
+                ends = (bounded["divergence_low"], bounded["divergence_high"])
+            points(axes, bounded["relative_bound"], bounded["divergence"], tips, line=False, ends=ends)
+
+        caption = "One point for each pair. Bars: 95% intervals."
+        x = "bound / norm of the stream"
+        bound = Chart(
+            "What the bound says of the damage", draw, x, "divergence (nats per token)", caption
+        )
+        yield Picture([error, bound, damage], name="sensitivity")
         if len(self.correlations):
             yield _correlations(self.correlations)
 
@@ -128,26 +146,6 @@ class Sensitivity(RunResult):
 
 def _pair(row: Any) -> str:
     return f"{int(row['first'])}+{int(row['last'])}"
-
-
-def _bound_and_damage(table: pd.DataFrame) -> Chart:
-    table = table[table["relative_bound"] > 0]
-
-    def draw(axes: Axes) -> None:
-        tips = [
-            f"pair {_pair(row)}: bound {number(row['relative_bound'])}, divergence {number(row['divergence'])}"
-            for _, row in table.iterrows()
-        ]
-        scale(axes, "x", table["relative_bound"].tolist(), log=True)
-        scale(axes, "y", table["divergence"].tolist(), log=True)
-        ends = None
-        if {"divergence_low", "divergence_high"} <= set(table):
-            ends = (table["divergence_low"], table["divergence_high"])
-        points(axes, table["relative_bound"], table["divergence"], tips, line=False, ends=ends)
-
-    caption = "One point for each pair. Bars: 95% intervals."
-    x = "bound / norm of the stream"
-    return Chart("What the bound says of the damage", draw, x, "divergence (nats per token)", caption)
 
 
 def _correlations(found: pd.DataFrame) -> Table:

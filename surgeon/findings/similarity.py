@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 import pandas as pd
 from matplotlib.colors import Normalize
 
-from surgeon.findings.blocks import Block, Finding, Paragraph, Table
 from surgeon.findings.drawing import Picture, columns_chart
 from surgeon.findings.maps import Legend, Map, map_cells
-from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.result import Block, Finding, RunResult, Table, TableFile
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.words import MINUS, layer_list, listed, number
 
@@ -76,7 +75,7 @@ class Similarity(RunResult):
     proxies: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     def section(self) -> Iterator[Block]:
-        yield Paragraph(
+        yield (
             "CKA compares what a sublayer adds with what it adds when the contribution of the layer before is taken "
             "out of its input: near 1, the layer hardly needs the one before it (Layer Parallelism, figure 5). Layer 0 "
             "has no layer before it. Debiased CKA corrects for having few tokens."
@@ -98,7 +97,38 @@ class Similarity(RunResult):
         sizes = columns_chart(self.layers, SIZES, named, titles, influence)
         yield Picture([cka, sizes], name="similarity")
         if len(self.distances):
-            yield Picture([_distances(self.distances)], name="distances")
+            table = self.distances
+            layers = range(int(table["last"].max()) + 1)
+            values = table.pivot_table(
+                index="first", columns="last", values="angular_distance", dropna=False
+            )
+            values = values.reindex(index=layers, columns=layers)
+            # Layer 0 turns the embedding almost at a right angle: under one scale with it the others would look alike.
+            end = float(values.loc[1:].max().max())
+            if not end > 0:
+                end = float(values.max().max())
+            colours = Normalize(0, end or 1.0)
+            legend = Legend(
+                colours, "Colours: angular distance", capped=bool((values > end).to_numpy().any())
+            )
+            fields = {
+                "angular_distance": "angle",
+                "angular_distance_last_token": "angle at the last tokens",
+            }
+            cells = map_cells(
+                values,
+                table["first"],
+                table["last"],
+                table,
+                fields,
+                "layers {row} to {column}",
+                "layer {row}",
+            )
+            title = "Angle between the streams before and after a stretch"
+            caption = "Angular distance over all tokens; dark stretches hardly turn the stream. 0.5 is at right angles."
+            axes = ("last layer", "first layer")
+            angles = Map(title, values, colours, axes, cells, caption=caption, legend=legend)
+            yield Picture([angles], name="distances")
         if len(self.proxies):
             yield _best_proxies(self.proxies)
 
@@ -122,7 +152,23 @@ class Similarity(RunResult):
                 index=["proxy", "aggregate"], columns="operation", values="rho", sort=False
             )
             if len(rho):
-                yield _best_proxy(rho)
+                means = rho.mean(axis=1).sort_values(ascending=False, kind="stable")
+                name = _name(means.index[0])
+                kinds = listed(HEATMAPS[name].title for name in rho.columns)
+                agreed = (
+                    f"Of the measures that need no scan, {name} orders the stretches most like their measured "
+                    f"divergence: rank correlation {number(float(means.iloc[0]), 3)} on average over {kinds}"
+                )
+                length = [float(mean) for key, mean in means.items() if _name(key) == "length"]
+                agreed += (
+                    f"; the mere length of the stretch has {number(length[0], 3)}." if length else "."
+                )
+                yield Finding(
+                    "Which cheap measure agrees best",
+                    agreed,
+                    number(float(means.iloc[0]), 3),
+                    f"rank correlation of the best cheap measure, {name}",
+                )
 
     def missing(self) -> Iterator[str]:
         if self.proxies.empty:
@@ -132,27 +178,6 @@ class Similarity(RunResult):
         if self.proxies.empty:
             return ""
         return str(_best_proxies(self.proxies))
-
-
-def _distances(table: pd.DataFrame) -> Map:
-    layers = range(int(table["last"].max()) + 1)
-    values = table.pivot_table(index="first", columns="last", values="angular_distance", dropna=False)
-    values = values.reindex(index=layers, columns=layers)
-    # Layer 0 turns the embedding almost at a right angle: under one scale with it the others would look alike.
-    end = float(values.loc[1:].max().max())
-    if not end > 0:
-        end = float(values.max().max())
-    colours = Normalize(0, end or 1.0)
-    legend = Legend(colours, "Colours: angular distance", capped=bool((values > end).to_numpy().any()))
-    fields = {"angular_distance": "angle", "angular_distance_last_token": "angle at the last tokens"}
-    cells = map_cells(
-        values, table["first"], table["last"], table, fields, "layers {row} to {column}", "layer {row}"
-    )
-    title = "Angle between the streams before and after a stretch"
-    caption = "Angular distance over all tokens; dark stretches hardly turn the stream. 0.5 is at right angles."
-    return Map(
-        title, values, colours, ("last layer", "first layer"), cells, caption=caption, legend=legend
-    )
 
 
 def _name(key: Any) -> str:
@@ -190,24 +215,6 @@ def _best_proxies(table: pd.DataFrame) -> Table:
     head = ["operation", "n", "best measure", "rho", "length", "at equal length", "rho"]
     caption = "What predicts the divergence of a stretch best"
     return Table(caption, head, rows, note, left=frozenset({2, 5}))
-
-
-def _best_proxy(rho: pd.DataFrame) -> Finding:
-    means = rho.mean(axis=1).sort_values(ascending=False, kind="stable")
-    name = _name(means.index[0])
-    kinds = listed(HEATMAPS[name].title for name in rho.columns)
-    text = (
-        f"Of the measures that need no scan, {name} orders the stretches most like their measured "
-        f"divergence: rank correlation {number(float(means.iloc[0]), 3)} on average over {kinds}"
-    )
-    length = [float(mean) for key, mean in means.items() if _name(key) == "length"]
-    text += f"; the mere length of the stretch has {number(length[0], 3)}." if length else "."
-    return Finding(
-        "Which cheap measure agrees best",
-        text,
-        number(float(means.iloc[0]), 3),
-        f"rank correlation of the best cheap measure, {name}",
-    )
 
 
 def _highest(rows: pd.DataFrame, column: str) -> tuple[str, float]:

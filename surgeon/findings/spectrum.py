@@ -14,10 +14,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-from surgeon.findings.blocks import Block, Finding, Paragraph
 from surgeon.findings.drawing import ORDERED, Chart, Picture, scale
 from surgeon.findings.maps import HALF, Legend, Map, map_cells, scale_of
-from surgeon.findings.result import RunResult, TableFile, base_of
+from surgeon.findings.result import Block, Finding, RunResult, TableFile, base_of
 from surgeon.words import aligned, change, listed, number
 
 METHODS = {"plain": "", "whitened": "_whitened"}  # and how their columns end
@@ -113,13 +112,41 @@ class Spectrum(RunResult):
                 yield rank, f"{name} ({part['method'].iloc[0]})", part
 
     def section(self) -> Iterator[Block]:
-        yield Paragraph(
+        yield (
             "The rank that holds 95% of a matrix's energy (the sum of its squared singular values), as a share of its "
             "full rank. Two factors of rank r have fewer parameters than the matrix only below about half of the full "
             "rank of a square one."
         )
         if len(self.damage):
-            yield self._damage()
+            base = self.base_perplexity
+            colours, capped = scale_of([self.damage[["perplexity"]]], base)
+            of_damage = {
+                "perplexity": "perplexity",
+                "divergence": "divergence",
+                "kept": "parameters kept",
+            }
+            cut = [
+                _map(
+                    part,
+                    "perplexity",
+                    colours,
+                    of_damage,
+                    f"One matrix cut down to {name}",
+                    "perplexity",
+                    base,
+                )
+                for _, name, part in self.truncations()
+            ]
+            caption = (
+                "Perplexity with one matrix alone at a lower rank, over that of the unedited model, "
+                f"{number(base)}."
+            )
+            yield Picture(
+                cut,
+                caption,
+                "damage",
+                Legend(colours, f"Colours: perplexity over {number(base)}", base, capped),
+            )
         ratio = Normalize(0, 1)
         maps = []
         for method, ending in METHODS.items():
@@ -147,24 +174,6 @@ class Spectrum(RunResult):
                 panels, f"Singular values ({method}), a line for each layer."
             )
         return found
-
-    def _damage(self) -> Picture:
-        base = self.base_perplexity
-        colours, capped = scale_of([self.damage[["perplexity"]]], base)
-        fields = {"perplexity": "perplexity", "divergence": "divergence", "kept": "parameters kept"}
-        maps = [
-            _map(
-                part, "perplexity", colours, fields, f"One matrix cut down to {name}", "perplexity", base
-            )
-            for _, name, part in self.truncations()
-        ]
-        caption = f"Perplexity with one matrix alone at a lower rank, over that of the unedited model, {number(base)}."
-        return Picture(
-            maps,
-            caption,
-            "damage",
-            Legend(colours, f"Colours: perplexity over {number(base)}", base, capped),
-        )
 
     def summary(self) -> Iterator[Finding]:
         share = self.shares("whitened").groupby("weight", sort=False)["share"].mean().sort_values()
@@ -233,29 +242,27 @@ def parse_ranks(text: str) -> tuple[TargetRank, ...]:
     Raises:
         ValueError: naming the wrong entry, and why.
     """
-    ranks = [_parse_rank(part.strip()) for part in text.split(",") if part.strip()]
+    ranks = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        is_share = "." in part or "/" in part
+        try:
+            number = Fraction(part) if is_share else Fraction(int(part))
+        except (ValueError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"{part!r} is no rank; write a share such as 1/8 or 0.5, or a whole number"
+            ) from error
+        if number <= 0:
+            raise ValueError(f"rank {part} must be more than 0")
+        if is_share and number > 1:
+            raise ValueError(
+                f"rank {part} is above the full rank; a share is at most 1.0, a whole number has no point"
+            )
+        ranks.append(TargetRank(number, is_share))
     if not ranks:
         raise ValueError(
             "no rank is given; write shares of the full rank such as 1/8,1/2, or whole numbers"
         )
     return tuple(dict.fromkeys(ranks))
-
-
-def _parse_rank(text: str) -> TargetRank:
-    is_share = "." in text or "/" in text
-    try:
-        number = Fraction(text) if is_share else Fraction(int(text))
-    except (ValueError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"{text!r} is no rank; write a share such as 1/8 or 0.5, or a whole number"
-        ) from error
-    if number <= 0:
-        raise ValueError(f"rank {text} must be more than 0")
-    if is_share and number > 1:
-        raise ValueError(
-            f"rank {text} is above the full rank; a share is at most 1.0, a whole number has no point"
-        )
-    return TargetRank(number, is_share)
 
 
 def by_layer(rows: pd.DataFrame, column: str) -> pd.DataFrame:

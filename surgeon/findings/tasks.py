@@ -11,8 +11,7 @@ from typing import Any, Self
 
 import pandas as pd
 
-from surgeon.findings.blocks import Block, Finding, Paragraph, Table, record_codes
-from surgeon.findings.result import RunResult
+from surgeon.findings.result import Block, Finding, RunResult, Table, record_codes
 from surgeon.processes.files import make_folder, write_text
 from surgeon.words import listed, number, plural
 
@@ -96,7 +95,7 @@ class TaskRun(RunResult):
         if isinstance(limit, int | float):
             some = f" Only the first {limit:g} rows of each task."
         said = f"{self._subject()}, by lm-eval {self.record.get('lm_eval_version', '')}.{some}"
-        yield Paragraph(said.replace(" .", "."))
+        yield said.replace(" .", ".")
         yield scores_table(self.scores)
         yield from record_codes(surgery, program="The program that was evaluated")
 

@@ -42,7 +42,16 @@ class ScanTable:
         over_stretches = self.table[
             [HEATMAPS[str(name)].varied is None for name in self.table["operation"]]
         ]
-        return _changes(over_stretches, self.base)
+        cells = over_stretches.assign(ratio=over_stretches["perplexity"] / self.base)
+        spans = zip(cells["operation"], cells["first"], cells["last"], strict=True)
+        cells["changed"] = [changed_layers(name, int(first), int(last)) for name, first, last in spans]
+        # An order drawn at random may be the order there was.
+        same = (cells["divergence"] == 0) & np.isclose(cells["ratio"], 1, rtol=_SAME)
+        cells = cells[~same & (cells["changed"] > 0)]
+        cells = cells.assign(last=cells["first"] + cells["changed"] - 1)
+        # Of an odd stretch and the one that is a layer shorter, the same program, the one with more text.
+        most_text_first = cells.sort_values("tokens", ascending=False, kind="stable")
+        return most_text_first.drop_duplicates(["operation", "first", "last"]).sort_index()
 
     @property
     def num_layers(self) -> int:
@@ -136,16 +145,3 @@ def best_by_depth(scan: ScanTable, operation: str) -> pd.DataFrame:
     every = cells.sort_values("ratio", kind="stable").drop_duplicates("depth")
     best: pd.DataFrame = every[np.isfinite(every["perplexity"])]
     return best.sort_values("depth", ascending=False)
-
-
-def _changes(table: pd.DataFrame, base: float) -> pd.DataFrame:
-    cells = table.assign(ratio=table["perplexity"] / base)
-    spans = zip(cells["operation"], cells["first"], cells["last"], strict=True)
-    cells["changed"] = [changed_layers(name, int(first), int(last)) for name, first, last in spans]
-    # An order drawn at random may be the order there was.
-    same = (cells["divergence"] == 0) & np.isclose(cells["ratio"], 1, rtol=_SAME)
-    cells = cells[~same & (cells["changed"] > 0)]
-    cells = cells.assign(last=cells["first"] + cells["changed"] - 1)
-    # Of an odd stretch and the one that is a layer shorter, the same program, the one with more text.
-    most_text_first = cells.sort_values("tokens", ascending=False, kind="stable")
-    return most_text_first.drop_duplicates(["operation", "first", "last"]).sort_index()

@@ -12,10 +12,9 @@ from typing import Any, ClassVar, Self
 import pandas as pd
 from matplotlib.axes import Axes
 
-from surgeon.findings.blocks import Block, Finding, Paragraph, Table, record_codes
 from surgeon.findings.drawing import COLOURS, Chart, Picture, points, rule, scale
 from surgeon.findings.exported import from_scratch
-from surgeon.findings.result import RunResult, TableFile
+from surgeon.findings.result import Block, Finding, RunResult, Table, TableFile, record_codes
 from surgeon.progress import clock
 from surgeon.quality.summary import Quality
 from surgeon.words import interval, known, number, plural
@@ -235,7 +234,7 @@ class ScratchRun(TrainingRun):
 
     def section(self) -> Iterator[Block]:
         record = self.record
-        yield Paragraph(
+        yield (
             f"A model of {int(record['parameters']):,} parameters ({record['architecture']}) with random weights was "
             f"trained for {trained_on(record)}. Before and after, {int(record['trained']['tokens']):,} held-out "
             f"tokens were predicted ({record['held_out']})."

@@ -255,7 +255,16 @@ def publish(folder: Path, target: Path) -> None:
     if not target.exists() or not any(target.iterdir()):
         folder.rename(target)
     elif not _exchange(folder, target):
-        _move_aside(folder, target)
+        old = folder.with_name(f"{folder.name}-{_OLD}")
+        handle = os.open(target, _OPEN_FOLDER)
+        try:
+            with suppress(OSError):
+                lock(handle)  # so that nobody brings it back, or removes it, meanwhile
+            target.rename(old)
+            folder.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            os.close(handle)
     sync(target.parent)
 
 
@@ -269,17 +278,3 @@ def _exchange(first: Path, second: Path) -> bool:
         _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE
     )
     return swapped == 0
-
-
-def _move_aside(folder: Path, target: Path) -> None:
-    """Replace the target in two steps, for file systems that cannot swap names; `remove_stale` mends a death."""
-    old = folder.with_name(f"{folder.name}-{_OLD}")
-    handle = os.open(target, _OPEN_FOLDER)
-    try:
-        with suppress(OSError):
-            lock(handle)  # so that nobody brings it back, or removes it, meanwhile
-        target.rename(old)
-        folder.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        os.close(handle)

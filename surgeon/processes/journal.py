@@ -95,7 +95,26 @@ class Journal(ABC):
     def _load(self, identity: dict[str, Any] | None) -> None:
         lines = []
         if self._file is not None:
-            lines = self._whole_lines(self._file)
+            self._file.seek(0)
+            content = self._file.read()
+            whole = content.rfind(b"\n") + 1
+            if whole < len(content):
+                os.ftruncate(self._file.fileno(), whole)
+            assert self.path is not None
+            result = self.path.with_name(f"{self.work}.json")
+            if result.is_file() and (not whole or whole < len(content)):
+                lost = "is gone or empty"
+                if content:
+                    lost = "is cut short"
+                warnings.warn(
+                    f"{self.path} {lost}, which {result.name} was made from; what is missing is found again",
+                    stacklevel=2,
+                )
+            lines = [
+                (number, line)
+                for number, line in enumerate(content[:whole].splitlines(), 1)
+                if line.strip()
+            ]
         if identity is not None and lines:
             self._check(*lines.pop(0), identity)
         elif identity is not None:
@@ -106,34 +125,15 @@ class Journal(ABC):
             except (IndexError, KeyError, TypeError, ValueError) as error:
                 raise self._damage_error(number) from error
 
-    def _whole_lines(self, file: BinaryIO) -> list[tuple[int, bytes]]:
-        """The lines of the file with their numbers, without empty ones; a last one without an end is cut off."""
-        file.seek(0)
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.ftruncate(file.fileno(), whole)
-        assert self.path is not None
-        result = self.path.with_name(f"{self.work}.json")
-        if result.is_file() and (not whole or whole < len(content)):
-            lost = "is gone or empty"
-            if content:
-                lost = "is cut short"
-            warnings.warn(
-                f"{self.path} {lost}, which {result.name} was made from; what is missing is found again",
-                stacklevel=2,
-            )
-        return [
-            (number, line) for number, line in enumerate(content[:whole].splitlines(), 1) if line.strip()
-        ]
-
     def _check(self, number: int, text: bytes, identity: dict[str, Any]) -> None:
         assert self.path is not None
         try:
             first = json.loads(text)
         except ValueError as error:
             raise self._damage_error(number) from error
-        held = first.get(self.work) if isinstance(first, dict) else None
+        held = None
+        if isinstance(first, dict):
+            held = first.get(self.work)
         if not isinstance(held, dict):
             raise ValueError(
                 f"{self.path} was not written by surgeon {self.work}; use another output folder"

@@ -94,14 +94,13 @@ def watch_over(connected: socket.socket) -> None:
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-class Stranger(ConnectionError):
-    """The other end of a connection does not know the secret that both should."""
-
-
 def prove(connected: socket.socket, secret: bytes, first: bool) -> None:
     """Have both ends prove that they know a secret, which is not sent: by HMAC of random challenges.
 
     The end that listens asks first.
+
+    Raises:
+        ConnectionError: if the other end does not.
     """
     connected.settimeout(None)
     watch_over(connected)
@@ -115,10 +114,10 @@ def prove(connected: socket.socket, secret: bytes, first: bool) -> None:
             for step in steps:
                 step(connection, secret)
         except (AuthenticationError, AssertionError) as error:
-            raise Stranger(str(error) or "it does not say what it should") from None
+            raise ConnectionError(str(error) or "it does not say what it should") from None
         except OSError as error:
             if error.errno is None:  # the length of a message is no such length
-                raise Stranger(str(error)) from None
+                raise ConnectionError(str(error)) from None
             raise
     limit_silence(connected, 0)
 

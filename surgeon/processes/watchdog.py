@@ -50,18 +50,17 @@ class Watchdog:
         self._unheard = [each + seconds for each in self._unheard]
         self._stuck = self._stuck + seconds if busy else 0.0
         if self._stuck > self._patience:
-            return self._diagnosis()
+            time = f"for {self._patience:g} seconds"
+            silent = [
+                rank for rank, seconds in enumerate(self._unheard) if seconds > MISSED * self.interval
+            ]
+            if silent:
+                return f"{self._list(silent)} not answered {time}: stopped, or cut off"
+            last = [rank for rank, passes in enumerate(self._passes) if passes == min(self._passes)]
+            if len(last) < len(self._names):
+                return f"{self._list(last)} been at the same step {time}, and the others wait for it"
+            return f"no rank has come any further {time}"
         return None
-
-    def _diagnosis(self) -> str:
-        time = f"for {self._patience:g} seconds"
-        silent = [rank for rank, seconds in enumerate(self._unheard) if seconds > MISSED * self.interval]
-        if silent:
-            return f"{self._list(silent)} not answered {time}: stopped, or cut off"
-        last = [rank for rank, passes in enumerate(self._passes) if passes == min(self._passes)]
-        if len(last) < len(self._names):
-            return f"{self._list(last)} been at the same step {time}, and the others wait for it"
-        return f"no rank has come any further {time}"
 
     def _list(self, ranks: Sequence[int]) -> str:
         return (

@@ -338,7 +338,7 @@ async def _answer(
     await choices.submit(asks)
     try:
         # Until here the model might have refused the prompts.
-        if body.wanted_prompt_logprobs is not None:
+        if body.wanted_logprobs()[1] is not None:
             located = await asyncio.to_thread(
                 lambda: [state.texts.located(prompt) for prompt in prompts]
             )

@@ -70,7 +70,7 @@ class Body(BaseModel):
     Attributes:
         prompt_field, logprobs_field: that errors about these name.
         default_new_tokens: None for as many as there is room for.
-        fewest_hint: of an error: when fewer than `fewest_new_tokens` may be asked for.
+        fewest_hint: of an error: when fewer than 1 new token may be asked for.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -122,19 +122,9 @@ class Body(BaseModel):
         """True if the last chunk of a stream counts the tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    @property
-    def fewest_new_tokens(self) -> int:
-        return 1
-
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """Number of log-probabilities for the answer's tokens, as in `Sampling`."""
-        return None
-
-    @property
-    def wanted_prompt_logprobs(self) -> int | None:
-        """Number of log-probabilities for the prompt's tokens."""
-        return None
+    def wanted_logprobs(self) -> tuple[int | None, int | None]:
+        """Numbers of log-probabilities for the answer's and for the prompt's tokens, as in `Sampling`."""
+        return None, None
 
     def sampling(self, prompt: int, room: int, defaults: Defaults) -> Sampling:
         """Sampling for a prompt of so many tokens, with room for more, and the model's own defaults."""
@@ -151,9 +141,8 @@ class Body(BaseModel):
             else tuple(self.stop),
             "ignore_end": self.ignore_eos,
             "max_new_tokens": self._new_tokens(prompt, room),
-            "logprobs": self.wanted_logprobs,
-            "prompt_logprobs": self.wanted_prompt_logprobs,
         }
+        own["logprobs"], own["prompt_logprobs"] = self.wanted_logprobs()
         given = {"temperature": 1.0} | defaults.applied()
         given |= {name: value for name, value in own.items() if value is not None}
         try:
@@ -169,9 +158,12 @@ class Body(BaseModel):
         if self.max_completion_tokens is not None:
             name = "max_completion_tokens"
             asked = self.max_completion_tokens
-        most = room if asked == 0 else room - 1
+        most = room - 1
+        purpose = "leave room for an answer"
+        if asked == 0:
+            most = room
+            purpose = "fit"
         if prompt > most:
-            purpose = "fit" if asked == 0 else "leave room for an answer"
             raise invalid(f"the prompt has {prompt} tokens; at most {most} {purpose}", self.prompt_field)
         if asked is None:
             if self.default_new_tokens is None:
@@ -182,10 +174,11 @@ class Body(BaseModel):
                 f"max_tokens is {self.max_tokens} and max_completion_tokens {asked}; give one of them",
                 name,
             )
-        if asked < self.fewest_new_tokens:
-            raise invalid(
-                f"{name} must be at least {self.fewest_new_tokens}, not {asked}{self.fewest_hint}", name
-            )
+        fewest = 1
+        if getattr(self, "echo", None):
+            fewest = 0
+        if asked < fewest:
+            raise invalid(f"{name} must be at least {fewest}, not {asked}{self.fewest_hint}", name)
         if prompt + asked > room:
             raise invalid(
                 f"{name} is {asked} and the prompt has {prompt} tokens; together they may be {room} at most",
@@ -204,21 +197,10 @@ class CompletionBody(Body):
     echo: bool | None = None
     logprobs: int | None = None
 
-    @property
-    def fewest_new_tokens(self) -> int:
+    def wanted_logprobs(self) -> tuple[int | None, int | None]:
         if self.echo:
-            return 0
-        return super().fewest_new_tokens
-
-    @property
-    def wanted_logprobs(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def wanted_prompt_logprobs(self) -> int | None:
-        if self.echo:
-            return self.logprobs
-        return None
+            return self.logprobs, self.logprobs
+        return self.logprobs, None
 
 
 class ChatBody(Body):
@@ -232,11 +214,10 @@ class ChatBody(Body):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    @property
-    def wanted_logprobs(self) -> int | None:
+    def wanted_logprobs(self) -> tuple[int | None, int | None]:
         if self.logprobs:
-            return self.top_logprobs or 0
-        return None
+            return self.top_logprobs or 0, None
+        return None, None
 
     def check(self) -> None:
         super().check()

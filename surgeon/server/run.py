@@ -46,12 +46,7 @@ def make_app(state: ServerState) -> ASGIApp:
     app = FastAPI(
         title="surgeon", version=__version__, docs_url=None, redoc_url=None, max_body_size=MOST_BYTES
     )  # the pages of documentation would fetch scripts from elsewhere; /openapi.json is there
-    _add_paths(app, state)
-    _add_errors(app)
-    return counted(with_browsers(guarded(app, state), state.origins), state)
 
-
-def _add_paths(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request, body: CompletionBody) -> Response:
         state.check_model(body.model)
@@ -86,6 +81,9 @@ def _add_paths(app: FastAPI, state: ServerState) -> None:
     @app.get("/metrics", response_model=None)
     def metrics() -> Response:  # in a thread: the ranks may be asked
         return Response(state.meters.text(), media_type=CONTENT_TYPE_LATEST)
+
+    _add_errors(app)
+    return counted(with_browsers(guarded(app, state), state.origins), state)
 
 
 def _add_errors(app: FastAPI) -> None:

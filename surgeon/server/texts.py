@@ -105,15 +105,7 @@ class Texts:
             )
         if not messages:
             raise invalid("messages is empty; give at least one message", "messages")
-        variables = self._check(variables or {})
-        plain = [_plain(message, f"messages.{number}") for number, message in enumerate(messages)]
-        try:
-            text = chat_text(self.tokenizer, plain, variables=variables)
-        except ValueError as error:
-            raise invalid(str(error), "messages") from error
-        return Prompt(self._encode(text, "messages", most, special=False))
-
-    def _check(self, variables: dict[str, Any]) -> dict[str, Any]:
+        variables = variables or {}
         for name in variables:
             if name in self._reserved:
                 raise invalid(
@@ -125,7 +117,12 @@ class Texts:
             raise invalid(f"{FIELD} is no JSON: {error}", FIELD) from error
         if size > MOST_VARIABLES:
             raise invalid(f"{FIELD} has {size} bytes of JSON; at most {MOST_VARIABLES} are taken", FIELD)
-        return variables
+        plain = [_plain(message, f"messages.{number}") for number, message in enumerate(messages)]
+        try:
+            text = chat_text(self.tokenizer, plain, variables=variables)
+        except ValueError as error:
+            raise invalid(str(error), "messages") from error
+        return Prompt(self._encode(text, "messages", most, special=False))
 
     def decode(self, tokens: list[int]) -> str:
         """The text of some tokens from the beginning of a text on."""

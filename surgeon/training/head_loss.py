@@ -115,7 +115,8 @@ class TopLogits:
             )
         log_p = functional.log_softmax(logits.float() / temperature, dim=-1)
         top = log_p.topk(kept, dim=-1)
-        return cls(top.indices, top.values, _without(log_p, top.indices).logsumexp(-1))
+        others = log_p.scatter(-1, top.indices, -torch.inf)
+        return cls(top.indices, top.values, others.logsumexp(-1))
 
     def at(self, rows: Tensor) -> TopLogits:
         rows = rows.to(self.ids.device)
@@ -126,7 +127,7 @@ class TopLogits:
             each[rows].to(log_q.device) for each in (self.ids.long(), self.log_p, self.rest)
         )
         p = log_p.exp()
-        others = _without(log_q, ids)
+        others = log_q.scatter(-1, ids, -torch.inf)
         # Where nothing is left for the others, their share is 0, and its logarithm no number to reckon with.
         log_q_rest = torch.where(rest.isneginf(), 0, others.logsumexp(-1))
         share = torch.where(rest.isneginf(), 0, rest.exp() * (rest - log_q_rest))
@@ -226,11 +227,6 @@ def blocks(logits: Tensor) -> Iterator[slice]:
     limit = BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cpu"])
     rows = max(LEAST_ROWS, limit // (4 * logits.shape[1]))
     return (slice(start, start + rows) for start in range(0, len(logits), rows))
-
-
-def _without(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities, (tokens, vocabulary), with some of them, (tokens, kept), set to -inf."""
-    return log_p.scatter(-1, ids, -torch.inf)
 
 
 # Of logits at a time: so many that reading the matrix, and adding to its gradient, is little beside the products.
@@ -366,8 +362,35 @@ class _KnownGradient(torch.autograd.Function):
             # float16 is left out, as an unscaled gradient would underflow.
             dtype = torch.bfloat16
         with torch.autocast(kind, enabled=False):
-            sums, gradients = _gradients(stream, weight, bias, head, task, dtype, ctx.needs_input_grad)
-        ctx.gradients = gradients
+            inputs = (stream, weight, bias)
+            sum_dtype = torch.promote_types(dtype, torch.float32)
+            of_stream, of_weight, of_bias = made = [
+                torch.zeros_like(one, dtype=sum_dtype) if need and one is not None else None
+                for one, need in zip(inputs, ctx.needs_input_grad, strict=False)
+            ]
+            matrix = dense(weight).to(dtype)
+            shift = None if bias is None else bias.to(dtype)
+            sums = stream.new_zeros(2, dtype=sum_dtype)
+            limit = CHUNK_BYTES.get(stream.device.type, CHUNK_BYTES["cpu"])
+            chunk = max(LEAST_ROWS, limit // (matrix.element_size() * len(matrix)))
+            predicting = task.rows.to(stream.device)
+            for start in range(0, len(predicting), chunk):
+                rows = predicting[start : start + chunk]
+                some = stream[rows].to(dtype)
+                logits = nn.functional.linear(some, matrix, shift)
+                sums += task.become_gradient(rows, logits, head)
+                if of_stream is not None:
+                    of_stream[rows] = (logits @ matrix).to(sum_dtype)
+                if of_weight is not None and of_weight.dtype == dtype:
+                    of_weight.addmm_(logits.T, some)
+                elif of_weight is not None:
+                    of_weight += logits.T @ some
+                if of_bias is not None:
+                    of_bias += logits.sum(0)
+                del logits  # else there were two chunks, as the next one is made
+        ctx.gradients = [
+            None if own is None else own.to(one) for own, one in zip(made, inputs, strict=True)
+        ]
         divergence, nll = sums.unbind()
         ctx.mark_non_differentiable(divergence, nll)
         # A weight of 0 with a part that is not finite is none either: it was not computed.
@@ -381,44 +404,3 @@ class _KnownGradient(torch.autograd.Function):
         gradients = ctx.gradients
         ctx.gradients = None
         return *(None if one is None else one.mul_(wanted) for one in gradients), None, None
-
-
-def _gradients(
-    stream: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    head: OutputHead,
-    task: LogitsTask,
-    dtype: torch.dtype,
-    needed: tuple[bool, ...],
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Divergence and negative log-likelihood, (2,), and the loss's gradients for the inputs that need one."""
-    inputs = (stream, weight, bias)
-    sum_dtype = torch.promote_types(dtype, torch.float32)
-    of_stream, of_weight, of_bias = gradients = [
-        torch.zeros_like(one, dtype=sum_dtype) if need and one is not None else None
-        for one, need in zip(inputs, needed, strict=False)
-    ]
-    matrix = dense(weight).to(dtype)
-    shift = None if bias is None else bias.to(dtype)
-    sums = stream.new_zeros(2, dtype=sum_dtype)
-    limit = CHUNK_BYTES.get(stream.device.type, CHUNK_BYTES["cpu"])
-    chunk = max(LEAST_ROWS, limit // (matrix.element_size() * len(matrix)))
-    predicting = task.rows.to(stream.device)
-    for start in range(0, len(predicting), chunk):
-        rows = predicting[start : start + chunk]
-        some = stream[rows].to(dtype)
-        logits = nn.functional.linear(some, matrix, shift)
-        sums += task.become_gradient(rows, logits, head)
-        if of_stream is not None:
-            of_stream[rows] = (logits @ matrix).to(sum_dtype)
-        if of_weight is not None and of_weight.dtype == dtype:
-            of_weight.addmm_(logits.T, some)
-        elif of_weight is not None:
-            of_weight += logits.T @ some
-        if of_bias is not None:
-            of_bias += logits.sum(0)
-        del logits  # else there were two chunks, as the next one is made
-    return sums, [
-        None if own is None else own.to(one) for own, one in zip(gradients, inputs, strict=True)
-    ]

@@ -56,7 +56,17 @@ def open_to_heal(
     elif edited.asked is not None:
         original = EditedModel(edited.model.name, edited.model)
     else:
-        original = _open_source(edited)
+        original = None
+        source = {} if edited.model.report is None else edited.model.report["source"]
+        name = source.get("model")
+        # What a checkpoint was made of, where its name finds it.
+        if isinstance(name, str) and (name == DEMO or hub_name(name) is not None):
+            original = _open_original(name, edited)
+            if source.get("model_hash") not in (None, original.model.hash):
+                raise ValueError(
+                    f"{edited.name} was made of {name} with other weights than those that are found under this name "
+                    "now; give the original as the teacher"
+                )
     ours = edited.model.form.shipped is not None and not edited.model.checkpoint.imported
     if edited.asked is None and edited.model.report is None and ours:
         raise ValueError(
@@ -73,21 +83,6 @@ def _open_original(what: str | Path | Model, edited: EditedModel) -> EditedModel
         raise ValueError(
             f"{found.name} has {sizes[0]:,} tokens and {edited.name} {sizes[1]:,}; a model is healed towards one of "
             "the same vocabulary"
-        )
-    return found
-
-
-def _open_source(edited: EditedModel) -> EditedModel | None:
-    """Open the model that a checkpoint was made of; None where its name finds none."""
-    source = {} if edited.model.report is None else edited.model.report["source"]
-    name = source.get("model")
-    if not isinstance(name, str) or not (name == DEMO or hub_name(name) is not None):
-        return None
-    found = _open_original(name, edited)
-    if source.get("model_hash") not in (None, found.model.hash):
-        raise ValueError(
-            f"{edited.name} was made of {name} with other weights than those that are found under this name now; give "
-            "the original as the teacher"
         )
     return found
 
@@ -164,7 +159,7 @@ def check_adapter(student: PreTrainedModel, settings: TrainSettings, program: Pr
             f"{derived} is stored as a layer that the model has not while it is trained, so that an adapter does not "
             "fit it; do not keep the adapter, and it is merged"
         )
-    stacked = adapter_targets(student, settings.scope, program, settings.router).parameters
+    _, stacked = adapter_targets(student, settings.scope, program, settings.router)
     if stacked:
         raise ValueError(
             f"adapters would lie on {stacked[0]}, which is a parameter of many experts and no module, so that they "

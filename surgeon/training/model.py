@@ -222,28 +222,27 @@ def learned_lines(text: TrainingText, tokenizer: Any, show_row: bool = False) ->
         total = len(text) * text.window
         lines.append(f"of the {total:,} tokens to train on, padding among them, {learned:,} are learned")
     if show_row:
+        row = text.rows.with_format("numpy")[0]
+        ids = row["input_ids"]
+        in_loss = row.get("labels", row["input_ids"]) != IGNORED
+        if "position_ids" in row:
+            begins = np.flatnonzero(row["position_ids"] == 0)
+        else:
+            begins = np.zeros(1, int)
+        end = begins[1] if len(begins) > 1 else len(ids)
+        # From what is learned to what is not, and back.
+        turns = np.flatnonzero(np.diff(in_loss[:end])) + 1
+        parts = [
+            (tokenizer.decode(ids[first:last]), in_loss[first])
+            for first, last in pairwise([0, *turns, end])
+        ]
         lines += [
             f"one row, what is learned of it between {' '.join(_MARKS)}:",
-            _first_row(text, tokenizer),
+            "".join(
+                f"{_MARKS[0]}{part}{_MARKS[1]}" if is_learned else part for part, is_learned in parts
+            ),
         ]
     return lines
-
-
-def _first_row(text: TrainingText, tokenizer: Any) -> str:
-    """Decode the first document or conversation, with marks around what is learned of it."""
-    row = text.rows.with_format("numpy")[0]
-    ids = row["input_ids"]
-    learned = row.get("labels", row["input_ids"]) != IGNORED
-    if "position_ids" in row:
-        begins = np.flatnonzero(row["position_ids"] == 0)
-    else:
-        begins = np.zeros(1, int)
-    end = begins[1] if len(begins) > 1 else len(ids)
-    turns = np.flatnonzero(np.diff(learned[:end])) + 1  # from what is learned to what is not, and back
-    parts = [
-        (tokenizer.decode(ids[first:last]), learned[first]) for first, last in pairwise([0, *turns, end])
-    ]
-    return "".join(f"{_MARKS[0]}{part}{_MARKS[1]}" if is_learned else part for part, is_learned in parts)
 
 
 def announce(

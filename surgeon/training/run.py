@@ -31,6 +31,7 @@ from surgeon.quality.text import HeldOutQuality
 from surgeon.training.arguments import join_processes, share_of_batch, training_arguments
 from surgeon.training.checkpoints import (
     EarlyEnd,
+    RunLog,
     checkpoints_of,
     naming_ended_process,
     newest_checkpoint,
@@ -39,7 +40,6 @@ from surgeon.training.checkpoints import (
 )
 from surgeon.training.distiller import Distiller
 from surgeon.training.head_loss import LossParts
-from surgeon.training.run_log import RunLog
 from surgeon.training.scope import choose_or_adapt
 from surgeon.training.settings import TrainSettings
 from surgeon.training.teacher_logits import TeacherLogits

@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from difflib import SequenceMatcher
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,7 +19,6 @@ from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.models.edit import edit, edited_layers
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.opened import Model
-from surgeon.training.balance import routers_of
 from surgeon.training.settings import TrainSettings
 
 TRAINED = 4  # numbers for each parameter that is trained: itself, its gradient, and AdamW's two moments
@@ -108,6 +107,17 @@ def choose_parameters(
         parameter.requires_grad_(id(parameter) in chosen)
 
 
+def routers_of(layers: EditedLayers) -> list[nn.Module]:
+    """The routers that a program runs, each once."""
+    found = {}
+    for sublayer in layers.program.sublayers():
+        mixture = layers.family.spec(sublayer.kind, sublayer.layers[0]).mixture
+        if mixture is not None:
+            router = layers.owner(sublayer).get_submodule(mixture.router)
+            found[id(router)] = router
+    return list(found.values())
+
+
 def shapes_to_train(model: Model, program: Program, settings: TrainSettings) -> PreTrainedModel:
     """Build a model under a program, without its numbers, with its trained parameters chosen."""
     student = edit(original_model(model, buffers=False)[0], program, factors=RandomFactors("meta"))
@@ -132,22 +142,15 @@ def _frozen(model: PreTrainedModel, router: str) -> set[int]:
     return {id(parameter) for module in routers for parameter in module.parameters()}
 
 
-class AdapterTargets(NamedTuple):
-    """Names of linear modules, and of parameters, that get adapters.
+def adapter_targets(
+    model: PreTrainedModel, scope: str, program: Program, router: str = "trained"
+) -> tuple[list[str], list[str]]:
+    """Name linear modules, and parameters, that are in scope for adapters; arguments as `choose_parameters`.
 
     The latter are the matrices of feed-forwards where some are mixtures: of experts, which are stacked in one parameter
     and of which each gets an adapter of its own, of routers, and of linear modules, too, since peft takes their names
     for those that experts had before they were stacked.
     """
-
-    modules: list[str]
-    parameters: list[str]
-
-
-def adapter_targets(
-    model: PreTrainedModel, scope: str, program: Program, router: str = "trained"
-) -> AdapterTargets:
-    """Find the matrices in scope for adapters; arguments as `choose_parameters`."""
     layers = edited_layers(model)
     inside = {id(inner) for module in _modules(model, scope, program) for inner in module.modules()}
     among = inside & {id(inner) for module in _beside_mixtures(layers) for inner in module.modules()}
@@ -171,9 +174,10 @@ def adapter_targets(
         weight for weight, times in uses.items() if times > 1
     }
     left |= _frozen(model, router)
-    return AdapterTargets(
-        *([name for name, weight in each if id(weight) not in left] for each in (matrices, parameters))
+    modules, others = (
+        [name for name, weight in each if id(weight) not in left] for each in (matrices, parameters)
     )
+    return modules, others
 
 
 def _beside_mixtures(layers: EditedLayers) -> Iterator[nn.Module]:

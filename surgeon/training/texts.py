@@ -17,7 +17,6 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
@@ -92,21 +91,13 @@ def check_texts(data: Any) -> str | dict[str, float]:
 
 
 @dataclass(frozen=True)
-class MixedPart:
-    """One of several texts in a `TrainingText`: its number of windows, one after the other, and its weight."""
-
-    windows: int
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
 class TrainingText:
     """A text to train on, in windows: rows of Arrow, mapped into memory from files where it is large.
 
     Attributes:
         rows: a window each, with columns as `columns` has them.
         source, digest, notes, column, left_out: as of `Windows`.
-        parts: the texts that it is made of, where they are several.
+        parts: the texts that it is made of, where they are several: windows of each, one after the other, and weight.
     """
 
     rows: datasets.Dataset
@@ -115,7 +106,7 @@ class TrainingText:
     notes: tuple[str, ...] = ()
     column: str | None = None
     left_out: Mapping[str, int] = field(default_factory=dict)
-    parts: tuple[MixedPart, ...] = ()
+    parts: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, windows: Windows) -> TrainingText:
@@ -390,10 +381,8 @@ def pad_pieces(found: Iterable[Tokens], source: str) -> Windows:
 
 def mix_texts(texts: Sequence[TrainingText], several: Mapping[str, float]) -> TrainingText:
     """Join several texts, with their weights."""
-    parts = tuple(
-        MixedPart(len(text), weight) for text, weight in zip(texts, several.values(), strict=True)
-    )
-    follows = json.dumps([[text.digest, part.weight] for text, part in zip(texts, parts, strict=True)])
+    parts = tuple(zip(map(len, texts), several.values(), strict=True))
+    follows = json.dumps([[text.digest, weight] for text, (_, weight) in zip(texts, parts, strict=True)])
     return TrainingText(
         datasets.concatenate_datasets([text.rows for text in texts]),
         ", ".join(f"{name}={weight:g}" for name, weight in several.items()),
@@ -423,18 +412,27 @@ class RunOrder:
     """
 
     def __init__(
-        self, windows: int, steps: int, batch: int, seed: int, parts: Sequence[MixedPart] = ()
+        self, windows: int, steps: int, batch: int, seed: int, parts: Sequence[tuple[int, float]] = ()
     ) -> None:
-        self.parts = tuple(parts) or (MixedPart(windows),)
+        self.parts = tuple(parts) or ((windows, 1.0),)
         self.count = steps * batch
         self.seed = seed
         self._first = [
-            sum(part.windows for part in self.parts[:number]) for number in range(len(self.parts))
+            sum(count for count, _ in self.parts[:number]) for number in range(len(self.parts))
         ]
         # Last epoch drawn of each text, and its order.
         self._drawn = dict[int, tuple[int, Tensor]]()
         if len(self.parts) > 1:
-            self._text, self._turn = _order_turns([part.weight for part in self.parts], self.count)
+            weights = [weight for _, weight in self.parts]
+            shares = np.array(weights) / sum(weights)
+            numbers = [np.arange(int(share * self.count) + 2) for share in shares]
+            times = np.concatenate(
+                [(each + 0.5) / share for each, share in zip(numbers, shares, strict=True)]
+            )
+            texts = np.repeat(np.arange(len(shares)), [len(each) for each in numbers])
+            order = np.argsort(times, kind="stable")[: self.count]
+            self._text = texts[order]
+            self._turn = np.concatenate(numbers)[order]
 
     def __len__(self) -> int:
         return self.count
@@ -446,23 +444,13 @@ class RunOrder:
         text, turn = (
             (0, place) if len(self.parts) == 1 else (int(self._text[place]), int(self._turn[place]))
         )
-        windows = self.parts[text].windows
+        windows = self.parts[text][0]
         epoch, place_in_epoch = divmod(turn, windows)
         if self._drawn.get(text, (-1,))[0] != epoch:
             generator = torch.Generator().manual_seed((text << 56) + (self.seed << 20) + epoch)
             self._drawn[text] = epoch, torch.randperm(windows, generator=generator)
         order = self._drawn[text][1]
         return self._first[text] + int(order[place_in_epoch])
-
-
-def _order_turns(weights: Sequence[float], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The text at each place, and the number of its window, (count,)."""
-    shares = np.array(weights) / sum(weights)
-    numbers = [np.arange(int(share * count) + 2) for share in shares]
-    times = np.concatenate([(each + 0.5) / share for each, share in zip(numbers, shares, strict=True)])
-    texts = np.repeat(np.arange(len(shares)), [len(each) for each in numbers])
-    order = np.argsort(times, kind="stable")[:count]
-    return texts[order], np.concatenate(numbers)[order]
 
 
 class TrainingWindows(Dataset[dict[str, Tensor]]):

@@ -54,6 +54,7 @@ Row = dict[str, NDArray[np.int32]]
 IGNORED = -100  # a label of what is not to be predicted, as PyTorch's losses have it
 # Model types whose masks `transformers` makes without positions.
 ATTEND_ACROSS = ("falcon", "gpt_oss", "llama4_text", "opt")
+_NOTHING = np.zeros((3, 0), np.int32)  # no marked tokens (`_mark`)
 _OPEN = 64  # windows that documents may still be put into
 
 
@@ -104,23 +105,42 @@ class Packer:
         self.documents = documents_of(documents)
         self.pad = pad
         # Windows, as their marked tokens (`_mark`).
-        self._open = [_nothing()] if documents != "whole" else []
-        self._document = _nothing()  # a whole one, as far as it has come
+        self._open = [_NOTHING] if documents != "whole" else []
+        self._document = _NOTHING  # a whole one, as far as it has come
         self._begins = True  # a document, with the next token
 
     def add(self, tokens: Tokens) -> Iterator[Row]:
         marked = _mark(tokens, self._begins)
         self._begins = tokens.ends or (self._begins and not len(tokens.ids))
         if self.documents != "whole":
-            yield from self._cut(marked)
+            (held,) = self._open
+            whole = np.concatenate([held, marked], axis=1)
+            full = whole.shape[1] // self.window * self.window
+            for at in range(0, full, self.window):
+                yield self._row(whole[:, at : at + self.window])
+            self._open = [whole[:, full:]]
             return
         self._document = np.concatenate([self._document, marked], axis=1)
         if tokens.ends:
             document = self._document
-            self._document = _nothing()
+            self._document = _NOTHING
             document[1, :: self.window] = 1  # for the rest of a long one may share a window with others
             for start in range(0, document.shape[1], self.window):
-                yield from self._place(document[:, start : start + self.window])
+                piece = document[:, start : start + self.window]
+                # Into the open window that it fills best; beyond a number of open ones the fullest is done.
+                room = [self.window - each.shape[1] - piece.shape[1] for each in self._open]
+                fitting = [(left, index) for index, left in enumerate(room) if left >= 0]
+                if fitting:
+                    left, index = min(fitting)
+                    self._open[index] = np.concatenate([self._open[index], piece], axis=1)
+                else:
+                    if len(self._open) == _OPEN:
+                        yield self._pad(self._open.pop(room.index(min(room))))
+                    self._open.append(piece)
+                    left = self.window - piece.shape[1]
+                    index = len(self._open) - 1
+                if left == 0:
+                    yield self._row(self._open.pop(index))
 
     def rest(self) -> Iterator[Row]:
         """Yield windows of whole documents that are not full, at the end; else the rest is dropped."""
@@ -128,30 +148,6 @@ class Packer:
             left = self._open
             self._open = []
             yield from map(self._pad, left)
-
-    def _cut(self, marked: NDArray[np.int32]) -> Iterator[Row]:
-        (held,) = self._open
-        whole = np.concatenate([held, marked], axis=1)
-        full = whole.shape[1] // self.window * self.window
-        for start in range(0, full, self.window):
-            yield self._row(whole[:, start : start + self.window])
-        self._open = [whole[:, full:]]
-
-    def _place(self, document: NDArray[np.int32]) -> Iterator[Row]:
-        """Put a document into the open window that it fills best; beyond a number of open ones the fullest is done."""
-        room = [self.window - each.shape[1] - document.shape[1] for each in self._open]
-        fitting = [(left, index) for index, left in enumerate(room) if left >= 0]
-        if fitting:
-            left, index = min(fitting)
-            self._open[index] = np.concatenate([self._open[index], document], axis=1)
-        else:
-            if len(self._open) == _OPEN:
-                yield self._pad(self._open.pop(room.index(min(room))))
-            self._open.append(document)
-            left = self.window - document.shape[1]
-            index = len(self._open) - 1
-        if left == 0:
-            yield self._row(self._open.pop(index))
 
     def _pad(self, marked: NDArray[np.int32]) -> Row:
         left = self.window - marked.shape[1]
@@ -190,10 +186,6 @@ def _mark(tokens: Tokens, begins: bool) -> NDArray[np.int32]:
     found[0], found[2] = tokens.ids, 1 if tokens.answer is None else tokens.answer
     found[1, :1] = begins
     return found
-
-
-def _nothing() -> NDArray[np.int32]:
-    return np.zeros((3, 0), np.int32)
 
 
 SELF = "self"  # text that the original of an edited model writes (`surgeon.training.self_text`)
@@ -239,23 +231,22 @@ class TextSource:
         self.chats = chats
         self.by_row = documents != "joined"
         self.apart = self.endless or are_apart(data, separator, self.by_row)
-        self.files = [] if self.endless else self._find_files()
+        self.files: list[Path] = []
+        path = None
+        if not self.endless and is_folder(data):
+            self.files = files_in(data)
+        elif not self.endless:
+            path = file_and_column(data)[0]
+        if path is not None:
+            if self.by_row and separator is None and not is_table(path):
+                raise ValueError(
+                    f"{data} is one text, whose documents cannot be told apart; give the separator between them, or "
+                    "join them"
+                )
+            self.files = [path]
         fillers = [] if chats else [tokenizer.pad_token_id, tokenizer.eos_token_id]
         # The token that fills windows.
         self.pad = int(next((token for token in fillers if token is not None), 0))
-
-    def _find_files(self) -> list[Path]:
-        if is_folder(self.source):
-            return files_in(self.source)
-        path = file_and_column(self.source)[0]
-        if path is None:
-            return []
-        if self.by_row and self.separator is None and not is_table(path):
-            raise ValueError(
-                f"{self.source} is one text, whose documents cannot be told apart; give the separator between them, or "
-                "join them"
-            )
-        return [path]
 
     def identity(self) -> dict[str, Any]:
         """Identity of its windows, as JSON values: of files name, size and time; of the demo's text itself."""

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,10 +21,11 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArgu
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from surgeon.errors import Diverged, first_line, is_full_disk, is_out_of_memory
+from surgeon.models.edited_layers import ASKS_FOR_ROUTERS, EditedLayers
 from surgeon.models.lora import PeftModel
 from surgeon.processes.files import show_bytes
 from surgeon.quality.summary import Quality
-from surgeon.training.balance import ExpertBalance
+from surgeon.training.arguments import follow_checkpoint, shard_parameters
 from surgeon.training.checkpoints import (
     RunCheckpoints,
     checkpoint_bytes,
@@ -30,7 +34,7 @@ from surgeon.training.checkpoints import (
     write_trained,
 )
 from surgeon.training.head_loss import LossParts, text_loss
-from surgeon.training.sharding import follow_checkpoint, shard_parameters
+from surgeon.training.scope import routers_of
 from surgeon.training.texts import RunOrder, TrainingText, TrainingWindows
 from surgeon.training.token_store import IGNORED, attends_across
 from surgeon.words import first_few, plural
@@ -96,7 +100,13 @@ class ModelTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        self.empty: nn.Module | None = meta_copy(model) if sharded else None
+        self.empty: nn.Module | None = None
+        if sharded:
+            numberless = {
+                id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
+                for one in model.parameters()
+            }
+            self.empty = copy.deepcopy(model, dict[int, Any](numberless))
         self.model_accepts_loss_kwargs = False  # what is predicted is counted here (`get_batch_samples`)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -117,7 +127,19 @@ class ModelTrainer(Trainer):
             self.checkpoints.require_room(self.model, self._saves_frozen)
         if isinstance(resume_from_checkpoint, str):
             follow_checkpoint(self.accelerator, Path(resume_from_checkpoint))
-            self._require_same_processes(Path(resume_from_checkpoint))
+            # Each process has a state of the random numbers of its own.
+            checkpoint = Path(resume_from_checkpoint)
+            name = (
+                "rng_state.pth"
+                if self.args.world_size == 1
+                else f"rng_state_{self.args.process_index}.pth"
+            )
+            if self.args.should_save and not (checkpoint / name).is_file():
+                warnings.warn(
+                    f"{checkpoint} was written by another number of processes than there are now; where the model has "
+                    "dropout, its random numbers are others",
+                    stacklevel=1,
+                )
         try:
             return super().train(resume_from_checkpoint, *others, **options)
         except Exception as error:
@@ -125,25 +147,13 @@ class ModelTrainer(Trainer):
                 raise
         finally:
             if self.args.should_save:
-                self.checkpoints.clear()
+                shutil.rmtree(self.checkpoints.staging, ignore_errors=True)
         # Raised outside the handler, to stand for itself: it says more than the error that it comes from.
         needed = show_bytes(checkpoint_bytes(self.model, self._saves_frozen))
         raise OSError(
             f"the disk of {self.checkpoints.folder} filled up at step {self.state.global_step}: a checkpoint takes "
             f"about {needed}; earlier ones are whole, so make room, and run the same command again to go on"
         )
-
-    def _require_same_processes(self, checkpoint: Path) -> None:
-        """Warn where a checkpoint has no state of the random numbers of each process."""
-        name = (
-            "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
-        )
-        if self.args.should_save and not (checkpoint / name).is_file():
-            warnings.warn(
-                f"{checkpoint} was written by another number of processes than there are now; where the model has "
-                "dropout, its random numbers are others",
-                stacklevel=1,
-            )
 
     @property
     def _saves_frozen(self) -> bool:
@@ -152,6 +162,7 @@ class ModelTrainer(Trainer):
 
     def whole_model(self) -> Any:
         """The model in one piece; None in all processes but the first."""
+        whole: Any
         if self.empty is None:
             # Without what mixed precision has put around its forward pass.
             whole = self.accelerator.unwrap_model(
@@ -159,7 +170,12 @@ class ModelTrainer(Trainer):
             )
         else:
             state = self.accelerator.get_state_dict(self.model_wrapped)
-            whole = fill_copy(self.empty, state) if self.args.should_save else None
+            if self.args.should_save:
+                missing = self.empty.load_state_dict(state, strict=False, assign=True).missing_keys
+                whole = self.empty
+                tied: Any = whole.get_base_model() if isinstance(whole, PeftModel) else whole
+                tied.tie_weights()
+                assert not any(parameter.is_meta for parameter in whole.parameters()), missing
         return whole if self.args.should_save else None
 
     # Steps
@@ -322,20 +338,78 @@ def predicted_tokens(windows: Mapping[str, Tensor]) -> Tensor:
     return (windows["labels"][:, 1:] != IGNORED).sum()
 
 
-def meta_copy(model: nn.Module) -> nn.Module:
-    """Copy modules without numbers, to take in a state dict gathered from sharded ones."""
-    empty = {
-        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        for parameter in model.parameters()
-    }
-    copied: nn.Module = copy.deepcopy(model, dict[int, Any](empty))
-    return copied
+class ExpertBalance:
+    """The balance loss of a model's experts.
+
+    Attributes:
+        weight: of the loss; 0 where the configuration asks for none, or no router is trained.
+
+    Args:
+        model: edited, or a wrapper of an edited one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = next((module for module in model.modules() if isinstance(module, EditedLayers)), None)
+        self.weight = 0.0
+        self.routers = list[nn.Module]()
+        self.top_k = 0
+        self._logits = 0
+        if layers is None or layers.family.mixture is None:
+            return
+        config: Any = layers.config
+        asked = layers.config_before.get(ASKS_FOR_ROUTERS, getattr(config, ASKS_FOR_ROUTERS, False))
+        routers = routers_of(layers)
+        if asked and any(each.requires_grad for router in routers for each in router.parameters()):
+            self.weight = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
+            self.routers = routers
+            self.top_k = layers.family.mixture.routing(config).top_k
+            self._logits = layers.family.mixture.logits
+
+    @contextmanager
+    def watched(self) -> Iterator[list[Tensor]]:
+        """Collect the router logits of the next forward pass, (tokens, experts) each; nothing where the weight is 0."""
+        seen: list[Tensor] = []
+
+        def keep(_: nn.Module, __: Any, output: Any) -> None:
+            seen.append(output[self._logits] if isinstance(output, tuple) else output)
+
+        with ExitStack() as hooks:
+            for router in self.routers if self.weight else ():
+                hooks.callback(router.register_forward_hook(keep).remove)
+            yield seen
+
+    def loss(self, seen: Sequence[Tensor]) -> Tensor:
+        """Compute `balance_loss` of collected logits."""
+        if not any(each.requires_grad for each in seen):
+            raise ValueError(
+                "the choices of routers were not seen, as when a model is compiled, or its checkpointed passes are "
+                "reentrant; train without torch_compile and use_reentrant, or with output_router_logits: false"
+            )
+        return balance_loss(seen, self.top_k)
 
 
-def fill_copy(empty: nn.Module, state: dict[str, Any]) -> nn.Module:
-    """Fill a copy without numbers from a whole state dict."""
-    missing = empty.load_state_dict(state, strict=False, assign=True).missing_keys
-    whole: Any = empty.get_base_model() if isinstance(empty, PeftModel) else empty
-    whole.tie_weights()
-    assert not any(parameter.is_meta for parameter in empty.parameters()), missing
-    return empty
+def balance_loss(logits: Sequence[Tensor], top_k: int) -> Tensor:
+    """The experts' share of tokens times their share of scores, summed, times their number: k where all are alike.
+
+    Args:
+        logits: of each layer, (tokens, experts); layers with different numbers of experts count by their layers.
+        top_k: experts of a token, k.
+
+    Returns:
+        A number, whose gradient is that of the scores.
+    """
+    by_experts = defaultdict[int, list[Tensor]](list)
+    for each in logits:
+        by_experts[each.shape[-1]].append(each)
+    total = torch.zeros((), device=logits[0].device)
+    for experts, layers in by_experts.items():
+        sent, scored = (torch.zeros(experts, device=total.device) for _ in range(2))
+        for each in layers:
+            scores = each.to(total.device).softmax(-1).float()
+            sent = sent + torch.bincount(
+                scores.topk(min(top_k, experts)).indices.flatten(), minlength=experts
+            )
+            scored = scored + scores.sum(0)
+        tokens = sum(len(each) for each in layers)
+        total = total + len(layers) * experts * (sent / tokens * scored / tokens).sum()
+    return total / len(logits)

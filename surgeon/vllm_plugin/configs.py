@@ -7,7 +7,6 @@ tracks: they share the heads of all tracks that run side by side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
@@ -38,23 +37,19 @@ def attentions_at_once(program: Program) -> int:
 
 
 def _most(nodes: tuple[Node, ...]) -> Fraction:
-    found = (
-        _share(node) if isinstance(node, Step) else sum(map(_most, node.branches), Fraction())
-        for node in nodes
-    )
-    return max(found, default=Fraction())
-
-
-def _share(step: Step) -> Fraction:
-    """An attention's part, by its largest slice; ranks take those of one step apart, as they do those of a layer."""
-    slices = [
-        sublayer.piece[1] if sublayer.piece else 1
-        for sublayer in step.sublayers
-        if sublayer.kind == ATTENTION
-    ]
-    if slices:
-        return Fraction(1, min(slices))
-    return Fraction()
+    found = [Fraction()]
+    for node in nodes:
+        if isinstance(node, Step):
+            # An attention's part, by its largest slice; ranks take those of one step apart, as those of a layer.
+            slices = [
+                sublayer.piece[1] if sublayer.piece else 1
+                for sublayer in node.sublayers
+                if sublayer.kind == ATTENTION
+            ]
+            found += [Fraction(1, min(slices))] if slices else []
+        else:
+            found.append(sum(map(_most, node.branches), Fraction()))
+    return max(found)
 
 
 def with_all_heads(convertor: Any) -> Any:
@@ -89,41 +84,25 @@ def with_all_heads(convertor: Any) -> Any:
 
 
 FORMATS = ("auto", "hf", "safetensors")  # of vLLM's --load-format
-REDUCE = ("auto", "torch")
-LOW_RANK = ("replicate", "gather")
+# Settings in `--additional-config '{"surgeon": {...}}'`, the usual value first. `reduce` is explained in reduce.py;
+# `low_rank` is as `Plan.low_rank`: each rank has the first factors of what reads the stream, or computes some of them
+# and gathers the rest.
+SETTINGS = {"reduce": ("auto", "torch"), "low_rank": ("replicate", "gather")}
 
 
-@dataclass(frozen=True)
-class PluginSettings:
-    """The settings in `--additional-config '{"surgeon": {...}}'`.
-
-    Attributes:
-        reduce: one of REDUCE (reduce.py).
-        low_rank: as `Plan.low_rank`: each rank has the first factors of what reads the stream, or computes some of them
-            and gathers the rest.
-    """
-
-    reduce: str = "auto"
-    low_rank: str = "replicate"
-
-
-def read_settings(additional_config: Any) -> PluginSettings:
-    """Read the plugin's part of vLLM's additional configuration."""
+def read_settings(additional_config: Any) -> dict[str, str]:
+    """Read the plugin's part of vLLM's additional configuration; every setting of `SETTINGS` has a value."""
     found = (additional_config or {}).get("surgeon", {})
-    known = [field.name for field in fields(PluginSettings)]
     for name in found:
-        if name not in known:
+        if name not in SETTINGS:
             raise ValueError(
-                f"there is no setting {name!r} in --additional-config; {did_you_mean(name, known)}"
+                f"there is no setting {name!r} in --additional-config; {did_you_mean(name, SETTINGS)}"
             )
-    settings = PluginSettings(**found)
-    for name, value, values in (
-        ("reduce", settings.reduce, REDUCE),
-        ("low_rank", settings.low_rank, LOW_RANK),
-    ):
-        if value not in values:
+    settings: dict[str, str] = {name: values[0] for name, values in SETTINGS.items()} | found
+    for name, values in SETTINGS.items():
+        if settings[name] not in values:
             raise ValueError(
-                f"there is no {name} {value!r} in --additional-config; {did_you_mean(value, values)}"
+                f"there is no {name} {settings[name]!r} in --additional-config; {did_you_mean(settings[name], values)}"
             )
     return settings
 

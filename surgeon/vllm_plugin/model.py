@@ -77,7 +77,7 @@ class ProgramForCausalLM(nn.Module):
         self.source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
         device = torch.empty(0).device  # vLLM builds models with its own as the default
         program = Program(nodes)
-        peers = Peers(connect(settings.reduce, program))
+        peers = Peers(connect(settings["reduce"], program))
         self.rank_program = RankProgram(replace(plan, program=str(program)), peers, device)
         attentions = self.rank_program.attentions()
         self.rotaries = [plan.arithmetic.rotary_of(attention) for attention in attentions]
@@ -89,7 +89,23 @@ class ProgramForCausalLM(nn.Module):
             self._slot(vllm_config, f"{prefix}stage{self.stages.rank_in_group}.slots.{slot}", *width)
             for slot, width in enumerate(widths or [(1, 1, None)])
         )
-        self._build_ends()
+        arithmetic = plan.arithmetic
+        first = self.stages.is_first_rank
+        last = self.stages.is_last_rank
+        if first or (plan.tied and last):
+            self.embedding = VocabParallelEmbedding(plan.vocabulary, plan.hidden)
+        if last:
+            self.head = ParallelLMHead(
+                plan.vocabulary, plan.hidden, bias=f"{plan.family.head}.bias" in self.source
+            )
+            if plan.tied:
+                self.head = self.head.tie_weights(self.embedding)
+            self.logits_processor = LogitsProcessor(
+                plan.vocabulary,
+                # After the cap: none has both.
+                scale=1.0 if arithmetic.logit_scale is None else arithmetic.logit_scale,
+                soft_cap=arithmetic.logit_softcap,
+            )
         self.loaded = False
 
     def _width(self, attention: Sublayer) -> tuple[int, int, int | None]:
@@ -124,27 +140,6 @@ class ProgramForCausalLM(nn.Module):
             prefix=f"{name}.kv{kv_heads}window{window}",
             **more,
         )
-
-    def _build_ends(self) -> None:
-        plan = self.plan
-        arithmetic = plan.arithmetic
-        family = self.plan.family
-        first = self.stages.is_first_rank
-        last = self.stages.is_last_rank
-        if first or (plan.tied and last):
-            self.embedding = VocabParallelEmbedding(plan.vocabulary, plan.hidden)
-        if last:
-            self.head = ParallelLMHead(
-                plan.vocabulary, plan.hidden, bias=f"{family.head}.bias" in self.source
-            )
-            if plan.tied:
-                self.head = self.head.tie_weights(self.embedding)
-            self.logits_processor = LogitsProcessor(
-                plan.vocabulary,
-                # After the cap: none has both.
-                scale=1.0 if arithmetic.logit_scale is None else arithmetic.logit_scale,
-                soft_cap=arithmetic.logit_softcap,
-            )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:  # noqa: ARG002 - would be whole tensors
         """Read this rank's slices from the checkpoint."""
@@ -284,7 +279,7 @@ def plan_of(vllm_config: Any) -> Plan:
         get_tensor_model_parallel_world_size(),
         model.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),
-        low_rank=read_settings(vllm_config.additional_config).low_rank,
+        low_rank=read_settings(vllm_config.additional_config)["low_rank"],
         kv="full",  # vLLM's attentions read keys and values out of the cache themselves
     )
     source = ModelWeights(Checkpoint(folder), plan.family, plan.head_dim)

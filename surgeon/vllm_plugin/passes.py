@@ -27,7 +27,7 @@ class ProgramPasses(VerifyAndUpdateConfig):  # type: ignore[misc]
                 "surgeon's plugin cannot run this: its passes are not compiled; leave out -cc.mode"
             )
         compilation.mode = CompilationMode.NONE
-        if settings.reduce == "torch":  # vLLM's recordings hold nothing of torch.distributed's
+        if settings["reduce"] == "torch":  # vLLM's recordings hold nothing of torch.distributed's
             compilation.cudagraph_mode = CUDAGraphMode.NONE
         elif compilation.cudagraph_mode is None and vllm_config.optimization_level > 0:
             compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY

@@ -46,7 +46,17 @@ def connect(way: str, program: Program) -> Collectives:
         )
     asynchronous: Collectives
     if all(in_the_same_node_as(ranks.cpu_group)):
-        asynchronous = _shared_memory(ranks)
+        # Rank 0 makes the memory, the others open it while rank 0 still waits for them.
+        own = None
+        if ranks.rank_in_group == 0:
+            own = create_memory(ranks.world_size)
+        name = ranks.broadcast_object(None if own is None else f"/proc/{os.getpid()}/fd/{own}")
+        if own is None:
+            own = os.open(name, os.O_RDWR)
+        ranks.barrier()
+        asynchronous = SharedMemoryCollectives(
+            ranks.rank_in_group, _members(ranks), own, ranks.world_size
+        )
         # Without tensor dictionaries vLLM's ranks share no memory.
         late = late or not ranks.device_communicator.supports_tensor_dict
     else:
@@ -54,17 +64,6 @@ def connect(way: str, program: Program) -> Collectives:
     if late:
         return asynchronous
     return VllmCollectives(ranks, asynchronous)
-
-
-def _shared_memory(ranks: Any) -> Collectives:
-    """Rank 0 makes the memory, the others open it while rank 0 still waits for them."""
-    own = None
-    if ranks.rank_in_group == 0:
-        own = create_memory(ranks.world_size)
-    name = ranks.broadcast_object(None if own is None else f"/proc/{os.getpid()}/fd/{own}")
-    descriptor = os.open(name, os.O_RDWR) if own is None else own
-    ranks.barrier()
-    return SharedMemoryCollectives(ranks.rank_in_group, _members(ranks), descriptor, ranks.world_size)
 
 
 def _members(ranks: Any) -> Group:

@@ -116,18 +116,18 @@ def test_a_full_disk_is_named_where_it_is_not_the_only_one(
     disk = tmp_path / "disk"
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) in (disk, Path("/")))
     error = OSError(errno.ENOSPC, "No space left", str(disk / "new" / "a.csv"))
-    assert f"/new/a.csv; free some space on {disk} and run" in explain(error, "out").line
+    assert f"/new/a.csv; free some space on {disk} and run" in explain(error, "out")[0]
     for place in (tmp_path / "a.csv", "postgresql://host/database"):
         assert (
             f"{place}; free some space and run"
-            in explain(OSError(errno.ENOSPC, "", str(place)), "out").line
+            in explain(OSError(errno.ENOSPC, "", str(place)), "out")[0]
         )
 
 
 def test_a_full_disk_in_words_of_our_own_is_left_so() -> None:
     error = OSError("no room for states in there; raise --memory")
     error.__cause__ = OSError(errno.ENOSPC, "No space left")
-    assert explain(error, "out").line == "error: no room for states in there; raise --memory"
+    assert explain(error, "out")[0] == "error: no room for states in there; raise --memory"
 
 
 def test_a_full_disk_behind_another_error_is_still_a_full_disk() -> None:
@@ -186,16 +186,13 @@ def test_an_interruption_says_what_has_become_of_the_work(name: str, command: An
     """The same command goes on if its own help says so."""
     helps = [command.help, *(getattr(parameter, "help", None) or "" for parameter in command.params)]
     goes_on = "the same command goes on" in " ".join(" ".join(helps).split())
-    line = explain_interruption(name, "there").line
+    line = explain_interruption(name, "there")
     assert line.startswith("interrupted; ")
     assert line.endswith("run the same command again to go on") == goes_on
 
 
 def test_an_evaluation_that_writes_nothing_cannot_go_on() -> None:
-    assert (
-        explain_interruption("eval").line
-        == "interrupted; no answers were kept, as they are with --output"
-    )
+    assert explain_interruption("eval") == "interrupted; no answers were kept, as they are with --output"
 
 
 def test_own_warnings_take_one_line_and_others_none(run: Callable[..., tuple[int, str, str]]) -> None:

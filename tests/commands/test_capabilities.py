@@ -164,7 +164,7 @@ class Tried:
         found = self.able.maps[name]
         if isinstance(found, ValueError):
             raise found
-        return [one.program for one in found[:PLACES]]
+        return [program for _, program, _ in found[:PLACES]]
 
     def of_map(self, name: str, attempt: Callable[[Program], Any]) -> Sequence[Callable[[], Any]]:
         try:
@@ -222,7 +222,7 @@ class Tried:
 
     def train(self, what: str) -> Sequence[Callable[[], Any]]:
         pairs = self.able.maps[PAIRS]
-        program = pairs[0].program if isinstance(pairs, list) else self.model.program
+        program = pairs[0][1] if isinstance(pairs, list) else self.model.program
         if what == "rack by rack":
             return [partial(self.cut, program)]
         scope = "edited"

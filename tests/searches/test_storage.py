@@ -151,7 +151,7 @@ def test_a_full_disk_is_that_of_the_storage(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space") as raised, naming_storage(found):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert raised.value.filename == str(tmp_path / "study.log")
-    said = explain(raised.value, "elsewhere").line
+    said = explain(raised.value, "elsewhere")[0]
     assert said.startswith(f"error: no space left for {tmp_path}/study.log; free some space")
 
 

@@ -189,8 +189,8 @@ def test_conversations_are_tokenized_once(tmp_path: Path) -> None:
 def test_several_texts_of_conversations_are_mixed_by_weight(tmp_path: Path) -> None:
     one, two = written(tmp_path, ROWS[:5]), written(tmp_path, ROWS[5:9], "two.jsonl")
     found = load_texts(tokenizer(), {one: 0.5, two: 0.5}, WINDOW, 1 << 20, held_out_tokens=60)
-    assert [part.weight for part in found.training.parts] == [0.5, 0.5]
-    assert sum(part.windows for part in found.training.parts) == len(found.training)
+    assert [weight for _, weight in found.training.parts] == [0.5, 0.5]
+    assert sum(windows for windows, _ in found.training.parts) == len(found.training)
     held_out = [
         ids[: int(marks.nonzero().max()) + 1].tolist()
         for ids, marks in zip(*_measured(found), strict=True)

@@ -21,8 +21,8 @@ from torch import nn
 
 import surgeon
 from surgeon.models.edit import edit
+from surgeon.training.arguments import follow_checkpoint, group_modules, shard_parameters
 from surgeon.training.settings import TrainSettings
-from surgeon.training.sharding import follow_checkpoint, group_modules, shard_parameters
 from tests.processes.test_torchrun import free_port
 from tests.processes.together import REPOSITORY, together
 from tests.selection import case

@@ -18,7 +18,6 @@ from surgeon.training.racks.run_files import read_texts, write_texts
 from surgeon.training.run import Trained, train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import (
-    MixedPart,
     RunOrder,
     TrainingText,
     TrainingWindows,
@@ -135,7 +134,7 @@ def test_of_several_texts_each_holds_out_its_share(tmp_path: Path) -> None:
         several[str(path)] = weight
     found = load_texts(tiny_tokenizer(), several, 24, 40 * 24, documents="whole")
     alone = [load_texts(tiny_tokenizer(), one, 24, 1 << 20, documents="whole") for one in several]
-    assert [part.windows for part in found.training.parts] == [31, len(alone[1].training)]
+    assert [windows for windows, _ in found.training.parts] == [31, len(alone[1].training)]
     assert found.behind == sum(each.behind for each in alone)
     assert alone[1].behind == max(1, (alone[1].behind + len(alone[1].training)) // 10)
     assert len(found.held_out.ids) == sum(len(each.held_out.ids) for each in alone)
@@ -175,13 +174,13 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
 
 
 def test_several_texts_have_their_turns_by_weight() -> None:
-    parts = (MixedPart(5, 0.7), MixedPart(3, 0.2), MixedPart(4, 0.1))
+    parts = ((5, 0.7), (3, 0.2), (4, 0.1))
     order = RunOrder(12, 25, 4, 3, parts)
     found = list(order)
     texts = [0 if index < 5 else 1 if index < 8 else 2 for index in found]
     for place in range(1, 101):
-        for text, part in enumerate(parts):
-            assert abs(texts[:place].count(text) - part.weight * place) <= 1.5
+        for text, (_, weight) in enumerate(parts):
+            assert abs(texts[:place].count(text) - weight * place) <= 1.5
     for text, first, windows in ((0, 0, 5), (1, 5, 3), (2, 8, 4)):
         own = [index for index, one in zip(found, texts, strict=True) if one == text]
         epochs = [own[start : start + windows] for start in range(0, len(own) - windows, windows)]
@@ -200,7 +199,7 @@ def test_windows_of_several_texts(text: str, tmp_path: Path) -> None:
     other.write_text(" ".join(str(number) for number in range(5000, 5400)))
     several = parse_texts([f"{text}=3", f"{other}=1"])
     found = load_texts(tiny_tokenizer(), several, 8, 80, held_out_tokens=32)
-    assert [part.windows for part in found.training.parts] == [9, 4]
+    assert [windows for windows, _ in found.training.parts] == [9, 4]
     assert found.held_out.ids.shape == (4, 8)
     one = load_texts(tiny_tokenizer(), text, 8, 72, held_out_tokens=24)
     assert torch.equal(found.training.ids[:9], one.training.ids)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from surgeon.checkpoint.training import layers_by_recipe
@@ -53,7 +52,17 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
     tensors = named_layers(family, [found.layers[source] for source in layers_in(own)])
     tensors |= found.outside(family.final_norm, family.head)
     if seed is not None and index != racks.last:
-        coda = _random(found, layers_in(private), (seed << 20) + index + 1, count)
+        sources = layers_in(private)
+        family = found.family
+        config_of_coda = config_for(found.config, sources or [0], tied=False)
+        dtype = next(iter(found.others.values())).dtype
+        with torch.random.fork_rng([]):
+            torch.manual_seed((seed << 20) + index + 1)
+            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config_of_coda)]
+            model = model_class._from_config(config_of_coda, dtype=dtype)
+        fresh = tensors_of(model)
+        layers = named_layers(family, fresh.layers if sources else [], count)
+        coda = layers | fresh.outside(family.final_norm, family.head)
         tensors |= {name: coda.pop(name) for name in found.outside(family.final_norm)}
         head = {name: coda.pop(name) for name in found.outside(family.head)}
         tensors |= {} if tied else head
@@ -64,20 +73,6 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
     numbers = {name: one.clone(memory_format=torch.contiguous_format) for name, one in tensors.items()}
     program = renumber_layers(own) + renumber_layers(private, count)
     return RackModel(racks, index, build_stretch(config, program, numbers, index == 0, len(own)))
-
-
-def _random(found: ModelTensors, sources: list[int], seed: int, first: int) -> dict[str, Tensor]:
-    """The first numbers of a new model of such layers: layers, numbered from `first`, norm and head."""
-    family = found.family
-    config = config_for(found.config, sources or [0], tied=False)
-    dtype = next(iter(found.others.values())).dtype
-    with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
-        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        model = model_class._from_config(config, dtype=dtype)
-    fresh = tensors_of(model)
-    layers = named_layers(family, fresh.layers if sources else [], first)
-    return layers | fresh.outside(family.final_norm, family.head)
 
 
 def require_known(found: ModelTensors) -> None:

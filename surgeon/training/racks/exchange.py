@@ -68,7 +68,8 @@ class RackExchange:
         self._clock = SystemClock()
         self._line = None if link is None else Line(link, self._clock)
         groups = (PrefixStore(name, store) for name in ("streams", "codas", "checkpoints"))
-        self._streams, self._codas, self._checkpoints = (_connect(one, index, racks) for one in groups)
+        connected: list[Any] = [ProcessGroupGloo(one, index, racks, PATIENCE) for one in groups]
+        self._streams, self._codas, self._checkpoints = connected
         self._saved: Any = None
         self._failure: BaseException | None = None
         self._outgoing = Queue[tuple[ItemKey, Tensor] | None](1)
@@ -192,10 +193,6 @@ class RackExchange:
                 self._incoming.put((key, due / 1e9, stream))
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
             self._incoming.put(error)
-
-
-def _connect(store: Store, index: int, racks: int) -> Any:
-    return ProcessGroupGloo(store, index, racks, PATIENCE)
 
 
 _STREAMS = "streams"  # of a file: (windows, tokens, width)

@@ -110,20 +110,18 @@ def build_stretch(
     if any(name.startswith(f"{family.layers}.") for name in tensors):
         make_room(model, weights, program)
     if not embeds:
-        _silence(model, family, tensors)
+        dtype = next(iter(tensors.values())).dtype
+        for path in family.embeddings:
+            parent, _, name = path.rpartition(".")
+            setattr(
+                model.get_submodule(parent), name, SilentEmbedding(int(model.config.hidden_size), dtype)
+            )
     _fill(model, tensors, family)
     edit(model, program, StretchLayers)
     layers = stretch_layers(model)
     layers.embeds = embeds
     layers.watched = watched
     return model
-
-
-def _silence(model: PreTrainedModel, family: Family, tensors: Mapping[str, Tensor]) -> None:
-    dtype = next(iter(tensors.values())).dtype
-    for path in family.embeddings:
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, SilentEmbedding(int(model.config.hidden_size), dtype))
 
 
 def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], family: Family) -> None:
@@ -213,26 +211,6 @@ def tensors_of(model: PreTrainedModel) -> ModelTensors:
     return ModelTensors(config, stock.program, layers, others)
 
 
-def tensors_of_program(model: PreTrainedModel, program: Program) -> ModelTensors:
-    """Collect a model's tensors under the numbers of the program that it was edited with.
-
-    Args:
-        program: over whole layers and slices of them.
-    """
-    found = tensors_of(model)
-    layers = found.layers[: 1 + max(layer for one in program.sublayers() for layer in one.layers)]
-    for (kind, place), (layer,) in layers_by_recipe(program, found.program).items():
-        if place != layer:
-            spec = found.family.spec(kind, layer)
-            paths = tuple(f"{path}." for path in spec.stages)
-            moved = {
-                name: tensor for name, tensor in found.layers[place].items() if name.startswith(paths)
-            }
-            layers[layer] = layers[layer] | moved
-    config = config_for(found.config, range(len(layers)), bool(found.config.tie_word_embeddings))
-    return ModelTensors(config, program, layers, found.others)
-
-
 def named_layers(
     family: Family, layers: Iterable[Mapping[str, Tensor]], first: int = 0
 ) -> dict[str, Tensor]:
@@ -301,22 +279,31 @@ class RackModel:
     def layers(self) -> StretchLayers:
         return stretch_layers(self.model)
 
-    @property
-    def own_nodes(self) -> int:
-        """Number of nodes before the coda."""
-        return len(self.racks.ranges[self.index].nodes)
-
     def tensors(self) -> ModelTensors:
         """Tensors, shared with the rack, of its own layers and then its coda's, under the numbers of its program."""
-        return tensors_of_program(self.model, self.layers.program)
+        found = tensors_of(self.model)
+        program = self.layers.program
+        layers = found.layers[: 1 + max(layer for one in program.sublayers() for layer in one.layers)]
+        for (kind, place), (layer,) in layers_by_recipe(program, found.program).items():
+            if place != layer:
+                paths = tuple(f"{path}." for path in found.family.spec(kind, layer).stages)
+                moved = {
+                    name: tensor
+                    for name, tensor in found.layers[place].items()
+                    if name.startswith(paths)
+                }
+                layers[layer] = layers[layer] | moved
+        config = config_for(found.config, range(len(layers)), bool(found.config.tie_word_embeddings))
+        return ModelTensors(config, program, layers, found.others)
 
     def coda(self) -> Coda:
         """The private coda, its tensors shared with the rack."""
         if self.is_last:
             raise ValueError("the last rack has no coda of its own: its prediction is the model's")
         found = self.tensors()
-        nodes = self.layers.program.nodes[self.own_nodes :]
-        first = 1 + max(layers_in(self.layers.program.nodes[: self.own_nodes]))
+        own = len(self.racks.ranges[self.index].nodes)  # before the coda
+        nodes = self.layers.program.nodes[own:]
+        first = 1 + max(layers_in(self.layers.program.nodes[:own]))
         family = found.family
         sources = layers_in(nodes)
         config = config_for(found.config, sources or [0], tied=False)

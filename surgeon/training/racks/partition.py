@@ -70,7 +70,25 @@ class Racks:
         ranges = [
             parse_range(text.strip()) for text in (texts.split(",") if isinstance(texts, str) else texts)
         ]
-        _check_order(ranges, _end(program))
+        end = _end(program)
+        expected = 0
+        for layers in ranges:
+            if layers.start != expected:
+                what = "overlap" if layers.start < expected else "leave a gap"
+                raise ValueError(
+                    f"racks {what}: {layers.start}:{layers.stop} begins at layer {layers.start}, and should at "
+                    f"{expected}; racks follow each other from layer 0 to the end, as in 0:8,8:16"
+                )
+            expected = layers.stop
+        if expected < end:
+            raise ValueError(
+                f"the racks end before layer {expected}, and the program has layers up to {end - 1}; let the last one "
+                f"end at {end}"
+            )
+        if ranges[-1].start >= end:
+            raise ValueError(
+                f"rack {ranges[-1].start}:{expected} is empty: the program's layers are 0 to {end - 1}; leave it out"
+            )
         starts = [
             _node_at(program, layers.start, f"rack {layers.start}:{layers.stop}") for layers in ranges
         ]
@@ -117,27 +135,6 @@ def allowed_cuts(program: Program) -> list[int]:
 
 def _end(program: Program) -> int:
     return 1 + max(layers_in(program.nodes), default=-1)
-
-
-def _check_order(ranges: list[range], end: int) -> None:
-    expected = 0
-    for layers in ranges:
-        if layers.start != expected:
-            what = "overlap" if layers.start < expected else "leave a gap"
-            raise ValueError(
-                f"racks {what}: {layers.start}:{layers.stop} begins at layer {layers.start}, and should at "
-                f"{expected}; racks follow each other from layer 0 to the end, as in 0:8,8:16"
-            )
-        expected = layers.stop
-    if expected < end:
-        raise ValueError(
-            f"the racks end before layer {expected}, and the program has layers up to {end - 1}; let the last one end "
-            f"at {end}"
-        )
-    if ranges[-1].start >= end:
-        raise ValueError(
-            f"rack {ranges[-1].start}:{expected} is empty: the program's layers are 0 to {end - 1}; leave it out"
-        )
 
 
 def _begins(program: Program, layer: int) -> int | None:

@@ -44,7 +44,7 @@ from surgeon.processes.rendezvous import connect_store, key_prefix, serve_store
 from surgeon.processes.sockets import interface_of, interface_variables
 from surgeon.processes.torchrun import TorchrunEnvironment
 from surgeon.quality.text import HeldOutQuality
-from surgeon.training.arguments import share_of_batch
+from surgeon.training.arguments import gather_whole, set_whole, share_of_batch
 from surgeon.training.checkpoints import (
     checkpoints_of,
     fault_of,
@@ -52,7 +52,7 @@ from surgeon.training.checkpoints import (
     remove_checkpoint,
 )
 from surgeon.training.racks.exchange import PATIENCE, RackExchange, RackStreams
-from surgeon.training.racks.model import RackModel, open_rack
+from surgeon.training.racks.model import open_rack
 from surgeon.training.racks.rack_log import RackLog, paced_loss
 from surgeon.training.racks.run_files import (
     PROCESS_FILE,
@@ -65,8 +65,6 @@ from surgeon.training.racks.run_files import (
     teacher_file,
 )
 from surgeon.training.racks.task import rack_task, train_rack
-from surgeon.training.run import TrainingTask
-from surgeon.training.sharding import gather_whole, set_whole
 
 FAILED = 1  # exit statuses
 DIVERGED = 4
@@ -269,20 +267,6 @@ def run_rack(run: Path, index: int, meet: Address, is_held: bool = False) -> Non
     PartialState(cpu=plan.device == "cpu", timeout=PATIENCE)
     rack = open_rack(start_file(run, index))
     texts = read_texts(run)
-    task = _make_task(exchange, log, run, plan, rack, HeldOutQuality(texts.held_out, None))
-    train_rack(rack, task, texts, plan.settings, run, plan.identity, plan.device)
-    exchange.finish()
-    log.write()
-
-
-def _make_task(
-    exchange: RackExchange,
-    log: RackLog,
-    run: Path,
-    plan: RacksPlan,
-    rack: RackModel,
-    held_out: HeldOutQuality,
-) -> TrainingTask:
     settings = plan.settings
     streams = RackStreams(
         settings.batch, None if rack.is_first else exchange, None if rack.is_last else exchange
@@ -290,6 +274,7 @@ def _make_task(
     teacher = None
     if settings.distillation is not None:
         teacher = open_rack(teacher_file(run, rack.index))
+    held_out = HeldOutQuality(texts.held_out, None)
     task = rack_task(rack, held_out, streams, teacher, settings.distillation)
     callbacks: list[TrainerCallback] = [RackKeeper(exchange, log)]
     every = parse_averaging(plan.options.average)
@@ -298,7 +283,10 @@ def _make_task(
     if plan.options.pace:
         assert task.towards is not None
         task = replace(task, towards=paced_loss(task.towards, plan.options.pace[rack.index], log))
-    return replace(task, callbacks=callbacks)
+    task = replace(task, callbacks=callbacks)
+    train_rack(rack, task, texts, settings, run, plan.identity, plan.device)
+    exchange.finish()
+    log.write()
 
 
 def _parse_address(text: str) -> Address:

@@ -20,8 +20,8 @@ from torch.autograd import Variable
 
 from surgeon.checkpoint.stored import read_json
 from surgeon.processes.files import write_json
+from surgeon.training.checkpoints import read_rows
 from surgeon.training.head_loss import LossParts
-from surgeon.training.run_log import read_rows
 
 TRAFFIC_FILE = "traffic.json"
 TIMELINE_FILE = "timeline.csv"

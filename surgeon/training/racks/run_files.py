@@ -39,13 +39,12 @@ from surgeon.errors import first_line
 from surgeon.processes.files import whole_file, write_json
 from surgeon.quality.data import Windows, digest_of
 from surgeon.runtime.comm.link import Link
-from surgeon.training.checkpoints import checkpoints_of
+from surgeon.training.checkpoints import HELD_OUT_FILE, TRAINING_FILE, checkpoints_of
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.rack_log import RackPace
 from surgeon.training.run import finish_run
-from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import MixedPart, TrainingText, TrainTexts
+from surgeon.training.texts import TrainingText, TrainTexts
 from surgeon.training.token_store import write_rows
 
 
@@ -233,7 +232,7 @@ def write_texts(run: Path, texts: TrainTexts) -> None:
     """Write both texts as tokens, whole or not at all."""
     write_rows(run / TRAINING_TEXT_FILE, texts.training.rows)
     training = texts.training
-    parts = json.dumps([[part.windows, part.weight] for part in training.parts])
+    parts = json.dumps(training.parts)
     said = {
         "training": training.source,
         "held_out": texts.held_out.source,
@@ -252,7 +251,7 @@ def read_texts(run: Path) -> TrainTexts:
         said = file.metadata()
         ids = file.get_tensor("held_out")
         answers = file.get_tensor("answers") if "answers" in file.keys() else None  # noqa: SIM118 - no mapping
-    parts = tuple(MixedPart(*part) for part in json.loads(said["parts"]))
+    parts = tuple((windows, weight) for windows, weight in json.loads(said["parts"]))
     training = TrainingText(
         datasets.Dataset.from_file(str(run / TRAINING_TEXT_FILE)),
         said["training"],

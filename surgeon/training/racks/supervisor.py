@@ -30,7 +30,7 @@ from surgeon.processes.torchrun import HOSTED, VARIABLES, TorchrunEnvironment
 from surgeon.progress import progress
 from surgeon.quality.text import HeldOutQuality
 from surgeon.training.arguments import share_of_batch
-from surgeon.training.checkpoints import OTHERS_ENDED
+from surgeon.training.checkpoints import HELD_OUT_FILE, OTHERS_ENDED, TRAINING_FILE, read_rows
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.model import save_rack
 from surgeon.training.racks.process import DIVERGED, find_newest_common, list_whole_checkpoints
@@ -51,7 +51,6 @@ from surgeon.training.racks.run_files import (
 )
 from surgeon.training.racks.task import RacksTrained, gather, teacher_of
 from surgeon.training.run import lock_run, open_run
-from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE, read_rows
 
 
 def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksPlan:
@@ -84,23 +83,17 @@ def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> Racks
         else [teacher_file(folder, index) for index in range(len(racks))]
     )
     if not all(path.is_file() for path in (*files, folder / TRAINING_TEXT_FILE, folder / TEXTS_FILE)):
-        _write_racks(asked)
+        (folder / START).mkdir(exist_ok=True)
+        for index in range(len(racks)):
+            save_rack(rack_of(asked.whole, racks, index, asked.seed), start_file(folder, index))
+        if settings.distillation is not None:
+            assert asked.original is not None
+            teacher = asked.original()
+            for index in range(len(racks)):
+                save_rack(teacher_of(teacher, racks, index), teacher_file(folder, index))
         write_texts(folder, asked.texts)
     plan.write(folder)  # the last one: a run that has it is prepared
     return plan
-
-
-def _write_racks(asked: RacksToTrain) -> None:
-    racks = asked.racks
-    folder = asked.folder
-    (folder / START).mkdir(exist_ok=True)
-    for index in range(len(racks)):
-        save_rack(rack_of(asked.whole, racks, index, asked.seed), start_file(folder, index))
-    if asked.settings.distillation is not None:
-        assert asked.original is not None
-        teacher = asked.original()
-        for index in range(len(racks)):
-            save_rack(teacher_of(teacher, racks, index), teacher_file(folder, index))
 
 
 def commands_by_hand(folder: Path, racks: int) -> list[str]:
@@ -123,10 +116,6 @@ _PROGRESS_SECONDS = 1.0
 _VAIN_STARTS = 3  # in a row that end before another checkpoint
 
 
-class RackFailed(ChildProcessError):
-    """A rack's process could not go on; the message is its last line."""
-
-
 def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksTrained:
     """Train all racks of a model at once, each in a process of its own, which send each other their streams.
 
@@ -135,7 +124,7 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
     rounding. `run_files` describes the files.
 
     Raises:
-        RackFailed: if one could not go on; the run can, once that is mended.
+        ChildProcessError: if one could not go on, with its last line; the run can, once that is mended.
         Diverged: if the loss of one is not finite any more.
         ValueError: if settings, text and racks do not fit, or the folder has another run; or if there are several
             processes already.
@@ -306,10 +295,10 @@ def _require_signal(end: _End, starts_in_vain: int, saved: int) -> None:
     if end.code == DIVERGED:
         raise Diverged(end.said)
     if end.code > 0:
-        raise RackFailed(end.said)
+        raise ChildProcessError(end.said)
     name = signal.Signals(-end.code).name
     if starts_in_vain > _VAIN_STARTS:
-        raise RackFailed(
+        raise ChildProcessError(
             f"{end.who} was ended by {name}: {starts_in_vain} starts did not get further than step {saved}"
             + (LIKELY_MEMORY if name == "SIGKILL" else "")
             + "; mend that, and the same command goes on"

@@ -264,29 +264,40 @@ def train_in_turn(asked: RacksToTrain) -> RacksTrained:
         for index in range(len(asked.racks)):
             folder = rack_folder(asked.folder, index)
             if not is_done(asked.folder, index):
-                _train_next(asked, index, held_out())
+                rack = rack_of(asked.whole, asked.racks, index, asked.seed)
+                settings = asked.settings
+                source = (
+                    None
+                    if rack.is_first
+                    else KeptStreams(rack_folder(asked.folder, index - 1) / STREAMS)
+                )
+                sink = None if rack.is_last else KeptStreams(rack_folder(asked.folder, index) / STREAMS)
+                teacher = None
+                if settings.distillation is not None:
+                    assert asked.original is not None
+                    teacher = teacher_of(asked.original(), asked.racks, index)
+                if sink is not None:
+                    text = asked.texts.training
+                    steps = settings.steps_on(len(text))
+                    # Beside it the original's.
+                    training = steps * settings.batch * (1 if teacher is None else 2)
+                    measured = (2 + steps // settings.evaluate_every) * len(asked.texts.held_out.ids)
+                    window = math.prod(
+                        (text.window, int(rack.model.config.hidden_size), rack.model.dtype.itemsize)
+                    )
+                    sink.require_room((training + measured) * window)
+                streams = RackStreams(settings.batch, source, sink)
+                task = rack_task(rack, held_out(), streams, teacher, settings.distillation)
+                train_rack(
+                    rack,
+                    task,
+                    asked.texts,
+                    settings,
+                    asked.folder,
+                    asked.identity_of_racks(),
+                    asked.device,
+                )
             finish_run(folder, {})
             if index > 0:  # what was kept for this rack is of no more use
                 shutil.rmtree(rack_folder(asked.folder, index - 1) / STREAMS, ignore_errors=True)
         return gather(asked.whole, asked.racks, asked.folder)
-
-
-def _train_next(asked: RacksToTrain, index: int, held_out: HeldOutQuality) -> None:
-    rack = rack_of(asked.whole, asked.racks, index, asked.seed)
-    settings = asked.settings
-    source = None if rack.is_first else KeptStreams(rack_folder(asked.folder, index - 1) / STREAMS)
-    sink = None if rack.is_last else KeptStreams(rack_folder(asked.folder, index) / STREAMS)
-    teacher = None
-    if settings.distillation is not None:
-        assert asked.original is not None
-        teacher = teacher_of(asked.original(), asked.racks, index)
-    if sink is not None:
-        text = asked.texts.training
-        steps = settings.steps_on(len(asked.texts.training))
-        training = steps * settings.batch * (1 if teacher is None else 2)  # beside it the original's
-        measured = (2 + steps // settings.evaluate_every) * len(asked.texts.held_out.ids)
-        window = math.prod((text.window, int(rack.model.config.hidden_size), rack.model.dtype.itemsize))
-        sink.require_room((training + measured) * window)
-    streams = RackStreams(settings.batch, source, sink)
-    task = rack_task(rack, held_out, streams, teacher, settings.distillation)
-    train_rack(rack, task, asked.texts, settings, asked.folder, asked.identity_of_racks(), asked.device)

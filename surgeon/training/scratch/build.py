@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -71,7 +70,8 @@ class Blueprint:
         Its layers are initialised before they run as a program, so that all programs on an architecture begin alike.
         """
         torch.manual_seed(self.config.settings.seed)
-        return edit(_plain_model(self.architecture), self.program)
+        model = AutoModelForCausalLM.from_config(self.architecture, dtype=torch.float32)
+        return edit(model, self.program)
 
     def texts(self) -> TrainTexts:
         """Load the training text, as much as the steps go through, and held-out text.
@@ -156,7 +156,9 @@ def blueprint(config: ScratchConfig) -> Blueprint:
         program = recipe_program(config.recipe, architecture)
     try:
         with torch.device("meta"):
-            model = _plain_model(copy.deepcopy(architecture))  # edited below, with its configuration
+            # Edited below, with its configuration.
+            own = copy.deepcopy(architecture)
+            model = AutoModelForCausalLM.from_config(own, dtype=torch.float32)
     except Exception as error:  # whatever it trips over is a fault of the entries
         raise config.error(f"model: it cannot be built: {_reason(error)}", "model") from error
     racks = None
@@ -170,11 +172,6 @@ def blueprint(config: ScratchConfig) -> Blueprint:
     with config.under("training"):
         choose_or_adapt(edit(model, program, factors=RandomFactors("meta")), program, config.settings)
     return Blueprint(config, architecture, program, tokenizer, parameters, racks)
-
-
-def _plain_model(architecture: PreTrainedConfig) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
-    return model
 
 
 def _make_architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfig:
@@ -191,7 +188,23 @@ def _make_architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfi
             *("model", "model_type"),
         )
     config_class: Any = CONFIG_MAPPING[model_type]
-    _check_entries(config, config_class, given, FAMILIES[model_type])
+    # transformers would keep unknown entries without a word.
+    of_family = FAMILIES[model_type]
+    blank = config_class()
+    known = [*blank.to_dict(), *blank.attribute_map]
+    for name, value in given.items():
+        if name not in known:
+            raise config.error(
+                f"model: {of_family.name} has no entry {shown(name)}; {did_you_mean(str(name), known)}",
+                "model",
+                name,
+            )
+        own_name = blank.attribute_map.get(name, name)
+        is_size = {name, own_name} & {*SIZES, of_family.intermediate}
+        if is_size and value is not None and (type(value) is not int or value < 1):
+            raise config.error(
+                f"model: {name} must be a whole number above 0, not {shown(value)}", "model", name
+            )
     defaults = {"vocab_size": rows_needed(tokenizer)} | {
         name: getattr(tokenizer, name, None) for name in SPECIAL_IDS
     }
@@ -205,27 +218,6 @@ def _make_architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfi
         raise config.error(f"model: {reason}", "model", *([named] if named else [])) from error
     _check_sizes(config, found, family, tokenizer)
     return found
-
-
-def _check_entries(
-    config: ScratchConfig, config_class: Callable[[], Any], given: dict[str, Any], family: Family
-) -> None:
-    """Refuse sizes that are none, and unknown entries, which `transformers` would keep without a word."""
-    defaults = config_class()
-    known = [*defaults.to_dict(), *defaults.attribute_map]
-    for name, value in given.items():
-        if name not in known:
-            raise config.error(
-                f"model: {family.name} has no entry {shown(name)}; {did_you_mean(str(name), known)}",
-                "model",
-                name,
-            )
-        own_name = defaults.attribute_map.get(name, name)
-        is_size = {name, own_name} & {*SIZES, family.intermediate}
-        if is_size and value is not None and (type(value) is not int or value < 1):
-            raise config.error(
-                f"model: {name} must be a whole number above 0, not {shown(value)}", "model", name
-            )
 
 
 def _check_sizes(config: ScratchConfig, found: PreTrainedConfig, family: Family, tokenizer: Any) -> None:

@@ -199,20 +199,7 @@ class ConfigReader(DocumentReader):
         keys = self.validate(
             ScratchKeys, {name: value for name, value in document.items() if name not in apart}, ()
         )
-        config = ScratchConfig(
-            **vars(keys),
-            settings=self._settings(document.get("training", {})),
-            operations=self.operations(document["operations"]) if "operations" in document else (),
-            source=self.source,
-            lines=self.lines,
-        )
-        with config.under("documents"):
-            documents_of(config.documents)
-        with config.under("program"):
-            _ = config.program and Program.parse(config.program)
-        return config
-
-    def _settings(self, given: Any) -> TrainSettings:
+        given = document.get("training", {})
         if not isinstance(given, dict):
             raise self.error(self.lines["training",], f"training must be a mapping, not {shown(given)}")
         known = [each.name for each in fields(TrainSettings) if each.name not in _OF_HEALING]
@@ -231,7 +218,20 @@ class ConfigReader(DocumentReader):
                 raise self.error(
                     self.lines["training", "arguments", name], f"arguments: {error}"
                 ) from error
-        return self.validate(TrainSettings, _TRAINING | given | {"arguments": arguments}, ("training",))
+        config = ScratchConfig(
+            **vars(keys),
+            settings=self.validate(
+                TrainSettings, _TRAINING | given | {"arguments": arguments}, ("training",)
+            ),
+            operations=self.operations(document["operations"]) if "operations" in document else (),
+            source=self.source,
+            lines=self.lines,
+        )
+        with config.under("documents"):
+            documents_of(config.documents)
+        with config.under("program"):
+            _ = config.program and Program.parse(config.program)
+        return config
 
 
 def _read_numbers(value: Any) -> Any:
@@ -287,11 +287,6 @@ def scale_config(config: ScratchConfig, scale: float, steps: int | None = None) 
         before = settings.steps or steps
         shorter |= {"steps": steps, "warmup": round(settings.warmup * steps / before)}
     smaller = replace(settings, learning_rate=settings.rate / sqrt(scale), **shorter)
-    return replace(config, model=_narrow_model(config, scale), window=window, settings=smaller)
-
-
-def _narrow_model(config: ScratchConfig, scale: float) -> dict[str, Any]:
-    """Narrow the entries of the model; heads stay, and their width is even, as rotary positions need it."""
     entries = {
         name: value for name, value in config.model.items() if name not in ("model_type", "vocab_size")
     }
@@ -308,6 +303,7 @@ def _narrow_model(config: ScratchConfig, scale: float) -> dict[str, Any]:
             raise ValueError(f"it cannot be scaled: {error}") from error
     heads = family.units(full)["heads"]
     width = family.head_dim(full)
+    # Rotary positions need even heads.
     head = 2 * max(1, round(width * scale / 2))
     filled = heads * width == full.hidden_size
     stream = heads * head if filled else _round_width(full.hidden_size * scale)
@@ -322,7 +318,12 @@ def _narrow_model(config: ScratchConfig, scale: float) -> dict[str, Any]:
     same: dict[str, str] = full.attribute_map  # names that entries have beside their own
     given = {same.get(name, name): name for name in entries}
     kept = {name: value for name, value in config.model.items() if name != "vocab_size"}
-    return kept | {given.get(same.get(name, name), name): value for name, value in narrow.items()}
+    return replace(
+        config,
+        model=kept | {given.get(same.get(name, name), name): value for name, value in narrow.items()},
+        window=window,
+        settings=smaller,
+    )
 
 
 def _round_width(width: float) -> int:

@@ -72,13 +72,35 @@ def narrow(config: PreTrainedConfig, count: int, depth: int) -> tuple[PreTrained
             that of narrower layers.
     """
     family = family_of(config)
-    _check_counts(config, family, count, depth)
-    program, sources = track_program(int(config.num_hidden_layers), count, depth, family.steps_per_layer)
+    if count < 2:
+        raise ValueError(
+            f"count must be at least 2 tracks, not {count}; a single track is the dense model"
+        )
+    if depth < 1:
+        raise ValueError(f"depth must be at least 1 layer, not {depth}")
+    for other in family.attentions[1:]:  # whose heads are counted elsewhere
+        raise ValueError(f"tracks have no narrower {family.attentions_like(other)}: {other.kept}")
     units = family.units(config)
+    all_heads = units["heads"]
+    kv_heads = units["kv_heads"]
+    if all_heads % count or kv_heads % count:
+        shared = math.gcd(all_heads, kv_heads)
+        fits = [str(number) for number in range(2, shared + 1) if shared % number == 0]
+        can = f"{' or '.join(fits)} tracks can" if fits else "no number of tracks can"
+        raise ValueError(
+            f"{all_heads} heads and {kv_heads} KV heads do not divide among {count} tracks; {can}"
+        )
+    program, sources = track_program(int(config.num_hidden_layers), count, depth, family.steps_per_layer)
     entries = {"num_hidden_layers": len(sources), **family.per_layer_entries(config, sources)}
-    entries |= {"num_attention_heads": units["heads"] // count} | _widths(config, family, count)
+    heads = all_heads // count
+    # Some configurations want streams that heads divide, whatever the heads' own width.
+    step = heads * WIDTH_STEP if family.heads_fill_stream else math.lcm(heads, WIDTH_STEP)
+    width = step * max(1, round(config.hidden_size / math.sqrt(count) / step))
+    own = {} if family.heads_fill_stream else {"head_dim": family.head_dim(config)}
+    entries |= {"num_attention_heads": heads, "hidden_size": width} | own
+    entries |= family.entries.follow_width(config, width)
     if isinstance(family.kv_heads, str) and getattr(config, family.kv_heads, None) is not None:
-        entries[family.kv_heads] = units["kv_heads"] // count
+        entries[family.kv_heads] = kv_heads // count
     neurons = {
         width: _matching_neurons(config, family, entries, count, layer)
         for width, layer in layer_of_each_width(config, family).items()
@@ -131,34 +153,6 @@ def layer_of_each_width(config: PreTrainedConfig, family: Family) -> dict[str, i
     """The first layer for each of these entries."""
     layers = reversed(range(int(config.num_hidden_layers)))
     return {_width_of(family, layer): layer for layer in layers}
-
-
-def _check_counts(config: PreTrainedConfig, family: Family, count: int, depth: int) -> None:
-    if count < 2:
-        raise ValueError(
-            f"count must be at least 2 tracks, not {count}; a single track is the dense model"
-        )
-    if depth < 1:
-        raise ValueError(f"depth must be at least 1 layer, not {depth}")
-    for other in family.attentions[1:]:  # whose heads are counted elsewhere
-        raise ValueError(f"tracks have no narrower {family.attentions_like(other)}: {other.kept}")
-    heads, kv_heads = (family.units(config)[unit] for unit in ("heads", "kv_heads"))
-    if heads % count or kv_heads % count:
-        shared = math.gcd(heads, kv_heads)
-        fits = [str(number) for number in range(2, shared + 1) if shared % number == 0]
-        can = f"{' or '.join(fits)} tracks can" if fits else "no number of tracks can"
-        raise ValueError(
-            f"{heads} heads and {kv_heads} KV heads do not divide among {count} tracks; {can}"
-        )
-
-
-def _widths(config: PreTrainedConfig, family: Family, count: int) -> dict[str, Any]:
-    heads = family.units(config)["heads"] // count
-    # Some configurations want streams that heads divide, whatever the heads' own width.
-    step = heads * WIDTH_STEP if family.heads_fill_stream else math.lcm(heads, WIDTH_STEP)
-    width = step * max(1, round(config.hidden_size / math.sqrt(count) / step))
-    own = {} if family.heads_fill_stream else {"head_dim": family.head_dim(config)}
-    return {"hidden_size": width} | own | family.entries.follow_width(config, width)
 
 
 def _matching_neurons(

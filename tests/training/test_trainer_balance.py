@@ -12,9 +12,8 @@ from torch.nn import functional
 
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, restore
-from surgeon.training.balance import ExpertBalance, balance_loss
 from surgeon.training.settings import TrainSettings
-from surgeon.training.trainer import ModelTrainer
+from surgeon.training.trainer import ExpertBalance, ModelTrainer, balance_loss
 from tests.tiny_models import tiny_model
 from tests.training.runs import run, tables
 

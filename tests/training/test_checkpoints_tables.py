@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from surgeon.training.checkpoints import RunLog
 from surgeon.training.run import train
-from surgeon.training.run_log import RunLog
 from surgeon.training.settings import TrainSettings
 from tests.tiny_models import tiny_model
 from tests.training.runs import TEXTS, run, student
