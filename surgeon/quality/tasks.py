@@ -36,36 +36,27 @@ class Answers(Journal):
         folder: made if it is not there; None to keep nothing.
         identity: what the answers depend on, as JSON values.
 
+    Attributes:
+        known: answers by their request's key.
+        cut: keys of requests that exceed the model's positions, noted before their answers are added.
+
     Raises:
         ValueError, OSError: as `Journal`.
     """
 
     def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
-        self._values: dict[str, Any] = {}
-        self._cut: set[str] = set()
+        self.known: dict[str, Any] = {}
+        self.cut: set[str] = set()
         self._unwritten: list[tuple[str, Any, bool]] = []
         path = None
         if folder is not None:
             path = folder / f"answers-{_hash(identity)[:12]}.jsonl"
         super().__init__(path, "evaluation of this model")
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
-    def __getitem__(self, key: str) -> Any:
-        return self._values[key]
-
     def add(self, key: str, value: Any) -> None:
         """Add an answer; the next `write` puts it into the file."""
-        self._values[key] = value
-        self._unwritten.append((key, value, key in self._cut))
-
-    def note_cut(self, key: str) -> None:
-        """Note, before its answer is added, that a request exceeds the model's positions."""
-        self._cut.add(key)
-
-    def cut(self, keys: set[str]) -> int:
-        return len(self._cut & keys)
+        self.known[key] = value
+        self._unwritten.append((key, value, key in self.cut))
 
     def write(self) -> None:
         """Write the added answers: a batch at a time, so that batches after a kill are the same."""
@@ -74,9 +65,9 @@ class Answers(Journal):
 
     def take(self, line: Any) -> None:
         key, value, cut = line
-        self._values[key] = tuple(value) if isinstance(value, list) else value
+        self.known[key] = tuple(value) if isinstance(value, list) else value
         if cut:
-            self._cut.add(key)
+            self.cut.add(key)
 
 
 class TaskModel(HFLM):  # type: ignore[misc]
@@ -97,7 +88,7 @@ class TaskModel(HFLM):  # type: ignore[misc]
     @property
     def cut(self) -> int:
         """Number of requests that lost their beginning, exceeding the model's positions."""
-        return self.answers.cut(self.asked)
+        return len(self.answers.cut & self.asked)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:  # noqa: ARG002
         return self._ask("loglikelihood", "scoring", requests, super().loglikelihood)
@@ -109,7 +100,7 @@ class TaskModel(HFLM):  # type: ignore[misc]
         settings = [normalize_gen_kwargs(request.args[1], self.max_gen_toks) for request in requests]
         for request, how in zip(requests, settings, strict=True):
             if len(self.tok_encode(request.args[0])) > self.max_length - how["max_gen_toks"]:
-                self.answers.note_cut(_hash_request("generate_until", request.args))
+                self.answers.cut.add(_hash_request("generate_until", request.args))
         if any(how["do_sample"] for how in settings):  # equal requests have different answers then
             with progress("generating", len(requests), "requests") as advance:
                 self.set_cache_hook(_Notice(advance, None))
@@ -123,7 +114,9 @@ class TaskModel(HFLM):  # type: ignore[misc]
         keys = [_hash_request(kind, request.args) for request in requests]
         self.asked.update(keys)
         missing = {
-            key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers
+            key: request
+            for key, request in zip(keys, requests, strict=True)
+            if key not in self.answers.known
         }
         count = len(set(keys))
         with progress(doing, count, "requests", count - len(missing)) as advance:
@@ -133,21 +126,22 @@ class TaskModel(HFLM):  # type: ignore[misc]
                     run(list(missing.values()), disable_tqdm=True)
             finally:
                 self.answers.write()
-        return [self.answers[key] for key in keys]
+        return [self.answers.known[key] for key in keys]
 
     def _loglikelihood_tokens(self, requests: list[Any], *arguments: Any, **options: Any) -> list[Any]:
         for texts, context, continuation in requests:
+            scored = f"the text to be scored {shown(texts[1]) if texts is not None else 'a text'}"
             if not continuation:
                 raise ValueError(
-                    f"{_describe_text(texts)} has no tokens of its own: the tokenizer joins it with the text before"
+                    f"{scored} has no tokens of its own: the tokenizer joins it with the text before"
                 )
             if len(continuation) > self.max_length:
                 raise ValueError(
-                    f"{_describe_text(texts)} has {len(continuation)} tokens, and the model only {self.max_length} "
+                    f"{scored} has {len(continuation)} tokens, and the model only {self.max_length} "
                     "positions"
                 )
             if texts is not None and len(context) + len(continuation) > self.max_length + 1:
-                self.answers.note_cut(_hash_request("loglikelihood", texts))
+                self.answers.cut.add(_hash_request("loglikelihood", texts))
         answers: list[Any] = super()._loglikelihood_tokens(requests, *arguments, **options)
         return answers
 
@@ -181,10 +175,6 @@ def _hash_request(kind: str, request: Any) -> str:
 
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _describe_text(texts: Any) -> str:
-    return f"the text to be scored {shown(texts[1]) if texts is not None else 'a text'}"
 
 
 # Draws for the error of metrics that are no means; lm-eval's 100,000 take minutes for LAMBADA.
@@ -223,7 +213,19 @@ def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: TaskSettings) ->
     Raises:
         ValueError: if a text cannot be scored with this model, or a chat template or an EOS that is needed is missing.
     """
-    _check_tokenizer(lm.tokenizer, tasks, settings.chat)
+    tokenizer = lm.tokenizer
+    if settings.chat and not getattr(tokenizer, "chat_template", None):
+        raise ValueError("the tokenizer has no chat template; leave the template out")
+    if tokenizer.eos_token_id is None:
+        if tokenizer.bos_token_id is None:
+            raise ValueError(
+                "the tokenizer has neither BOS nor EOS, one of which lm-eval needs; set one in its files"
+            )
+        for task_name, task in tasks.loaded["tasks"].items():
+            if task.OUTPUT_TYPE == "generate_until":
+                raise ValueError(
+                    f"task {task_name} generates text, which needs a tokenizer that has an EOS"
+                )
     tracker = GeneralConfigTracker()
     template = None
     if settings.chat:
@@ -257,16 +259,3 @@ def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: TaskSettings) ->
     tracker.log_end_time()
     results["config"]["model"] = "hf"
     return {**results, **asdict(tracker)}
-
-
-def _check_tokenizer(tokenizer: Any, tasks: Tasks, chat: bool) -> None:
-    if chat and not getattr(tokenizer, "chat_template", None):
-        raise ValueError("the tokenizer has no chat template; leave the template out")
-    if tokenizer.eos_token_id is None:
-        if tokenizer.bos_token_id is None:
-            raise ValueError(
-                "the tokenizer has neither BOS nor EOS, one of which lm-eval needs; set one in its files"
-            )
-        for name, task in tasks.loaded["tasks"].items():
-            if task.OUTPUT_TYPE == "generate_until":
-                raise ValueError(f"task {name} generates text, which needs a tokenizer that has an EOS")
