@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 from surgeon.checkpoint.locate import without_retries
 from surgeon.errors import first_line
@@ -206,33 +205,28 @@ def open_rows(data: str, reading: Reading, whole_rows: bool = True) -> TextRows 
     if path is not None or data in (DEMO, DEMO_TRAINING):
         return None
     name, config, split, chosen = (data.split(":", 3) + [""] * 3)[:4]
-    rows = _open_dataset(data, name, config, split)
-    located = ((f"{name}: row {number}", without_nulls(row)) for number, row in enumerate(rows, start=1))
-    return TextRows(located, f"dataset {name}", chosen or None, f"{name}:{config}:{split}:{{column}}")
-
-
-def _open_dataset(data: str, name: str, config: str, split: str) -> Iterator[Row]:
     import datasets
 
     try:
         with without_retries():
-            rows = iter(
+            stream = iter(
                 datasets.load_dataset(name, config or None, split=split or "test", streaming=True)
             )
-            first = list(islice(rows, 1))
+            first = list(islice(stream, 1))
     except Exception as error:  # whatever fails inside `datasets`, the way out is the same
         raise FileNotFoundError(
             f"{data} is no file here and could not be read as a dataset ({first_line(error)}); give a local text, "
             ".jsonl or .parquet file, or name:config:split of a dataset that can be reached"
         ) from error
-    return chain(first, _stream_rows(rows, data))
 
+    def rows() -> Iterator[tuple[str, Row]]:
+        try:
+            for number, row in enumerate(chain(first, stream), start=1):
+                yield f"{name}: row {number}", without_nulls(row)
+        except Exception as error:  # `datasets` has given up
+            raise OSError(
+                f"the stream of dataset {data} ended in an error ({type(error).__name__}: {first_line(error)}); try "
+                "again"
+            ) from error
 
-def _stream_rows(rows: Iterator[Any], name: str) -> Iterator[Any]:
-    """Stream rows of a dataset; OSError where `datasets` has given up."""
-    try:
-        yield from rows
-    except Exception as error:
-        raise OSError(
-            f"the stream of dataset {name} ended in an error ({type(error).__name__}: {first_line(error)}); try again"
-        ) from error
+    return TextRows(rows(), f"dataset {name}", chosen or None, f"{name}:{config}:{split}:{{column}}")

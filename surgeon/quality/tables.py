@@ -7,7 +7,7 @@ is refused. Rows without text are counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,9 +125,7 @@ def read_column(table: TextRows, reading: Reading) -> Iterator[tuple[str, str | 
         place = f"{source} (its first {len(looked_at):,} rows)"
     is_guessed = column is None and chosen not in looked_at[-1][1]
     if is_guessed:
-        with_text = [*dict.fromkeys(name for _, row in looked_at for name in _text_columns(row))]
-        chats = dict.fromkeys(name for _, row in looked_at for name in row if _holds_messages(row[name]))
-        chosen = _choose_column(place, with_text, source, chats, how)
+        chosen = _choose_column(looked_at, place, source, how)
         if not is_whole:
             reading.notes.append(f"column {chosen!r} is read, the only one of text in {place}")
     elif chosen not in looked_at[-1][1]:
@@ -173,25 +171,21 @@ def _text_columns(row: Row) -> list[str]:
     return [name for name, value in row.items() if isinstance(value, str) or name == TEXT_COLUMN]
 
 
-def _holds_messages(value: Any) -> bool:
-    first = None
-    if isinstance(value, list) and value:
-        first = value[0]
-    return isinstance(first, dict) and not first.keys().isdisjoint(_ROLE_KEYS)
-
-
-def _choose_column(
-    place: str, names: list[str], source: str, with_chats: Iterable[str], how: str
-) -> str:
-    """Choose a column among `names`, those of text in `place`, the part of `source` that was looked at."""
+def _choose_column(rows: Sequence[tuple[str, Row]], place: str, source: str, how: str) -> str:
+    """Choose the column of text of rows in `place`, the part of `source` that was looked at."""
+    names = [*dict.fromkeys(name for _, row in rows for name in _text_columns(row))]
     if TEXT_COLUMN in names:
         return TEXT_COLUMN
-    for chat in with_chats:
-        columns = " or ".join(how.format(source=source, column=name) for name in names) or "give text"
-        raise ValueError(
-            f"{place} holds conversations in column {chat!r}, which are not read as text; heal and train take them "
-            f"(as {how.format(source=source, column=chat)}); to read another column as text, say which: {columns}"
-        )
+    for _, row in rows:
+        for chat, value in row.items():
+            first = value[0] if isinstance(value, list) and value else None
+            if isinstance(first, dict) and not first.keys().isdisjoint(_ROLE_KEYS):
+                columns = " or ".join(how.format(source=source, column=name) for name in names)
+                raise ValueError(
+                    f"{place} holds conversations in column {chat!r}, which are not read as text; heal and train take "
+                    f"them (as {how.format(source=source, column=chat)}); to read another column as text, say which: "
+                    f"{columns or 'give text'}"
+                )
     if len(names) == 1:
         return names[0]
     if not names:
