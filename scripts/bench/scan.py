@@ -37,7 +37,7 @@ import surgeon
 from scripts.bench.busy import neighbour
 from scripts.bench.decoding import random_llama
 from scripts.markdown import print_table
-from surgeon.analysis.cells import SCANNED, Cell, scan_cells, select
+from surgeon.analysis.cells import SCANNED, Cell, select, selected_cells
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.memory import TOKENS_AT_ONCE
 from surgeon.analysis.engine.sharing import plain_sublayers, share, simplify
@@ -258,7 +258,10 @@ def run(name: str, model: PreTrainedModel, windows: Windows, every: int) -> list
     bench = Bench(model, windows.ids)
     bench.shared([bench.dense])  # warm up
     layers = model.config.num_hidden_layers
-    cells = {operation: _every(scan_cells([operation], layers, 0), every) for operation in SCANNED}
+    cells = {
+        operation: _every(selected_cells([select([operation], layers)], layers, 0), every)
+        for operation in SCANNED
+    }
     rows = []
     for operation in SCANNED:
         rows.append(bench.row(operation, cells[operation]))

@@ -44,7 +44,6 @@ from surgeon.models.families import family_of
 from surgeon.models.routing import Routing, route
 from surgeon.models.weights import (
     FactorSource,
-    ModelWeights,
     ScoredUnits,
     Tensors,
     TruncatedSVD,
@@ -113,7 +112,8 @@ def unit_importance(
     with as_stored(model) as own, _Kept(folder, identity) as kept:
         left = {part: by for part, by in wanted.items() if (by, part) not in kept.found}
         for part, found in _by_inputs(model, own, windows.ids, left, memory) if left else ():
-            kept.add(left[part], part, found)
+            sublayer = f"{part[0]}{part[1]}"
+            kept.keep({"by": left[part], "sublayer": sublayer, "importance": found.tolist()})
         return {part: kept.found[by, part] for part, by in wanted.items()}
 
 
@@ -123,9 +123,6 @@ class _Kept(Journal):
     def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
         self.found: dict[tuple[str, Part], Tensor] = {}
         super().__init__(None if folder is None else folder / JOURNAL, "ranking of units", identity)
-
-    def add(self, by: Criterion, part: Part, importance: Tensor) -> None:
-        self.keep({"by": by, "sublayer": f"{part[0]}{part[1]}", "importance": importance.tolist()})
 
     def take(self, line: Any) -> None:
         (sublayer,) = Program.parse(line["sublayer"]).sublayers()
@@ -186,25 +183,23 @@ def _by_inputs(
             run.sum_inputs(matrices, sums, new)
             stay_below(memory)
             for matrix in matrices:
-                if places[matrix] == place:  # a layer that occurs again has more inputs there
-                    part = matrix.sublayer.parts[0]
-                    yield part, _of_inputs(sums.pop(matrix), matrix, weights, wanted[part])
-                    ran(1)
-
-
-def _of_inputs(sums: _Inputs, matrix: Matrix, weights: ModelWeights, by: Criterion) -> Tensor:
-    """Sum what features, heads or neurons matter over those of a unit, which follow each other: (units,)."""
-    if by == "activation":
-        values = sums.sizes / sums.samples
-    else:
-        columns = weights.matrix(matrix.sublayer, matrix.role).whole().abs().double().sum(0)
-        values = columns.to(sums.squares.device) * sums.squares.sqrt()
-    units = weights.units(matrix.sublayer)
-    if matrix.sublayer.kind == ATTENTION:
-        count = units.get("kv_heads", units["heads"])
-    else:
-        count = units["neurons"]
-    return values.double().view(count, -1).sum(1)
+                if places[matrix] != place:  # a layer that occurs again has more inputs there
+                    continue
+                part = matrix.sublayer.parts[0]
+                inputs = sums.pop(matrix)
+                if wanted[part] == "activation":
+                    values = inputs.sizes / inputs.samples
+                else:
+                    columns = weights.matrix(matrix.sublayer, matrix.role).whole().abs().double().sum(0)
+                    values = columns.to(inputs.squares.device) * inputs.squares.sqrt()
+                units = weights.units(matrix.sublayer)
+                if matrix.sublayer.kind == ATTENTION:
+                    count = units.get("kv_heads", units["heads"])
+                else:
+                    count = units["neurons"]
+                # Features, heads or neurons of a unit follow each other.
+                yield part, values.double().view(count, -1).sum(1)
+                ran(1)
 
 
 @dataclass(frozen=True)
@@ -321,10 +316,21 @@ class _Sums:
                 rows.float(), tensors["router.weight"], tensors.get("router.bias")
             )
             chosen, weights = route(logits, self.routing, tensors.get("router.correction"))
+        # Norms of the experts' outputs for their tokens, (tokens, k), float64, and these as they are weighed.
         if self.weighs_inputs:
-            sizes = given = self._weighed_sizes(rows, chosen, weights)
+            # A token is weighed before an expert reads it, and each expert has a copy of all.
+            tokens = torch.arange(len(rows), device=rows.device)[:, None]
+            read = rows.new_zeros(len(use.sent), *rows.shape)
+            read[chosen, tokens] = rows[:, None] * weights[..., None].to(rows.dtype)
+            made: Tensor = self.experts.forward(read.flatten(0, 1)).view(read.shape)
+            sizes = given = made[chosen, tokens].double().norm(dim=-1)
         else:
-            sizes = self._sizes(rows, chosen, weights)
+            sizes = torch.zeros_like(weights, dtype=torch.float64)
+            for expert in chosen.unique().tolist():
+                own, place = (chosen == expert).nonzero(as_tuple=True)
+                alone = torch.full_like(own, expert)[:, None]
+                made = self.experts.forward(rows[own], alone, weights.new_ones(len(own), 1))
+                sizes[own, place] = made.double().norm(dim=-1)
             given = sizes * weights.double()
         columns = (
             (use.sent, torch.ones_like(sizes)),
@@ -336,22 +342,3 @@ class _Sums:
             one.index_add(0, chosen.flatten(), new.double().flatten()) for one, new in columns
         )
         self.use = ExpertUse(use.tokens + len(rows), sent, total, size, salient)
-
-    def _weighed_sizes(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Sizes where a token is weighed before an expert reads it, and each expert has a copy of all."""
-        tokens = torch.arange(len(rows), device=rows.device)[:, None]
-        read = rows.new_zeros(len(self.use.sent), *rows.shape)
-        read[chosen, tokens] = rows[:, None] * weights[..., None].to(rows.dtype)
-        made: Tensor = self.experts.forward(read.flatten(0, 1)).view(read.shape)
-        sizes: Tensor = made[chosen, tokens].double().norm(dim=-1)
-        return sizes
-
-    def _sizes(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Norms of the experts' outputs for their tokens, (tokens, k), float64."""
-        found = torch.zeros_like(weights, dtype=torch.float64)
-        for expert in chosen.unique().tolist():
-            tokens, place = (chosen == expert).nonzero(as_tuple=True)
-            own = torch.full_like(tokens, expert)[:, None]
-            made = self.experts.forward(rows[tokens], own, weights.new_ones(len(tokens), 1))
-            found[tokens, place] = made.double().norm(dim=-1)
-        return found

@@ -79,12 +79,6 @@ SCREENING = {
 }  # what settles a cell, for the record of a scan
 
 
-def order_of(program: Program, layers: range) -> str:
-    """The order in which a program runs these layers, by their attentions."""
-    run = (sublayer.layers[0] for sublayer in program.sublayers() if sublayer.kind == ATTENTION)
-    return " ".join(str(layer) for layer in run if layer in layers)
-
-
 JOURNAL = "journal.jsonl"
 EXPERTS_MAP = "experts"  # which comes with tables of what the experts get
 
@@ -105,11 +99,6 @@ class ScanJournal(ProgramJournal):
         self.at_once: int | None = None
         self.spread = False
         super().__init__(folder, JOURNAL, "scan", {"format": FORMAT} | identity, windows, sampled)
-
-    def start(self, at_once: int, spread: bool) -> None:
-        spread = spread or self.spread
-        if (at_once, spread) != (self.at_once, self.spread):
-            self.keep({"at_once": at_once, "spread": spread})
 
     def finish(self, selection: Selection) -> None:
         if selection not in self.finished:
@@ -175,7 +164,9 @@ def scan(
         at_once = windows_at_once(model, plan, windows.ids, subject.memory, batch)
         if journal.at_once is not None and batch is None:
             at_once = min(at_once, journal.at_once)
-        journal.start(at_once, screened)
+        spread_out = screened or journal.spread
+        if (at_once, spread_out) != (journal.at_once, journal.spread):
+            journal.keep({"at_once": at_once, "spread": spread_out})
         known = identity["model_hash"]
         units = most_important(
             model, plan.programs, windows, folder, model_hash=known, memory=subject.memory
@@ -311,13 +302,15 @@ class _Run:
             for seed, program in zip(cell.seeds, cell.programs, strict=False):
                 found = estimate(*self.journal.values(self.programs[program], windows), base, windows)
                 numbers = (found.perplexity, found.divergence, len(windows) * self.predicted)
+                # In which it runs these layers, by their attentions.
+                order = (one.layers[0] for one in program.sublayers() if one.kind == ATTENTION)
                 rows.append(
                     (
                         cell.operation,
                         cell.first,
                         cell.last,
                         seed,
-                        order_of(program, cell.layers),
+                        " ".join(str(layer) for layer in order if layer in cell.layers),
                         *numbers,
                     )
                 )

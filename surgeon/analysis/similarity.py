@@ -235,7 +235,7 @@ def _compare_streams(
         )
     for walk in walks(model, ids, at_once):
         places = iter(sums)
-        for one in layers_run(walk, program):
+        for one in layers_run(walk, program.nodes):
             if one.layer == one.run.start:
                 sum_ = next(places)
                 streams = [one.passed.before]
@@ -296,7 +296,7 @@ def _counterfactual_cka(
     parts = list(
         walks(model, ids, windows_in_a_walk(model, ids, _STREAMS_COMPARED, held, subject.memory))
     )
-    ways = [layers_run(walk, program) for walk in parts]
+    ways = [layers_run(walk, program.nodes) for walk in parts]
     compared = []
     # All windows go through the program together, so that there are sums for one layer at a time.
     for _ in range(layers):

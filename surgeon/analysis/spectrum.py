@@ -38,7 +38,6 @@ from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
 from surgeon.models.weights.decompose import (
-    Decomposition,
     SecondMoment,
     Whitening,
     decompose,
@@ -46,7 +45,7 @@ from surgeon.models.weights.decompose import (
     whiten,
 )
 from surgeon.processes.journal import Journal, read_journal
-from surgeon.progress import Advance, progress
+from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate, perplexity, perplexity_interval
@@ -274,7 +273,21 @@ class _Work:
                 missing = [matrix for matrix in here if matrix in todo]
                 whitenings = _whitenings(calibrating, missing)
                 for matrix in missing:
-                    found = self._decompose(matrix, whitenings[matrix], journal, ran)
+                    values = self.matrices.read(matrix)
+                    whitening = whitenings[matrix]
+                    is_new = matrix not in journal.spectra
+                    methods = get_args(Method) if is_new else (self.wanted.method,)
+                    parts = {
+                        name: decompose(values, whitening.factor if name == "whitened" else None)
+                        for name in methods
+                    }
+                    if is_new:
+                        about = {"size": list(values.shape), "factor": whitening.how}
+                        about["input_rank"] = whitening.rank
+                        singular = {name: one.values.tolist() for name, one in parts.items()}
+                        journal.keep(_matrix_columns(matrix) | about | singular)
+                        ran(1)
+                    found = parts[self.wanted.method]
                     for truncation in self.truncations[matrix]:
                         if truncation not in journal.damage:
                             values = truncate(self.matrices.read(matrix), found.left, truncation.rank)
@@ -308,23 +321,6 @@ class _Work:
                 _whitenings(again, matrices_in(node, self.all))
             raise ValueError(HEAD_NOT_FINITE)
         return reference
-
-    def _decompose(
-        self, matrix: Matrix, whitening: Whitening, journal: SpectrumJournal, ran: Advance
-    ) -> Decomposition:
-        """The decomposition that a matrix is truncated by; both of them are kept if they are new."""
-        values = self.matrices.read(matrix)
-        is_new = matrix not in journal.spectra
-        methods = get_args(Method) if is_new else (self.wanted.method,)
-        found = {
-            name: decompose(values, whitening.factor if name == "whitened" else None) for name in methods
-        }
-        if is_new:
-            about = {"size": list(values.shape), "factor": whitening.how, "input_rank": whitening.rank}
-            singular = {name: one.values.tolist() for name, one in found.items()}
-            journal.keep(_matrix_columns(matrix) | about | singular)
-            ran(1)
-        return found[self.wanted.method]
 
 
 def _matrix_columns(matrix: Matrix) -> dict[str, Any]:

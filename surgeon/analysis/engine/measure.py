@@ -68,7 +68,7 @@ def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
         for index in (index for register in written for index in followers[register]):
             missing[index] -= 1
             if not missing[index]:
-                turn = _turn(plan.tasks[index])
+                turn = turn_of(plan.tasks[index])
                 in_this_one = turn == _AT_ONCE or turn >= here
                 heapq.heappush(sweep if in_this_one else following, (turn, next(age), index))
         if not sweep:
@@ -91,17 +91,15 @@ def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
     return SharedPlan.of([*tasks, *early])
 
 
-def place(sublayers: Iterable[Sublayer]) -> int:
-    """The first turn of these sublayers in a sweep."""
-    return min(2 * min(sublayer.layers) + (sublayer.kind == FEED_FORWARD) for sublayer in sublayers)
-
-
-def _turn(task: Task) -> int:
+def turn_of(task: Task) -> int:
+    """The first turn of a task's sublayers in a sweep."""
+    sublayers: Sequence[Sublayer] = ()
     if isinstance(task, RunStep):
-        return place(task.step.sublayers)
-    if isinstance(task, Extend):
-        return place(sublayer for step in steps_of(task.branch) for sublayer in step.sublayers)
-    return _AT_ONCE
+        sublayers = task.step.sublayers
+    elif isinstance(task, Extend):
+        sublayers = [sublayer for step in steps_of(task.branch) for sublayer in step.sublayers]
+    turns = (2 * min(sublayer.layers) + (sublayer.kind == FEED_FORWARD) for sublayer in sublayers)
+    return min(turns, default=_AT_ONCE)
 
 
 T = TypeVar("T")

@@ -112,8 +112,9 @@ def streaming_room(
     streamed = streamed_layers(model)
     assert streamed is not None
     held, limit = _held_and_limit(model.device, memory)
-    left = limit - held - _task_bytes(model, streamed, tokens) - _factor_bytes(model, plan)
-    states = max(left // 2, _least_states(model, tokens))
+    least = _least_states(model, tokens)
+    left = limit - held - streaming_bytes(model, streamed, plan, tokens) + least
+    states = max(left // 2, least)
     return max(0, left - states), states
 
 
@@ -132,9 +133,10 @@ def streaming_bytes(
     model: PreTrainedModel, streamed: StreamedLayers, plan: SharedPlan, tokens: int
 ) -> int:
     """Count the bytes for streamed layers, with most states on disk."""
-    return (
-        _task_bytes(model, streamed, tokens) + _least_states(model, tokens) + _factor_bytes(model, plan)
-    )
+    # Of one task: its weights, the sums of a merge, and activations.
+    weights = 3 * max(map(streamed.sublayer_bytes, KINDS))
+    task = _FIRST_USE + int(_SLACK * _activation_bytes(model, tokens)) + weights
+    return task + _least_states(model, tokens) + _factor_bytes(model, plan)
 
 
 def _computing_bytes(model: PreTrainedModel, tensors: int, tokens: int) -> int:
@@ -168,9 +170,3 @@ def _least_states(model: PreTrainedModel, tokens: int) -> int:
     """Count a streamed model's states of one task."""
     config: Any = model.config
     return int(6 * tokens * config.hidden_size * max(4, model.dtype.itemsize))
-
-
-def _task_bytes(model: PreTrainedModel, streamed: StreamedLayers, tokens: int) -> int:
-    """An upper estimate of one task of a streamed model: its weights, a merge's sums, and activations."""
-    weights = max(map(streamed.sublayer_bytes, KINDS))
-    return _FIRST_USE + int(_SLACK * _activation_bytes(model, tokens)) + 3 * weights

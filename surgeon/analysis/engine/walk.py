@@ -168,11 +168,6 @@ def runs_of(program: Program, steps_per_layer: int) -> list[range]:
     return found
 
 
-def layers_run(walk: Walk, program: Program) -> Iterator[RunLayer]:
-    """Run a program on a walk's windows, and yield its whole layers as it comes to them."""
-    yield from _list_run(walk, program.nodes, State(walk.start), None)
-
-
 class _After(NamedTuple):
     """The end of a list of nodes.
 
@@ -185,11 +180,16 @@ class _After(NamedTuple):
     ended: tuple[Tensor | None, ...]
 
 
-def _list_run(
-    walk: Walk, nodes: Branch, state: State, before: Tensor | None
+def layers_run(
+    walk: Walk, nodes: Branch, state: State | None = None, before: Tensor | None = None
 ) -> Generator[RunLayer, None, _After]:
-    """The layers of a list of nodes; `before` is what the layer before them has added, if that is known."""
-    after = _After(state, (before,))
+    """Run a list of nodes on a walk's windows, and yield its whole layers as it comes to them.
+
+    Args:
+        state: before them; by default the embedded stream.
+        before: what the layer before them has added, if that is known.
+    """
+    after = _After(state or State(walk.start), (before,))
     for part in parts_of(nodes, 1 if walk.reads_same else 2):
         if isinstance(part, range):
             after = yield from _run(walk, part, after)
@@ -238,7 +238,7 @@ def _fork_run(walk: Walk, fork: Fork, after: _After) -> Generator[RunLayer, None
     ended = list[Tensor | None]()
     for branch, before in zip(fork.branches, known, strict=True):
         start = State(landed.stream, added=torch.zeros_like(landed.stream))
-        found = yield from _list_run(walk, branch, start, before)
+        found = yield from layers_run(walk, branch, start, before)
         added = land(found.state).added
         assert added is not None
         outputs.append(added)

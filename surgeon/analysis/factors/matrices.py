@@ -13,7 +13,7 @@ from surgeon.errors import did_you_mean
 from surgeon.language.operations.base import show_range
 from surgeon.language.sublayer import KINDS, ROLES, WRITING, Sublayer
 from surgeon.models.edit import decoder_layers
-from surgeon.models.families import Family, Projection, family_of
+from surgeon.models.families import Family, family_of
 from surgeon.models.weights import Dense, ModelWeights, ModuleStore
 
 if TYPE_CHECKING:  # takes seconds, and who only names matrices does without
@@ -63,12 +63,10 @@ class Matrices:
         store = ModuleStore(layers, f"{self.family.layers}.")
         self.weights = ModelWeights(store, self.family, self.family.head_dim(model.config))
 
-    def projection(self, matrix: Matrix) -> Projection:
-        return self.family.spec(matrix.sublayer.kind, matrix.sublayer.layers[0]).projection(matrix.role)
-
     def module(self, matrix: Matrix) -> nn.Module:
         """The linear module that holds a matrix, perhaps with others packed beside it."""
-        return self.layers[matrix.layer].get_submodule(self.projection(matrix).path)
+        spec = self.family.spec(matrix.sublayer.kind, matrix.layer)
+        return self.layers[matrix.layer].get_submodule(spec.projection(matrix.role).path)
 
     def read(self, matrix: Matrix) -> Tensor:
         return self.stored(matrix).whole()
@@ -159,8 +157,3 @@ def find_matrices(family: Family, layers: range, weights: Sequence[str]) -> list
         for projection in family.spec(kind, layer).projections
         if projection.role in weights and not projection.stacked
     ]
-
-
-def parse_weights(text: str) -> list[str]:
-    """Parse a list such as "q,k"."""
-    return [name.strip() for name in text.split(",") if name.strip()]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from surgeon.analysis.factors.factor_plan import WAYS, FactorPlan, plan_factors
-from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.width import CRITERIA, chosen_by
 from surgeon.models.weights import FactorSource, UnitsByLayer
 from surgeon.opened import EditedModel
@@ -70,20 +67,18 @@ def with_factors(
     # The recipe names the text that was used; a file goes by its bare name, not by where it lies here.
     data = Path(used["data"])
     named = {**used, "data": data.name if data.is_absolute() else str(data)}
-    entries = (_with_calibration(entry, named) for entry in recipe.operations)
+    entries = []
+    for entry in recipe.operations:
+        given = entry.parameters
+        by = chosen_by(given) if entry.name == "width" else None
+        if given.get("method", "plain") == "plain" and by not in CRITERIA:
+            entries.append(entry)
+            continue
+        ways = {way: True for way in WAYS if given.get("calibration", {}).get(way)}
+        entries.append(replace(entry, parameters={**given, "calibration": {**named, **ways}}))
     published = replace(recipe, operations=tuple(entries))
     identity = plan.to_json() | {"calibration": windows.digest}
     return replace(edited, recipe=published, factors=source, factors_identity=identity)
-
-
-def _with_calibration(entry: AppliedOperation, text: Mapping[str, Any]) -> AppliedOperation:
-    """An entry of a recipe with the text that was used, if it goes by one."""
-    parameters = entry.parameters
-    by = chosen_by(parameters) if entry.name == "width" else None
-    if parameters.get("method", "plain") == "plain" and by not in CRITERIA:
-        return entry
-    ways = {way: True for way in WAYS if parameters.get("calibration", {}).get(way)}
-    return replace(entry, parameters={**parameters, "calibration": {**text, **ways}})
 
 
 def with_units(edited: EditedModel, plan: FactorPlan) -> EditedModel:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.analysis.cells import scan_cells
 from surgeon.analysis.engine import memory
 from surgeon.analysis.engine.measure import GoOn, MeasureOptions, measure, parts_of, side_by_side
 from surgeon.analysis.engine.memory import lanes_for
@@ -17,6 +16,7 @@ from surgeon.analysis.engine.prefixes import StateCache
 from surgeon.analysis.engine.sharing import share
 from surgeon.language.program import Program
 from surgeon.quality.head import OutputHead
+from tests.analysis.scanning import scan_cells
 from tests.tiny_models import VOCABULARY, tiny_model
 
 LAYERS = 4

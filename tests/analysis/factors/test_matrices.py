@@ -13,7 +13,6 @@ from surgeon.analysis.factors.matrices import (
     choose_layers,
     choose_weights,
     find_matrices,
-    parse_weights,
 )
 from surgeon.findings.spectrum import TargetRank, parse_ranks
 from surgeon.models.families import FAMILIES, family_of
@@ -61,7 +60,6 @@ def test_what_is_no_rank(text: str, message: str) -> None:
 
 def test_weights_and_layers() -> None:
     llama = FAMILIES["llama"]
-    assert parse_weights("up, q,,down") == ["up", "q", "down"]
     assert choose_weights(llama, ["up", "q", "up"]) == ("q", "up")
     assert choose_weights(FAMILIES["gpt_neox"], None) == ("q", "k", "v", "o", "up", "down")
     assert choose_layers(4, None) == range(4)

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 import surgeon.language.operations
-from surgeon.analysis.cells import SCANNED, check_operations, scan_cells, select, selected_cells
+from surgeon.analysis.cells import SCANNED, check_operations, select, selected_cells
 from surgeon.analysis.proxies import readers
 from surgeon.analysis.scan import order_of
 from surgeon.findings.scan import Scan
@@ -22,6 +22,7 @@ from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Var
 from surgeon.language.operations.variants import is_variant, variant, variant_names
 from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
+from tests.analysis.scanning import scan_cells
 from tests.findings.read_page import page_of
 from tests.findings.run_folders import make_scan
 
