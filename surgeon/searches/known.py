@@ -132,7 +132,8 @@ class Known:
         return replace(
             mixture,
             spaces=tuple(
-                MatrixRanks(ranks, one.ranks) if isinstance(one, LowRanks) else one for one in spaces
+                MatrixRanks(one.ranks, measured=ranks) if isinstance(one, LowRanks) else one
+                for one in spaces
             ),
         )
 

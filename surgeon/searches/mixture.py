@@ -49,12 +49,12 @@ class Mixture:
 
     def on_text(self, text: Calibration) -> Mixture:
         """Bind the spaces to a search's text, as recipes name it."""
-        return replace(self, spaces=tuple(space.on_text(text) for space in self.spaces))
+        return replace(self, spaces=tuple(replace(space, text=text) for space in self.spaces))
 
     def by_saliency(self, orders: Orders) -> Mixture:
         """Give the spaces the saliency orders of mixtures' experts on the search's text."""
         spaces = (
-            one.by_saliency(orders) if isinstance(one, KeptExperts) else one for one in self.spaces
+            replace(one, orders=orders) if isinstance(one, KeptExperts) else one for one in self.spaces
         )
         return replace(self, spaces=tuple(spaces))
 
