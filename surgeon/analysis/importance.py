@@ -61,18 +61,6 @@ WRITES = {ATTENTION: "o", FEED_FORWARD: "down"}
 JOURNAL = "importance.jsonl"
 
 
-def scored_units(
-    model: PreTrainedModel,
-    wanted: Mapping[Part, Criterion],
-    windows: Windows,
-    folder: Path | None = None,
-    **more: Any,
-) -> dict[Part, ScoredUnits]:
-    """Sources of units that are chosen by importance; arguments and errors as `unit_importance`."""
-    found = unit_importance(model, wanted, windows, folder, **more) if wanted else {}
-    return {part: ScoredUnits(values, wanted[part]) for part, values in found.items()}
-
-
 def most_important(
     model: PreTrainedModel,
     programs: Iterable[Program],
@@ -87,10 +75,11 @@ def most_important(
     stored = {(one.parts[0], one.width) for one in own.sublayers()}
     sublayers = (one for program in programs for one in program.sublayers() if one.width is not None)
     narrowed = {one.parts[0] for one in sublayers if (one.parts[0], one.width) not in stored}
-    scored = scored_units(model, dict.fromkeys(sorted(narrowed), USUAL), windows, folder, **more)
-    if scored:
-        return UnitsByLayer(scored, factors or TruncatedSVD(remembers=True))
-    return factors
+    if not narrowed:
+        return factors
+    found = unit_importance(model, dict.fromkeys(sorted(narrowed), USUAL), windows, folder, **more)
+    scored = {part: ScoredUnits(values, USUAL) for part, values in found.items()}
+    return UnitsByLayer(scored, factors or TruncatedSVD(remembers=True))
 
 
 def unit_importance(
@@ -103,6 +92,8 @@ def unit_importance(
     memory: int | None = None,
 ) -> Importance:
     """Measure the importance of the units of some sublayers on a text, or take it from the folder."""
+    if not wanted:
+        return {}
     identity = {
         "format": FORMAT,
         "model_hash": model_hash,
@@ -173,14 +164,14 @@ def _by_inputs(
     sums: dict[Matrix, _Inputs] = {}
     run = ProgramRun(model, own, ids, memory=memory)
     weights = run.parts[0].machine.layers.weights()
-
-    def new(matrix: Matrix, inputs: Tensor) -> _Inputs:
-        return _Inputs(inputs.shape[-1], weights.unit_width(matrix.sublayer.kind), inputs.device)
-
     with progress("importance", len(places), "sublayers") as ran:
         for place, node in enumerate(own.nodes[: max(places.values()) + 1]):
             matrices = matrices_in(node, places)
-            run.sum_inputs(matrices, sums, new)
+            run.sum_inputs(
+                matrices,
+                sums,
+                lambda one, x: _Inputs(x.shape[-1], weights.unit_width(one.sublayer.kind), x.device),
+            )
             stay_below(memory)
             for matrix in matrices:
                 if places[matrix] != place:  # a layer that occurs again has more inputs there

@@ -161,7 +161,7 @@ def rank_correlation(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None)
     kept = ~np.isnan(columns).any(0)
     ranks = [stats.rankdata(column[kept]) for column in columns]
     n = int(kept.sum())
-    if n < LEAST_PAIRS or _constant(ranks[0]) or _constant(ranks[1]):
+    if n < LEAST_PAIRS or min(np.ptp(side) for side in ranks[:2]) == 0:
         return Correlation(math.nan, math.nan, n)
     rho, p = (float(value) for value in stats.spearmanr(ranks[0], ranks[1]))
     if n <= MOST_EXACT:  # the share of all orders of y whose correlation with x is as far from 0
@@ -172,7 +172,7 @@ def rank_correlation(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None)
         p = max(p, 2 / math.factorial(n))
     if given is None:
         return Correlation(rho, p, n)
-    if _constant(ranks[2]):
+    if np.ptp(ranks[2]) == 0:
         return Correlation(rho, p, n, rho)
     # The first-order partial correlation, from the three correlations of ranks.
     x_given, y_given = (float(np.corrcoef(side, ranks[2])[0, 1]) for side in ranks[:2])
@@ -181,7 +181,3 @@ def rank_correlation(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None)
     if rest > 1e-12:
         return Correlation(rho, p, n, (rho - x_given * y_given) / math.sqrt(rest))
     return Correlation(rho, p, n)
-
-
-def _constant(ranks: Values) -> bool:
-    return bool((ranks == ranks[0]).all())

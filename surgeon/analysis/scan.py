@@ -267,6 +267,7 @@ class _Run:
 
         A parameter that maps vary has a column behind the layers, sampled acceptance if it was measured of some cell.
         """
+        predicted = self.subject.windows.ids.shape[1] - 1
         rows = []
         values = []
         for cell, windows, ran in outcomes:
@@ -274,7 +275,7 @@ class _Run:
             every = [
                 self.journal.acceptances(self.programs[program], windows) for program in cell.programs
             ]
-            known = len(windows) * self.predicted, ran
+            known = len(windows) * predicted, ran
             rows.append(
                 (
                     cell.operation,
@@ -297,11 +298,12 @@ class _Run:
 
     def permutations_table(self, outcomes: Iterable[Outcome], base: Values) -> pd.DataFrame:
         """One row per random permutation of a cell, with the columns of `permutations.csv`."""
+        predicted = self.subject.windows.ids.shape[1] - 1
         rows = []
         for cell, windows, _ in outcomes:
             for seed, program in zip(cell.seeds, cell.programs, strict=False):
                 found = estimate(*self.journal.values(self.programs[program], windows), base, windows)
-                numbers = (found.perplexity, found.divergence, len(windows) * self.predicted)
+                numbers = (found.perplexity, found.divergence, len(windows) * predicted)
                 # In which it runs these layers, by their attentions.
                 order = (one.layers[0] for one in program.sublayers() if one.kind == ATTENTION)
                 rows.append(
@@ -315,11 +317,6 @@ class _Run:
                     )
                 )
         return pd.DataFrame(rows, columns=PERMUTATION_COLUMNS)
-
-    @property
-    def predicted(self) -> int:
-        """Tokens of a window that are predicted."""
-        return self.subject.windows.ids.shape[1] - 1
 
     def counts(self, table: pd.DataFrame) -> dict[str, Any]:
         """Sublayers run, and those of a loop over cells, by operation and in all."""

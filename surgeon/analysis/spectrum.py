@@ -9,7 +9,7 @@ again for each truncation in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,7 +24,6 @@ from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.factors.matrices import (
     Matrices,
     Matrix,
-    choose_layers,
     choose_weights,
     find_matrices,
 )
@@ -113,9 +112,6 @@ class SpectrumJournal(Journal):
             (out_features, in_features), values, line["factor"], line["input_rank"]
         )
 
-    def lacks_damage(self, truncations: Iterable[Truncation]) -> bool:
-        return any(truncation not in self.damage for truncation in truncations)
-
 
 def read_findings(folder: Path) -> tuple[dict[str, Any], SpectrumJournal]:
     """Read a folder's journal, with the identity of its numbers."""
@@ -170,7 +166,14 @@ def request(
     if method not in get_args(Method):
         raise ValueError(f"there is no method {method!r}; use whitened or plain")
     chosen = choose_weights(family_of(config), weights)
-    return SpectrumRequest(choose_layers(config.num_hidden_layers, layers), chosen, tuple(ranks), method)
+    everything = range(config.num_hidden_layers)
+    if layers is None:
+        layers = everything
+    if not layers or layers.start < 0 or layers.stop > len(everything):
+        raise ValueError(
+            f"layers {show_range(layers)} are out of range: the model's layers are {show_range(everything)}"
+        )
+    return SpectrumRequest(layers, chosen, tuple(ranks), method)
 
 
 def spectrum(
@@ -253,9 +256,12 @@ class _Work:
             self.truncations[matrix] = [Truncation(matrix, wanted.method, rank) for rank in ranks]
 
     def fill(self, journal: SpectrumJournal, windows: Windows, calibration: Windows) -> None:
-        todo = [
-            m for m in self.all if m not in journal.spectra or journal.lacks_damage(self.truncations[m])
-        ]
+        undamaged = {
+            matrix
+            for matrix, some in self.truncations.items()
+            if any(truncation not in journal.damage for truncation in some)
+        }
+        todo = [one for one in self.all if one not in journal.spectra or one in undamaged]
         if journal.base_nll is not None and not todo:
             return
         measured = ProgramRun(self.model, self.program, windows.ids)
@@ -264,7 +270,6 @@ class _Work:
             journal.keep({"base": reference.nll().tolist()})
         if not todo:
             return
-        damages = any(journal.lacks_damage(self.truncations[matrix]) for matrix in todo)
         nodes = [matrices_in(node, self.all) for node in self.program.nodes]
         last = max(place for place, here in enumerate(nodes) if any(matrix in todo for matrix in here))
         calibrating = ProgramRun(self.model, self.program, calibration.ids)
@@ -273,6 +278,11 @@ class _Work:
                 missing = [matrix for matrix in here if matrix in todo]
                 whitenings = _whitenings(calibrating, missing)
                 for matrix in missing:
+                    columns = {
+                        "layer": matrix.layer,
+                        "weight": matrix.role,
+                        "kind": matrix.sublayer.kind,
+                    }
                     values = self.matrices.read(matrix)
                     whitening = whitenings[matrix]
                     is_new = matrix not in journal.spectra
@@ -285,7 +295,7 @@ class _Work:
                         about = {"size": list(values.shape), "factor": whitening.how}
                         about["input_rank"] = whitening.rank
                         singular = {name: one.values.tolist() for name, one in parts.items()}
-                        journal.keep(_matrix_columns(matrix) | about | singular)
+                        journal.keep(columns | about | singular)
                         ran(1)
                     found = parts[self.wanted.method]
                     for truncation in self.truncations[matrix]:
@@ -295,9 +305,9 @@ class _Work:
                                 nll, divergence = reference.quality(measured)
                                 numbers = {"nll": nll.tolist(), "divergence": divergence.tolist()}
                                 asked = {"method": truncation.method, "rank": truncation.rank}
-                                journal.keep(_matrix_columns(matrix) | asked | numbers)
+                                journal.keep(columns | asked | numbers)
                             ran(len(nodes) - measured.place)
-                if damages:
+                if undamaged:
                     measured.step()
 
     def _amounts(self, nodes: list[list[Matrix]], journal: SpectrumJournal) -> tuple[int, str, int]:
@@ -321,10 +331,6 @@ class _Work:
                 _whitenings(again, matrices_in(node, self.all))
             raise ValueError(HEAD_NOT_FINITE)
         return reference
-
-
-def _matrix_columns(matrix: Matrix) -> dict[str, Any]:
-    return {"layer": matrix.layer, "weight": matrix.role, "kind": matrix.sublayer.kind}
 
 
 def _whitenings(run: ProgramRun, matrices: list[Matrix]) -> dict[Matrix, Whitening]:

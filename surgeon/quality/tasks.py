@@ -100,7 +100,7 @@ class TaskModel(HFLM):  # type: ignore[misc]
         settings = [normalize_gen_kwargs(request.args[1], self.max_gen_toks) for request in requests]
         for request, how in zip(requests, settings, strict=True):
             if len(self.tok_encode(request.args[0])) > self.max_length - how["max_gen_toks"]:
-                self.answers.cut.add(_hash_request("generate_until", request.args))
+                self.answers.cut.add(_hash(["generate_until", *request.args]))
         if any(how["do_sample"] for how in settings):  # equal requests have different answers then
             with progress("generating", len(requests), "requests") as advance:
                 self.set_cache_hook(_Notice(advance, None))
@@ -111,7 +111,7 @@ class TaskModel(HFLM):  # type: ignore[misc]
     def _ask(
         self, kind: str, doing: str, requests: list[Any], run: Callable[..., list[Any]]
     ) -> list[Any]:
-        keys = [_hash_request(kind, request.args) for request in requests]
+        keys = [_hash([kind, *request.args]) for request in requests]
         self.asked.update(keys)
         missing = {
             key: request
@@ -141,7 +141,7 @@ class TaskModel(HFLM):  # type: ignore[misc]
                     "positions"
                 )
             if texts is not None and len(context) + len(continuation) > self.max_length + 1:
-                self.answers.cut.add(_hash_request("loglikelihood", texts))
+                self.answers.cut.add(_hash(["loglikelihood", *texts]))
         answers: list[Any] = super()._loglikelihood_tokens(requests, *arguments, **options)
         return answers
 
@@ -156,25 +156,21 @@ class TaskModel(HFLM):  # type: ignore[misc]
         return tokens
 
 
+@dataclass
 class _Notice:
     """Hook that lm-eval calls with each answer."""
 
-    def __init__(self, advance: Advance, answers: Answers | None) -> None:
-        self.advance = advance
-        self.answers = answers
+    advance: Advance
+    answers: Answers | None
 
     def add_partial(self, kind: str, request: Any, answer: Any) -> None:
         if self.answers is not None:
-            self.answers.add(_hash_request(kind, request), answer)
+            self.answers.add(_hash([kind, *request]), answer)
         self.advance(1)
 
 
-def _hash_request(kind: str, request: Any) -> str:
-    return _hash([kind, *request])[:32]
-
-
 def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 # Draws for the error of metrics that are no means; lm-eval's 100,000 take minutes for LAMBADA.

@@ -176,11 +176,12 @@ class Mixture:
     def claims(self, edit: Edit) -> frozenset[Claim]:
         """The claims of an edit."""
         if edit not in self._claims:
-            if edit.space not in self._spaces:
+            spaces = {space.name: space for space in self.spaces}
+            if edit.space not in spaces:
                 raise ValueError(
-                    f"{edit} is of none of the spaces that are searched: {', '.join(self._spaces)}"
+                    f"{edit} is of none of the spaces that are searched: {', '.join(spaces)}"
                 )
-            self._claims[edit] = self._spaces[edit.space].claims(edit)
+            self._claims[edit] = spaces[edit.space].claims(edit)
         return self._claims[edit]
 
     @cached_property
@@ -282,10 +283,6 @@ class Mixture:
             if self.is_free(chosen, edit):
                 chosen.append(edit)
         return tuple(chosen)
-
-    @cached_property
-    def _spaces(self) -> dict[str, Space]:
-        return {space.name: space for space in self.spaces}
 
     def _apply(self, choice: Choice) -> Iterator[tuple[AppliedOperation, Program]]:
         """The operations, each with the program after it."""

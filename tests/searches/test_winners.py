@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,8 +259,9 @@ def test_two_objectives_give_the_middle_of_their_front() -> None:
     trials = [*try_programs(searching, 30)]
     (winner,), why = choose(searching.question, trials, [])
     assert "nearest to the best of every objective" in why
-    values = [searching.question.costs(trial) for trial in trials]
-    first = searching.question.costs(winner)
+    costs = partial(searching.question.pricing.costs, searching.question.settings.objectives)
+    values = [costs(trial) for trial in trials]
+    first = costs(winner)
     assert not any(
         all(a <= b for a, b in zip(one, first, strict=True)) and one != first for one in values
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
@@ -44,6 +45,7 @@ class PlanMachine(ModelMachine):
         return attention.layers[0]
 
 
+@dataclass
 class RunningAverages:
     """Averages of whole sublayers, made of the sum of the last one of their kind, where they go on from it.
 
@@ -51,10 +53,11 @@ class RunningAverages:
     bit. One sum for each kind of sublayer is kept; the weights must stay as they are meanwhile.
     """
 
-    def __init__(self, weights: ModelWeights) -> None:
-        self.weights = weights
-        # By kind the layers, and by path from the layer their sums, in float32 or wider, and the stored dtypes.
-        self._sums: dict[str, tuple[tuple[int, ...], Tensors, dict[str, torch.dtype]]] = {}
+    weights: ModelWeights
+    # By kind the layers, and by path from the layer their sums, in float32 or wider, and the stored dtypes.
+    _sums: dict[str, tuple[tuple[int, ...], Tensors, dict[str, torch.dtype]]] = field(
+        default_factory=dict
+    )
 
     def tensors(self, sublayer: Sublayer) -> Tensors:
         """An average's tensors by path from the layer, as the layers store theirs, in memory of their own.

@@ -252,7 +252,7 @@ class _Run:
         if not all(part in self.options.references for part in parts):
             running = [self.original, *running]
         elif self.original in wanted:
-            known = [_on_cpu(self._with_blocks(self.options.references[part].quality)) for part in parts]
+            known = [self._with_blocks(self.options.references[part].quality) for part in parts]
             yield MeasuredWindows(self.original, windows.start, concatenate_windows(known))
         if running:
             self.plan_for(running)
@@ -274,7 +274,8 @@ class _Run:
     def _lane(self, windows: range, go_on: GoOn) -> Iterator[tuple[Program, ByWindow]]:
         chunk = self.ids[windows.start : windows.stop].to(self.model.device)
         for program, stream in self.streams(chunk, windows, go_on):
-            yield program, _on_cpu(self._quality(program, stream, chunk, windows))
+            found = self._quality(program, stream, chunk, windows)
+            yield program, {name: values.cpu() for name, values in found.items()}
 
     def streams(
         self, chunk: Tensor, windows: range, go_on: GoOn = lambda: None
@@ -317,13 +318,10 @@ class _Run:
     def _with_blocks(self, own: ByWindow) -> ByWindow:
         """The original's quality, which does not diverge from itself in any part of its windows."""
         blocks = self.options.blocks
+        found = {name: values.cpu() for name, values in own.items()}
         if blocks:
-            return own | {"blocks": own["nll"].new_zeros(len(own["nll"]), blocks)}
-        return own
-
-
-def _on_cpu(own: ByWindow) -> ByWindow:
-    return {name: values.cpu() for name, values in own.items()}
+            found["blocks"] = found["nll"].new_zeros(len(found["nll"]), blocks)
+        return found
 
 
 def parts_of(windows: range, count: int) -> list[range]:

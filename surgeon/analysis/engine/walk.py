@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.machine import PlanMachine
 from surgeon.checkpoint.load import streamed_layers
-from surgeon.errors import shown
 from surgeon.language.execute import Branch, State, advance, land
-from surgeon.language.operations.within import parts_of, whole_runs
-from surgeon.language.program import Fork, Program
+from surgeon.language.operations.within import parts_of
+from surgeon.language.program import Fork
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource
@@ -158,14 +157,6 @@ class RunLayer:
     layer: int
     passed: LayerPass
     without: Tensor | None
-
-
-def runs_of(program: Program, steps_per_layer: int) -> list[range]:
-    """All runs, in the order of the program; ValueError if there is none."""
-    found = [run for run, _ in whole_runs(program.nodes, steps_per_layer)]
-    if not found:
-        raise ValueError(f"the model runs no layer whole: its program is {shown(str(program), 200)}")
-    return found
 
 
 class _After(NamedTuple):

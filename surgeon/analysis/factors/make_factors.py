@@ -228,7 +228,13 @@ class _Work:
             if first:
                 yield first, _without_ranks
             if behind:
-                yield behind, _with_first_ranks
+                # With the factors of those that read the stream.
+                yield (
+                    behind,
+                    lambda one: replace(
+                        one, ranks=tuple(entry for entry in one.ranks if entry[0] not in WRITING)
+                    ),
+                )
         elif matrices or not self.sequential:
             yield matrices, _without_ranks
 
@@ -293,8 +299,3 @@ class _Work:
 
 def _without_ranks(sublayer: Sublayer) -> Sublayer:
     return replace(sublayer, ranks=())
-
-
-def _with_first_ranks(sublayer: Sublayer) -> Sublayer:
-    """Keep factors of matrices that read the stream only."""
-    return replace(sublayer, ranks=tuple(entry for entry in sublayer.ranks if entry[0] not in WRITING))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from surgeon.errors import did_you_mean
-from surgeon.language.operations.base import show_range
 from surgeon.language.sublayer import KINDS, ROLES, WRITING, Sublayer
 from surgeon.models.edit import decoder_layers
 from surgeon.models.families import Family, family_of
@@ -118,17 +117,6 @@ class Matrices:
         weight = self.module(matrix).weight
         assert isinstance(weight, nn.Parameter)
         return weight
-
-
-def choose_layers(num_layers: int, layers: range | None) -> range:
-    """The layers asked for, or all; ValueError if they are not among the model's."""
-    if layers is None:
-        return range(num_layers)
-    if not layers or layers.start < 0 or layers.stop > num_layers:
-        raise ValueError(
-            f"layers {show_range(layers)} are out of range: the model's layers are 0:{num_layers}"
-        )
-    return layers
 
 
 def choose_weights(family: Family, names: Sequence[str] | None) -> tuple[str, ...]:
