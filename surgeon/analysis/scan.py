@@ -24,8 +24,8 @@ import numpy as np
 import pandas as pd
 
 from surgeon.analysis.cells import Cell, Selection, selected_cells
+from surgeon.analysis.engine.machine import windows_at_once
 from surgeon.analysis.engine.measure import MeasureOptions, ProgramJournal, measure
-from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share, simplify
 from surgeon.analysis.engine.workers import measure_missing
 from surgeon.analysis.importance import expert_use, most_important, use_table

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.func import jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from surgeon.analysis.engine.machine import windows_at_once
 from surgeon.analysis.engine.measure import MeasureOptions, ProgramJournal
-from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.sharing import share
 from surgeon.analysis.engine.walk import LayerPass, Walk
 from surgeon.analysis.engine.workers import measure_missing

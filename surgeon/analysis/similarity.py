@@ -24,7 +24,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from surgeon.analysis.engine.memory import windows_in_a_walk
+from surgeon.analysis.engine.machine import windows_in_a_walk
 from surgeon.analysis.engine.walk import layers_run, walks
 from surgeon.analysis.subject import Subject
 from surgeon.errors import shown

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.walk import HEAD_NOT_FINITE
 from surgeon.analysis.factors.allocation import Curve, effective_rank, energy_rank, kept_parameters
-from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.factors.matrices import (
     Matrices,
     Matrix,
@@ -28,7 +27,7 @@ from surgeon.analysis.factors.matrices import (
     find_matrices,
 )
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
-from surgeon.analysis.subject import Subject
+from surgeon.analysis.subject import Subject, recorded
 from surgeon.errors import shown
 from surgeon.findings.spectrum import METHODS, Spectrum, TargetRank, parse_ranks
 from surgeon.language.operations.base import show_range

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.importance import expert_use, most_important
-from surgeon.analysis.subject import Subject, open_subject
+from surgeon.analysis.subject import Subject, open_subject, recorded
 from surgeon.commands.opening import as_folder, as_several, warn
 from surgeon.cost.hardware import Hardware
 from surgeon.errors import shown

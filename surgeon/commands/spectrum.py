@@ -100,11 +100,10 @@ def spectrum(
         FileNotFoundError, ValueError: if model, text, layers, matrices, ranks or budget cannot be used.
         OSError: if the folder cannot be written to.
     """
-    from surgeon.analysis.factors.calibration import load_calibration
     from surgeon.analysis.factors.rank_recipe import corrected_ranks, write_recipe
     from surgeon.analysis.spectrum import notes_on, request
     from surgeon.analysis.spectrum import spectrum as find
-    from surgeon.analysis.subject import open_subject
+    from surgeon.analysis.subject import load_calibration, open_subject
     from surgeon.commands.opening import as_list, as_range, warn
     from surgeon.findings.spectrum import parse_ranks
     from surgeon.named import split_values

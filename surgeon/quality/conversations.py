@@ -29,8 +29,7 @@ from surgeon.checkpoint.messages import (
     without_keys,
 )
 from surgeon.errors import first_line, shown
-from surgeon.quality.sources import open_rows
-from surgeon.quality.tables import Row
+from surgeon.quality.sources import Row, open_rows
 from surgeon.quality.text_files import Reading, require_utf8
 from surgeon.words import plural
 

@@ -21,8 +21,8 @@ from scipy import stats
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from surgeon.analysis.engine.machine import windows_at_once, working_bytes
 from surgeon.analysis.engine.measure import MeasureOptions, measure, streams_after
-from surgeon.analysis.engine.memory import windows_at_once, working_bytes
 from surgeon.analysis.engine.prefixes import StateCache
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.checkpoint.load import streamed_layers

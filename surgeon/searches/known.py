@@ -21,14 +21,13 @@ import pandas as pd
 
 from surgeon.analysis.engine.measure import read_programs
 from surgeon.analysis.engine.sharing import simplify
-from surgeon.analysis.factors.calibration import load_recorded
 from surgeon.analysis.factors.factor_plan import FactorPlan, Making, NoSource
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.rank_recipe import ranked
 from surgeon.analysis.scan import JOURNAL
 from surgeon.analysis.spectrum import read_findings
-from surgeon.analysis.subject import Subject
+from surgeon.analysis.subject import Subject, load_recorded
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.findings.edit import Choice, Edit, as_choice
 from surgeon.findings.scan import Scan

@@ -12,8 +12,8 @@ import torch
 
 import surgeon
 from surgeon.analysis.engine import measure as measure_module
+from surgeon.analysis.engine.machine import windows_at_once
 from surgeon.analysis.engine.measure import MeasureOptions, by_layer, measure, turn_of
-from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, reads, share
 from surgeon.checkpoint.load import load, load_streamed, streamed_layers
 from surgeon.checkpoint.tensor_file import FileTensor

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.analysis.engine.machine import PlanMachine, run_plan
-from surgeon.analysis.engine.memory import lanes_for, streaming_room
+from surgeon.analysis.engine.machine import PlanMachine, lanes_for, run_plan, streaming_room
 from surgeon.analysis.engine.prefixes import PlanStates, StateCache, States
 from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, SharedPlan, Task, reads
 from surgeon.analysis.engine.walk import raise_not_finite

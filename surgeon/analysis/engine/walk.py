@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.analysis.engine.machine import PlanMachine
-from surgeon.checkpoint.load import streamed_layers
+from surgeon.analysis.engine.machine import PlanMachine, cache_bytes
 from surgeon.language.execute import Branch, State, advance, land
 from surgeon.language.operations.within import parts_of
 from surgeon.language.program import Fork
-from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource
 
@@ -132,14 +131,6 @@ def raise_not_finite(model: PreTrainedModel, ids: Tensor) -> NoReturn:
     for layer in range(model.config.num_hidden_layers):
         stream = walk.dense_layer(layer, stream).after
     raise ValueError(HEAD_NOT_FINITE)
-
-
-def cache_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that a walk keeps of those read when needed: two neighbouring layers, used again and again."""
-    streamed = streamed_layers(model)
-    if streamed is None:
-        return 0
-    return 2 * sum(streamed.sublayer_bytes(kind) for kind in KINDS)
 
 
 @dataclass(frozen=True)

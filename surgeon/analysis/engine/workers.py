@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgeon.analysis.engine.machine import windows_at_once
 from surgeon.analysis.engine.measure import MeasuredWindows, MeasureOptions, ProgramJournal, measure
-from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.analysis.subject import Subject, load_for_analysis
 from surgeon.language.program import Program

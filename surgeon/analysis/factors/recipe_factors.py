@@ -34,10 +34,9 @@ def with_factors(
     if not plan.is_calibrated:
         return with_units(edited, plan)
     # What makes them takes a second to import, which most recipes have no use for.
-    from surgeon.analysis.factors.calibration import load_recorded, recorded
     from surgeon.analysis.factors.make_factors import make_factors
     from surgeon.analysis.importance import unit_importance
-    from surgeon.analysis.subject import load_for_analysis
+    from surgeon.analysis.subject import load_for_analysis, load_recorded, recorded
 
     windows = load_recorded(model, plan.calibration)
     loaded = load_for_analysis(model, memory)
