@@ -291,7 +291,7 @@ class _Work:
                         for name in methods
                     }
                     if is_new:
-                        about = {"size": list(values.shape), "factor": whitening.how}
+                        about: dict[str, Any] = {"size": list(values.shape), "factor": whitening.how}
                         about["input_rank"] = whitening.rank
                         singular = {name: one.values.tolist() for name, one in parts.items()}
                         journal.keep(columns | about | singular)

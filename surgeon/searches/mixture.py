@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.distributions import CategoricalDistribution
 
 from surgeon.findings.edit import Choice, Edit, as_choice
 from surgeon.language.operations.applied import AppliedOperation
@@ -238,16 +238,11 @@ class Mixture:
         return named
 
     @cached_property
-    def categories(self) -> dict[str, BaseDistribution]:
+    def categories(self) -> dict[str, CategoricalDistribution]:
         return {
             name: CategoricalDistribution([NONE, *map(str, edits)])
             for name, edits in self.parameters.items()
         }
-
-    @property
-    def numbers(self) -> dict[str, BaseDistribution]:
-        """The parameters as whole numbers."""
-        return {name: IntDistribution(0, len(edits)) for name, edits in self.parameters.items()}
 
     def values(self, choice: Choice) -> dict[str, str]:
         found = dict.fromkeys(self.parameters, NONE)

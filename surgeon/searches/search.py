@@ -16,7 +16,7 @@ from threading import Lock
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.distributions import BaseDistribution
 from optuna.samplers import (
     BaseSampler,
     CmaEsSampler,
@@ -190,11 +190,11 @@ class Search:
         sampler = trial.study.sampler
         is_numbered = isinstance(sampler, CmaEsSampler)  # which knows no categories, and no constraints
         mixture = self.question.mixture
-        for name, kind in (mixture.numbers if is_numbered else mixture.categories).items():
-            if isinstance(kind, IntDistribution):
-                trial.suggest_int(name, kind.low, kind.high)
-            elif isinstance(kind, CategoricalDistribution):
-                trial.suggest_categorical(name, kind.choices)
+        for name, edits in mixture.parameters.items():
+            if is_numbered:
+                trial.suggest_int(name, 0, len(edits))
+            else:
+                trial.suggest_categorical(name, mixture.categories[name].choices)
         # What the sampler has said of the trial is in the storage only.
         proposal = self.proposal(trial.params, trial.storage.get_trial(trial._trial_id).user_attrs)
         with self.lock:
@@ -344,7 +344,7 @@ class SurgerySampler(BaseSampler):
         study: optuna.Study,  # noqa: ARG002
         trial: FrozenTrial,  # noqa: ARG002
     ) -> dict[str, BaseDistribution]:
-        return self.search.question.mixture.categories
+        return {**self.search.question.mixture.categories}
 
     def sample_relative(
         self,
