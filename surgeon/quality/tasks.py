@@ -8,8 +8,9 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,8 +23,8 @@ from lm_eval.tasks import TaskManager
 
 from surgeon.errors import shown
 from surgeon.processes.journal import Journal
-from surgeon.progress import Advance, progress
-from surgeon.quality.tasks_load import Seeds, Tasks
+from surgeon.progress import progress
+from surgeon.quality.tasks_load import Tasks, seeds_of
 
 
 class Answers(Journal):
@@ -103,7 +104,7 @@ class TaskModel(HFLM):  # type: ignore[misc]
                 self.answers.cut.add(_hash(["generate_until", *request.args]))
         if any(how["do_sample"] for how in settings):  # equal requests have different answers then
             with progress("generating", len(requests), "requests") as advance:
-                self.set_cache_hook(_Notice(advance, None))
+                self.set_cache_hook(SimpleNamespace(add_partial=lambda *_: advance(1)))
                 answers: list[Any] = super().generate_until(requests, disable_tqdm=True)
                 return answers
         return self._ask("generate_until", "generating", requests, super().generate_until)
@@ -119,8 +120,14 @@ class TaskModel(HFLM):  # type: ignore[misc]
             if key not in self.answers.known
         }
         count = len(set(keys))
+        answers = self.answers
         with progress(doing, count, "requests", count - len(missing)) as advance:
-            self.set_cache_hook(_Notice(advance, self.answers))
+            # It knows nothing of this object, which keeps it.
+            def note(kind: str, request: Any, answer: Any) -> None:
+                answers.add(_hash([kind, *request]), answer)
+                advance(1)
+
+            self.set_cache_hook(SimpleNamespace(add_partial=note))  # lm-eval calls it with each answer
             try:
                 if missing:
                     run(list(missing.values()), disable_tqdm=True)
@@ -156,19 +163,6 @@ class TaskModel(HFLM):  # type: ignore[misc]
         return tokens
 
 
-@dataclass
-class _Notice:
-    """Hook that lm-eval calls with each answer."""
-
-    advance: Advance
-    answers: Answers | None
-
-    def add_partial(self, kind: str, request: Any, answer: Any) -> None:
-        if self.answers is not None:
-            self.answers.add(_hash([kind, *request]), answer)
-        self.advance(1)
-
-
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -185,13 +179,13 @@ class TaskSettings:
         limit: rows of each task, from its start; None for all.
         batch_size: requests that are run together.
         chat: put prompts into the tokenizer's chat template, few-shot examples as turns.
-        seeds: those the tasks were loaded with.
+        seed: that the tasks were loaded with.
     """
 
     limit: int | None = None
     batch_size: int = 1
     chat: bool = False
-    seeds: Seeds = field(default_factory=Seeds)
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -230,7 +224,6 @@ def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: TaskSettings) ->
     # lm-eval forks for its bootstrap, which a process with threads in it should not; it prints to stdout; and outside a
     # repository the git that it asks for a hash complains.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    seeds = settings.seeds
     with (
         redirect_stdout(io.StringIO()),
         patch.object(evaluator, "get_git_commit_hash", return_value=None),
@@ -247,10 +240,7 @@ def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: TaskSettings) ->
             log_samples=True,
             apply_chat_template=settings.chat,
             fewshot_as_multiturn=settings.chat,
-            random_seed=seeds.python,
-            numpy_random_seed=seeds.numpy,
-            torch_random_seed=seeds.torch,
-            fewshot_random_seed=seeds.fewshot,
+            **seeds_of(settings.seed),
         )
     tracker.log_end_time()
     results["config"]["model"] = "hf"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +22,6 @@ _VERSION = 1.0
 _NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(\.[0-9]+)?")
 _QUESTION = "Question:"
 _ANSWER = "Answer:"
-
-
-@dataclass(frozen=True)
-class RowForm:
-    """A kind of task.
-
-    Attributes:
-        name: for error messages.
-        keys: of every row.
-        config: lm-eval's settings, on these columns.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-    config: dict[str, Any]
 
 
 def _average(*names: str) -> list[dict[str, Any]]:
@@ -72,9 +56,9 @@ _EXACT = {
     "regexes_to_ignore": [",", r"\$", r"(?s).*#### ", r"\.$"],
 }
 
-FORMS = (
-    RowForm(
-        "multiple choice",
+# Kinds of tasks: the keys of every row, and lm-eval's settings on what `_convert_row` makes of it.
+FORMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "multiple choice": (
         ("query", "choices", "gold"),
         {
             "output_type": "multiple_choice",
@@ -84,8 +68,7 @@ FORMS = (
             "metric_list": _average("acc", "acc_norm"),
         },
     ),
-    RowForm(
-        "one continuation of several contexts",
+    "one continuation of several contexts": (
         ("context_options", "continuation", "gold"),
         {
             "output_type": "multiple_choice",
@@ -95,8 +78,7 @@ FORMS = (
             "metric_list": _average("acc"),
         },
     ),
-    RowForm(
-        "continuation",
+    "continuation": (
         ("context", "continuation"),
         {
             "output_type": "loglikelihood",
@@ -109,8 +91,7 @@ FORMS = (
             ],
         },
     ),
-    RowForm(
-        "number",
+    "number": (
         ("context", "answer"),
         {
             "output_type": "generate_until",
@@ -119,13 +100,13 @@ FORMS = (
             "metric_list": [_EXACT],
         },
     ),
-)
+}
 
 
-def _check_row(form: RowForm, row: Row, where: str) -> Row:
+def _check_row(form: str, row: Row, where: str) -> Row:
     """Read a row's keys that are texts, lists of these, or the number of one."""
     found = dict[str, Any]()
-    for key in form.keys:
+    for key in FORMS[form][0]:
         value = row[key]
         if key == "gold":
             several = len(found.get("choices") or found["context_options"])
@@ -148,7 +129,7 @@ def _check_row(form: RowForm, row: Row, where: str) -> Row:
     return found
 
 
-def _convert_row(form: RowForm, row: Row, where: str) -> Row:
+def _convert_row(form: str, row: Row, where: str) -> Row:
     """Convert a row for lm-eval."""
     found = _check_row(form, row, where)
     if "query" in found:
@@ -178,31 +159,32 @@ def _convert_row(form: RowForm, row: Row, where: str) -> Row:
     return {"prompt": prompt, "target": target, "answer": answer}
 
 
-def read_rows(path: Path) -> tuple[RowForm, list[Row]]:
+def read_rows(path: Path) -> tuple[str, list[Row]]:
     """Read and check the rows of a task file, and find its kind."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no task file {path}")
     rows: list[Row] = []
-    form = FORMS[0]
+    form = ""
     reasoned = False
     for number, row in read_json_lines(path):
         where = f"{path}:{number}"
         if not rows:
-            fitting = [each for each in FORMS if set(each.keys) <= set(row)]
+            fitting = [name for name, (keys, _) in FORMS.items() if set(keys) <= set(row)]
             if len(fitting) != 1:
-                known = "; ".join(f"{', '.join(each.keys)} ({each.name})" for each in FORMS)
+                known = "; ".join(f"{', '.join(keys)} ({name})" for name, (keys, _) in FORMS.items())
                 what = "fit no kind of task"
                 if fitting:
                     what = "fit several kinds of task"
                 raise ValueError(f"{where}: the keys {', '.join(row)} {what}; a row has one of: {known}")
             form = fitting[0]
             reasoned = "chain_of_thought" in row
-        missing = [key for key in form.keys if key not in row]
-        if form.name == "number" and ("chain_of_thought" in row) != reasoned:
+        keys = FORMS[form][0]
+        missing = [key for key in keys if key not in row]
+        if form == "number" and ("chain_of_thought" in row) != reasoned:
             raise ValueError(f"{where}: either every row has a chain_of_thought or none has")
         if missing:
             raise ValueError(
-                f"{where}: the key {missing[0]!r} is missing; every row needs {', '.join(form.keys)}"
+                f"{where}: the key {missing[0]!r} is missing; every row needs {', '.join(keys)}"
             )
         rows.append(_convert_row(form, row, where))
     if not rows:
@@ -226,9 +208,9 @@ def file_task(path: Path, positions: int) -> tuple[Any, str]:
     from lm_eval.api.task import ConfigurableTask
 
     form, rows = read_rows(path)
-    config = form.config | {"task": path.stem, "test_split": _SPLIT, "fewshot_split": _SPLIT}
+    config = FORMS[form][1] | {"task": path.stem, "test_split": _SPLIT, "fewshot_split": _SPLIT}
     config |= {"dataset_path": str(path), "metadata": {"version": _VERSION}}
-    if form.name == "number":
+    if form == "number":
         config["filter_list"] = [_STRICT, _FLEXIBLE] if "#### " in rows[0]["target"] else [_FLEXIBLE]
         config["generation_kwargs"] = {
             "until": [_QUESTION, "</s>", "<|im_end|>"],

@@ -41,26 +41,12 @@ PRESETS = {
 }
 
 
-@dataclass(frozen=True)
-class Seeds:
-    """Seeds of all generators; by default lm-eval's own."""
-
-    python: int = 0
-    numpy: int = 1234
-    torch: int = 1234
-    fewshot: int = 1234
-
-    @classmethod
-    def all(cls, seed: int | None) -> Seeds:
-        if seed is None:
-            return cls()
-        return cls(seed, seed, seed, seed)
-
-    def set(self) -> None:
-        """Seed the generators; tasks shuffle as they are loaded."""
-        random.seed(self.python)
-        np.random.seed(self.numpy)
-        torch.manual_seed(self.torch)
+def seeds_of(seed: int | None) -> dict[str, int]:
+    """Seed all generators alike, by default as lm-eval does: arguments of `lm_eval.simple_evaluate`."""
+    names = ("numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    if seed is None:
+        return {"random_seed": 0, **dict.fromkeys(names, 1234)}
+    return dict.fromkeys(("random_seed", *names), seed)
 
 
 @dataclass
@@ -86,7 +72,7 @@ class Tasks:
 
 
 def load_tasks(
-    names: list[str], positions: int, num_fewshot: int | None = None, seeds: Seeds | None = None
+    names: list[str], positions: int, num_fewshot: int | None = None, seed: int | None = None
 ) -> Tasks:
     """Load tasks and their data.
 
@@ -101,8 +87,11 @@ def load_tasks(
         ValueError: if a task is unknown, damaged, there twice, or cannot be computed here.
         ImportError: if a task needs a package that is not there.
     """
-    seeds = seeds or Seeds()
-    seeds.set()
+    seeds = seeds_of(seed)
+    # Tasks shuffle as they are loaded.
+    random.seed(seeds["random_seed"])
+    np.random.seed(seeds["numpy_random_seed"])
+    torch.manual_seed(seeds["torch_random_seed"])
     wanted: list[tuple[str, int | None]] = []
     for name in names:
         wanted += PRESETS.get(name, {name: None}).items()
@@ -131,7 +120,7 @@ def load_tasks(
     for item, shots in items:
         for task in _list_tasks(item):
             _set_shots(task, shots if num_fewshot is None else num_fewshot, tasks)
-            task.set_fewshot_seed(seed=seeds.fewshot)
+            task.set_fewshot_seed(seed=seeds["fewshot_random_seed"])
             _check_task(task, positions)
     return tasks
 

@@ -10,7 +10,7 @@ from lm_eval.tasks import TaskManager
 
 from surgeon.named import split_values
 from surgeon.quality import tasks_load
-from surgeon.quality.tasks_load import PRESETS, Seeds, Tasks, load_tasks
+from surgeon.quality.tasks_load import PRESETS, Tasks, load_tasks, seeds_of
 from tests.quality.tasks_helpers import CHOICES, NUMBERS, write_rows
 
 CODE = """\
@@ -210,5 +210,5 @@ def test_what_cannot_be_computed_here(folder: Path, tmp_path: Path) -> None:
 
 
 def test_seeds() -> None:
-    assert Seeds.all(None) == Seeds(0, 1234, 1234, 1234)
-    assert Seeds.all(7) == Seeds(7, 7, 7, 7)
+    assert [*seeds_of(None).values()] == [0, 1234, 1234, 1234]
+    assert [*seeds_of(7).values()] == [7, 7, 7, 7]
