@@ -100,6 +100,11 @@ class ScanJournal(ProgramJournal):
         self.spread = False
         super().__init__(folder, JOURNAL, "scan", {"format": FORMAT} | identity, windows, sampled)
 
+    def start(self, at_once: int, spread: bool) -> None:
+        spread = spread or self.spread
+        if (at_once, spread) != (self.at_once, self.spread):
+            self.keep({"at_once": at_once, "spread": spread})
+
     def finish(self, selection: Selection) -> None:
         if selection not in self.finished:
             self.keep({"finished": selection.to_json()})
@@ -164,9 +169,7 @@ def scan(
         at_once = windows_at_once(model, plan, windows.ids, subject.memory, batch)
         if journal.at_once is not None and batch is None:
             at_once = min(at_once, journal.at_once)
-        spread_out = screened or journal.spread
-        if (at_once, spread_out) != (journal.at_once, journal.spread):
-            journal.keep({"at_once": at_once, "spread": spread_out})
+        journal.start(at_once, screened)
         known = identity["model_hash"]
         units = most_important(
             model, plan.programs, windows, folder, model_hash=known, memory=subject.memory

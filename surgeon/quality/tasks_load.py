@@ -65,11 +65,6 @@ class Tasks:
     files: dict[str, str]
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def names(self) -> list[str]:
-        groups = [item.name for item in self.items if isinstance(item, Group)]
-        return groups + [item.task_name for item in self.items if not isinstance(item, Group)]
-
 
 def load_tasks(
     names: list[str], positions: int, num_fewshot: int | None = None, seed: int | None = None
