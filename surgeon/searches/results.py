@@ -161,10 +161,10 @@ def quality_table(curves: Sequence[QualityCurve]) -> pd.DataFrame:
     rows = []
     for curve in curves:
         natural = curve.along.natural
-        low, high = sorted([natural(curve.knee.low), natural(curve.knee.high)])
-        knee = {"knee_low": low, "knee_high": high, "knee_share": curve.knee.share}
+        low, high = sorted([natural(curve.low), natural(curve.high)])
+        knee = {"knee_low": low, "knee_high": high, "knee_share": curve.share}
         for point in curve.points:
-            is_knee = point.cost == curve.knee.cost
+            is_knee = point.cost == curve.knee
             row = {
                 "along": str(curve.along),
                 "space": curve.name,

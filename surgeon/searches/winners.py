@@ -293,7 +293,7 @@ def choose(
     else:
         # Those as cheap as the knee of the first cost; without one, as the cheapest that keep perplexity.
         along = question.along[0]
-        knee = [curve.knee.cost for curve in curves if curve.along == along][-1]
+        knee = [curve.knee for curve in curves if curve.along == along][-1]
         costs_of = {one.number: question.pricing.price(along, one.program) for one in within}
         most = KEPT * question.original.perplexity
         if knee is not None:

@@ -76,7 +76,7 @@ def test_without_a_budget_every_depth_is_looked_at() -> None:
     ranked, why = choose(searching.question, trials, curves)
     assert searching.question.along == (DEPTH,)
     price = searching.question.pricing.price(DEPTH, ranked[0].program)
-    assert curves[0].knee.cost is None
+    assert curves[0].knee is None
     most = 1.1 * searching.question.original.perplexity
     kept = [
         searching.question.pricing.price(DEPTH, trial.program)

@@ -18,7 +18,7 @@ import surgeon
 from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
-from surgeon.searches.front import Knee, QualityCurve
+from surgeon.searches.front import QualityCurve
 from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.winners import (
@@ -241,7 +241,7 @@ def test_without_a_knee_perplexity_is_kept_or_as_little_as_can_be_is_changed() -
                 evaluator.measured(0.1 * (row + 1)), perplexity=times * question.original.perplexity
             )
             trials.append(Trial(key, "window", (), number=row, measured=found))
-        curve = QualityCurve(question.along[0], "pair", (), Knee(None, math.nan, math.nan, 0.0))
+        curve = QualityCurve(question.along[0], "pair", (), None, math.nan, math.nan, 0.0)
         best, why = choose(question, trials, [curve])
         return [one.number for one in best], why
 
