@@ -173,6 +173,12 @@ class Question:
         return next((objective for objective in self.objectives if objective.name == DRAFT), None)
 
     @property
+    def acceptance(self) -> str:
+        if self.sampled_acceptance:
+            return SAMPLED
+        return GREEDY
+
+    @property
     def recorded(self) -> tuple[Aspect, ...]:
         """A study's values of every trial: the objectives, but those measured of the best only, and `along`."""
         if self.draft is not None:
@@ -263,8 +269,7 @@ class PricedQuestion:
     def drafting(self) -> DraftValue | None:
         if self.settings.draft is None:
             return None
-        acceptance = SAMPLED if self.settings.sampled_acceptance else GREEDY
-        return DraftValue(self.pricing, self.settings.draft, acceptance)
+        return DraftValue(self.pricing, self.settings.draft, self.settings.acceptance)
 
     @cached_property
     def levels(self) -> dict[Aspect, tuple[float, ...]]:
