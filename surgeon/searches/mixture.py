@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from optuna.distributions import CategoricalDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 
 from surgeon.findings.edit import Choice, Edit, as_choice
 from surgeon.language.operations.applied import AppliedOperation
@@ -238,7 +238,7 @@ class Mixture:
         return named
 
     @cached_property
-    def categories(self) -> dict[str, CategoricalDistribution]:
+    def categories(self) -> dict[str, BaseDistribution]:
         return {
             name: CategoricalDistribution([NONE, *map(str, edits)])
             for name, edits in self.parameters.items()

@@ -32,7 +32,7 @@ from surgeon.findings.edit import SOURCES, Choice
 from surgeon.quality.summary import Quality
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import Known
-from surgeon.searches.mixture import Proposal, Trial
+from surgeon.searches.mixture import NONE, Proposal, Trial
 from surgeon.searches.proposer import Proposer
 from surgeon.searches.quantities import DIVERGENCE
 from surgeon.searches.question import SURGEON, PricedQuestion
@@ -194,7 +194,7 @@ class Search:
             if is_numbered:
                 trial.suggest_int(name, 0, len(edits))
             else:
-                trial.suggest_categorical(name, mixture.categories[name].choices)
+                trial.suggest_categorical(name, [NONE, *map(str, edits)])
         # What the sampler has said of the trial is in the storage only.
         proposal = self.proposal(trial.params, trial.storage.get_trial(trial._trial_id).user_attrs)
         with self.lock:
@@ -344,7 +344,7 @@ class SurgerySampler(BaseSampler):
         study: optuna.Study,  # noqa: ARG002
         trial: FrozenTrial,  # noqa: ARG002
     ) -> dict[str, BaseDistribution]:
-        return {**self.search.question.mixture.categories}
+        return self.search.question.mixture.categories
 
     def sample_relative(
         self,
