@@ -166,17 +166,6 @@ def permutation_seeds(seed: int, count: int) -> tuple[int, ...]:
     return seed, *(random.Random(f"{seed}:{number}").getrandbits(31) for number in range(1, count))
 
 
-def scan_cells(
-    operations: Sequence[str],
-    num_layers: int,
-    seed: int,
-    steps_per_layer: int = 2,
-    shapes: LayerShapes | None = None,
-) -> list[Cell]:
-    """All cells of these heatmaps, in the order of the table: by operation, first layer, last layer or value."""
-    return selected_cells([select(operations, num_layers)], num_layers, seed, steps_per_layer, shapes)
-
-
 def selected_cells(
     selections: Sequence[Selection],
     num_layers: int,

@@ -144,11 +144,10 @@ def load_asked(
     """Load the tasks by lm-eval, and their settings."""
     with needs_extra("tasks", "measuring tasks"):
         from surgeon.quality.tasks import TaskSettings
-        from surgeon.quality.tasks_load import Seeds, load_tasks
+        from surgeon.quality.tasks_load import load_tasks
 
-    seeds = Seeds.all(seed)
-    settings = TaskSettings(limit, batch_size, chat, seeds)
-    return load_tasks(split_values(map(str, tasks)), positions, shots, seeds), settings
+    settings = TaskSettings(limit, batch_size, chat, seed)
+    return load_tasks(split_values(map(str, tasks)), positions, shots, seed), settings
 
 
 def on_tasks(

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from surgeon.analysis.cells import SCANNED, select, selected_cells
-from surgeon.analysis.engine.memory import TOKENS_AT_ONCE, streaming_bytes, working_bytes
+from surgeon.analysis.engine.machine import TOKENS_AT_ONCE, streaming_bytes, working_bytes
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.analysis.factors.matrices import choose_weights
 from surgeon.checkpoint.config import CONFIG, DEMO, find_config

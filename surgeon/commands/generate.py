@@ -281,7 +281,7 @@ def read_prompts(given: Sequence[str], file: Path | None) -> dict[str, str]:
 
     A text file has one on each line, blank lines left out; the rows of a .jsonl or .parquet file have it as "prompt".
     """
-    from surgeon.quality.tables import is_table, open_table, read_column
+    from surgeon.quality.sources import is_table, open_table, read_column
     from surgeon.quality.text_files import Reading, read_pieces
 
     prompts = {f"--prompt {number}": prompt for number, prompt in enumerate(given, start=1)}

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.importance import expert_use, most_important
-from surgeon.analysis.subject import Subject, open_subject
+from surgeon.analysis.subject import Subject, open_subject, recorded
 from surgeon.commands.opening import as_folder, as_several, warn
 from surgeon.cost.hardware import Hardware
 from surgeon.errors import shown
@@ -19,7 +18,7 @@ from surgeon.opened import Model, open_model
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import Quality
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.known import Known, measured_ranks, open_factors, read_known
+from surgeon.searches.known import Known, open_factors, read_known
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import PricedQuestion, Question, priced
@@ -84,7 +83,7 @@ class SearchSetup:
             mixture = mixture.by_saliency({layer: one.order() for layer, one in use.items()})
         warn(known.notes(mixture))
         programs = mixture.single_edits
-        made = open_factors(subject, programs, measured_ranks(mixture), folder / "factors", make)
+        made = open_factors(subject, programs, known.ranks, folder / "factors", make)
         factors = most_important(
             subject.model, programs, subject.windows, factors=made, memory=subject.memory
         )

@@ -72,7 +72,7 @@ from surgeon.searches.study import (
     open_study,
     run_trials,
 )
-from surgeon.searches.terms import Terms
+from surgeon.searches.terms import Terms, measure_terms
 from surgeon.searches.winners import (
     RUNNERS_UP,
     Finalist,
@@ -269,7 +269,7 @@ def _terms(study: optuna.Study, searching: Search) -> Terms:
         what = f"search: {len(plan.programs)} single edits on {plan.tokens(ids):,} tokens"
         with progress(what, plan.work(ids), "sublayers") as ran:
             evaluator.ran = ran
-            return searching.measured_terms().to_json()
+            return measure_terms(evaluator, plan).to_json()
 
     try:
         return Terms.from_json(kept(study, "terms", compute))
@@ -344,7 +344,7 @@ def end_search(
         if settings.draft is not None:
             on_unseen, why_own = by_verified_keys(evaluator, on_unseen)
         measured = {program: question.valued(program, found) for program, found in on_unseen.items()}
-        by = compared_by(question.objectives)
+        by = compared_by(question.settings.objectives)
         known = [Finalist(trial, measured[trial.program]) for trial in (first, *runners_up)]
         compared = compare(known[0], known[1:], measured[opened.program], by)
         winner = Winner(compared.chosen.trial, why, compared, unseen.record())

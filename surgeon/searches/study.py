@@ -103,31 +103,27 @@ def open_storage(address: str | None, output: Path) -> StudyStorage:
     if kind == "sqlite":
         if not url.database or url.database == ":memory:":
             raise ValueError(f"{address!r} names no file; it should be sqlite:///file")
-        return _open_sqlite(Path(url.database))
+        path = Path(url.database)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(
+                f"there is no folder {path.parent} to keep the study in; make it first"
+            )
+        url = URL.create("sqlite", database=str(path))
+        try:
+            with naming(path):
+                backend = _set_up(url, {"connect_args": {"timeout": SECONDS_LOCKED}})
+        except exc.DatabaseError as error:
+            raise OSError(
+                f"{path} cannot hold a study: {first_line(error.orig or error)}; use another file"
+            ) from error
+        # Every transaction locks the file from its beginning. By default SQLite locks it at the first change, and
+        # Python's module begins none before: two workers could both find a trial waiting, and both take it.
+        engine = backend.engine
+        engine.dispose()  # of connections that began otherwise
+        event.listen(engine, "connect", lambda one, _: setattr(one, "isolation_level", None))
+        event.listen(engine, "begin", lambda one: one.exec_driver_sql("BEGIN IMMEDIATE"))
+        return StudyStorage(backend, f"sqlite:///{path}", file=path)
     return _open_server(url)
-
-
-def _open_sqlite(path: Path) -> StudyStorage:
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to keep the study in; make it first")
-    url = URL.create("sqlite", database=str(path))
-    try:
-        with naming(path):
-            backend = _set_up(url, {"connect_args": {"timeout": SECONDS_LOCKED}})
-    except exc.DatabaseError as error:
-        raise OSError(
-            f"{path} cannot hold a study: {first_line(error.orig or error)}; use another file"
-        ) from error
-    # Every transaction locks the file from its beginning. By default SQLite locks it at the first change, and Python's
-    # module begins none before: two workers could both find a trial waiting, and both take it.
-    backend.engine.dispose()  # of connections that began otherwise
-    event.listen(
-        backend.engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None)
-    )
-    event.listen(
-        backend.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE")
-    )
-    return StudyStorage(backend, f"sqlite:///{path}", file=path)
 
 
 def _open_server(url: URL) -> StudyStorage:
@@ -385,28 +381,23 @@ def _is_twin(study: optuna.Study, trial: optuna.Trial) -> bool:
     return any(one.user_attrs.get(PROGRAM) == program for one in (*earlier, *finished))
 
 
-def _has_ended(machine: str, number: int, began: float) -> bool:
-    """Tell whether a process of this machine has ended."""
-    if machine != platform.node():
-        return False
-    try:
-        process = psutil.Process(number)
-        return (
-            abs(process.create_time() - began) > SAME_START or process.status() == psutil.STATUS_ZOMBIE
-        )
-    except psutil.NoSuchProcess:
-        return True
-
-
 def _fail_lost(study: optuna.Study, me: list[Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)
     for trial in _running_trials(study):
-        worker = trial.user_attrs[WORKER]
-        if worker == me or _has_ended(*worker):
+        machine, number, began = trial.user_attrs[WORKER]
+        has_ended = [machine, number, began] == me
+        if machine == platform.node() and not has_ended:
+            try:
+                process = psutil.Process(number)
+                is_another = abs(process.create_time() - began) > SAME_START
+                has_ended = is_another or process.status() == psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                has_ended = True
+        if has_ended:
             say_aside(
-                f"trial {trial.number} was lost with process {worker[1]} on {worker[0]}; it is tried again"
+                f"trial {trial.number} was lost with process {number} on {machine}; it is tried again"
             )
             with suppress(UpdateFinishedTrialError):
                 study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)

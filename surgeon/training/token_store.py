@@ -44,8 +44,8 @@ from surgeon.quality.sources import (
     file_and_column,
     files_in,
     is_folder,
+    is_table,
 )
-from surgeon.quality.tables import is_table
 from surgeon.quality.text_files import Reading
 from surgeon.quality.tokens import TextTokens, Tokens, tokenizer_digest
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import surgeon
 from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
-from surgeon.searches.front import Knee, QualityCurve
+from surgeon.searches.front import QualityCurve
 from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.winners import (
@@ -240,7 +241,7 @@ def test_without_a_knee_perplexity_is_kept_or_as_little_as_can_be_is_changed() -
                 evaluator.measured(0.1 * (row + 1)), perplexity=times * question.original.perplexity
             )
             trials.append(Trial(key, "window", (), number=row, measured=found))
-        curve = QualityCurve(question.along[0], "pair", (), Knee(None, math.nan, math.nan, 0.0))
+        curve = QualityCurve(question.along[0], "pair", (), None, math.nan, math.nan, 0.0)
         best, why = choose(question, trials, [curve])
         return [one.number for one in best], why
 
@@ -258,8 +259,9 @@ def test_two_objectives_give_the_middle_of_their_front() -> None:
     trials = [*try_programs(searching, 30)]
     (winner,), why = choose(searching.question, trials, [])
     assert "nearest to the best of every objective" in why
-    values = [searching.question.costs(trial) for trial in trials]
-    first = searching.question.costs(winner)
+    costs = partial(searching.question.pricing.costs, searching.question.settings.objectives)
+    values = [costs(trial) for trial in trials]
+    first = costs(winner)
     assert not any(
         all(a <= b for a, b in zip(one, first, strict=True)) and one != first for one in values
     )

@@ -152,12 +152,9 @@ def ranked(own: Program, ranks: Mapping[Matrix, int | None]) -> Program:
     for matrix, rank in ranks.items():
         if rank is not None:
             by_sublayer.setdefault(matrix.sublayer, []).append((matrix.role, rank))
-
-    def with_ranks(sublayer: Sublayer) -> Sublayer:
-        stored = Sublayer(sublayer.kind, sublayer.layers[:1])
-        return replace(sublayer, ranks=tuple(by_sublayer.get(stored, ())))
-
-    return own.renamed(with_ranks)
+    return own.renamed(
+        lambda one: replace(one, ranks=tuple(by_sublayer.get(Sublayer(one.kind, one.layers[:1]), ())))
+    )
 
 
 def write_recipe(

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from surgeon.analysis.factors.allocation import Curve
-from surgeon.analysis.factors.calibration import load_calibration, load_recorded, recorded
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.rank_recipe import RankBudget, as_operation, parse_budget
+from surgeon.analysis.subject import load_calibration, load_recorded, recorded
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.language.sublayer import LayerShapes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from surgeon.analysis.factors.calibration import load_calibration, load_recorded, recorded
+from surgeon.analysis.subject import load_calibration, load_recorded, recorded
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.opened import open_model
 from surgeon.quality.data import load_windows
