@@ -489,7 +489,7 @@ def pretended_gpus(count: int, free: int = 70 << 30, kernels: bool = False) -> I
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(mock.patch.object(torch._C, "_InferenceMode", _NoGradient))
         unused = None if kernels else "PyTorch's operations are rehearsed"
-        stack.enter_context(mock.patch.object(triton, "missing", return_value=unused))
+        stack.enter_context(mock.patch.object(triton, "reason_without", return_value=unused))
         stack.enter_context(mock.patch.object(TritonKernels, "launch", _kernel))
         # What is seen here is seen in this thread only.
         stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))

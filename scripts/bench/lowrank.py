@@ -31,7 +31,7 @@ from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrices, Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
-from surgeon.analysis.factors.rank_recipe import RankBudget, corrected_ranks, ranked
+from surgeon.analysis.factors.rank_recipe import RankBudget, corrected_ranks, factorise_program
 from surgeon.analysis.spectrum import request, spectrum
 from surgeon.analysis.subject import Subject, load_calibration, open_subject
 from surgeon.findings.spectrum import parse_ranks
@@ -116,7 +116,7 @@ class Bench:
     def measure(self, way: Way, keep: float) -> dict[str, Any]:
         """A row of the table."""
         ranks = self._ranks(way, keep)
-        program = ranked(self.dense, ranks)
+        program = factorise_program(self.dense, ranks)
         calibration = Calibration(sequential=way.sequential, update=way.update)
         plan = replace(FactorPlan.all_by(Making(way.method), program), calibration=calibration)
         folder = self._folder(way, keep)

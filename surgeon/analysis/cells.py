@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from surgeon.errors import did_you_mean, shown
+from surgeon.errors import did_you_mean, show_value
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.base import show_range
 from surgeon.language.operations.declare import HEATMAPS, Heatmap
@@ -212,7 +212,7 @@ def selected_cells(
                 cells.append(replace(cell, seeds=seeds) if heatmap.seeded else cell)
     if not cells and program is not None and not all(callable(HEATMAPS[name].values) for name in names):
         raise ValueError(
-            f"the model runs none of these layers whole and in order: its program is {shown(str(program), 200)}"
+            f"the model runs none of these layers whole and in order: its program is {show_value(str(program), 200)}"
         )
     if not cells:
         raise ValueError(f"the model has nothing that {' or '.join(names)} could change in these layers")

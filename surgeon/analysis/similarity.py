@@ -27,7 +27,7 @@ from torch import Tensor
 from surgeon.analysis.engine.machine import windows_in_a_walk
 from surgeon.analysis.engine.walk import layers_run, walks
 from surgeon.analysis.subject import Subject
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.findings.similarity import Similarity
 from surgeon.language.operations.within import whole_runs
 from surgeon.language.program import Fork, Program
@@ -194,7 +194,9 @@ def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = N
         found = whole_runs(program.nodes, family_of(model.config).steps_per_layer)
         runs = [run for run, _ in found]
         if not runs:
-            raise ValueError(f"the model runs no layer whole: its program is {shown(str(program), 200)}")
+            raise ValueError(
+                f"the model runs no layer whole: its program is {show_value(str(program), 200)}"
+            )
         layers = sum(map(len, runs))
         make_folder(folder)
         with progress("similarity", 6 * layers * len(ids), "sublayers x windows") as ran:

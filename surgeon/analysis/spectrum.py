@@ -27,8 +27,8 @@ from surgeon.analysis.factors.matrices import (
     find_matrices,
 )
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
-from surgeon.analysis.subject import Subject, recorded
-from surgeon.errors import shown
+from surgeon.analysis.subject import Subject, calibration_entry
+from surgeon.errors import show_value
 from surgeon.findings.spectrum import METHODS, Spectrum, TargetRank, parse_ranks
 from surgeon.language.operations.base import show_range
 from surgeon.language.program import Program
@@ -201,7 +201,7 @@ def spectrum(
     record = subject.provenance(
         **calibration.record("calibration"), calibration_tokens=calibration.ids.numel()
     )
-    record["calibration_text"] = recorded(calibration, after)
+    record["calibration_text"] = calibration_entry(calibration, after)
     with as_stored(model) as program:
         if program != program_of(model):
             record["program"] = str(program)
@@ -239,7 +239,7 @@ class _Work:
             if matrix.sublayer not in run:
                 raise ValueError(
                     f"the model's program does not run {matrix.sublayer} as it is stored, so that {matrix} has no "
-                    f"inputs; leave out its layer or its role: {shown(str(program), 200)}"
+                    f"inputs; leave out its layer or its role: {show_value(str(program), 200)}"
                 )
         self.matrices.check(self.all)
         self.truncations: dict[Matrix, list[Truncation]] = {}

@@ -153,7 +153,7 @@ def _behind(
     return replace(both, ids=ids, digest=digest_of(ids)), both.ids.numel()
 
 
-def recorded(windows: Windows, after: int = 0) -> Calibration:
+def calibration_entry(windows: Windows, after: int = 0) -> Calibration:
     """Name a calibration text, after so many tokens of its data, as recipes do: a file by its whole path."""
     path, column = file_and_column(windows.source)
     whole = windows.source if path is None else str(path.resolve())

@@ -54,7 +54,7 @@ from surgeon.training.racks.model import tensors_of
 from surgeon.training.racks.partition import Racks, allowed_cuts
 from surgeon.training.scope import BYTES, shapes_to_train, training_bytes
 from surgeon.training.settings import SCOPES, TrainSettings
-from surgeon.words import listed, plural
+from surgeon.words import join_words, plural
 
 LENGTH = 2  # layers of the stretches that maps are tried on
 ADAPTER_RANK = 16
@@ -389,7 +389,7 @@ def _together(questions: Sequence[tuple[str, int, Callable[[], object]]]) -> Ver
     lost = sum(count for _, count in refused)
     listed_all = lost == len(refused)
     if listed_all:
-        where = listed(one.what for one, _ in refused)
+        where = join_words(one.what for one, _ in refused)
     else:
         where = f"{lost} of {total} places, as {first.what}"
     return Verdict("", "", PARTLY, "; ".join([*filter(None, parts), f"not {where}: {first.why}"]))

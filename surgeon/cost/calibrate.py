@@ -102,7 +102,7 @@ class Round:
     waiting: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
-def merged(rounds: Sequence[Round], typical: Typical) -> Round:
+def merge_rounds(rounds: Sequence[Round], typical: Typical) -> Round:
     """Merge rounds: of everything the typical value."""
     found = Round()
     for one in fields(Round):
@@ -491,7 +491,7 @@ def hardware_text(
 ) -> str:
     """Write the hardware file; ValueError if what was measured makes no hardware."""
     typical = {
-        ranks: fit(calibration, ranks, merged(each, calibration.typical))
+        ranks: fit(calibration, ranks, merge_rounds(each, calibration.typical))
         for ranks, each in measured.items()
     }
     text = f"{_head(calibration)}\n{write_hardware(_hardware(name, calibration, typical))}"

@@ -32,8 +32,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetPyda
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
-from surgeon.errors import did_you_mean, shown
-from surgeon.language.yaml import UNKNOWN, YamlError, checked, read_yaml
+from surgeon.errors import did_you_mean, show_value
+from surgeon.language.yaml import UNKNOWN, YamlError, read_yaml, validate
 from surgeon.named import on_disk
 
 Kind = Literal["ring", "tree", "one-shot", "sharp", "shared-memory"]
@@ -83,7 +83,7 @@ def _at_least_zero(value: Any) -> float:
 
 def _kind(value: Any) -> Any:
     if value not in KINDS:
-        found = {"value": shown(value), "known": did_you_mean(str(value), KINDS)}
+        found = {"value": show_value(value), "known": did_you_mean(str(value), KINDS)}
         raise PydanticCustomError("said", "there is no way {value} of summing; {known}", found)
     return value
 
@@ -358,7 +358,7 @@ def parse_hardware(text: str) -> Hardware:
     value, lines = read_yaml(text)
     if isinstance(value, dict):
         value.pop("intervals", None)  # of figures in files of 0.2.0
-    hardware = checked(Hardware, value, lines, messages=_MESSAGES)
+    hardware = validate(Hardware, value, lines, messages=_MESSAGES)
     if not hardware.links and (hardware.devices > 1 or hardware.sharing):
         raise YamlError(lines["links",], "there is no link between the node's ranks; describe one")
     return hardware

@@ -15,17 +15,12 @@ from surgeon.cost.hardware import Hardware
 from surgeon.language.program import Program
 from surgeon.language.sublayer import FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.edit import check_layers
+from surgeon.models.families.specs import Units, unit_bounds
 from surgeon.models.shapes import ModelShapes
-from surgeon.models.weights import require_sliceable, unit_bounds
-from surgeon.models.weights.layout import Units
+from surgeon.models.weights import require_sliceable
 from surgeon.runtime.batching.windows import blocks_for
-from surgeon.runtime.plan.division import (
-    balance_of,
-    cached_latent,
-    check_ranks,
-    check_slices,
-    shared_units,
-)
+from surgeon.runtime.plan.balance import balance_of
+from surgeon.runtime.plan.division import cached_latent, check_ranks, check_slices, shared_units
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import Plan

@@ -28,7 +28,7 @@ from surgeon.checkpoint.messages import (
     with_calls_written,
     without_keys,
 )
-from surgeon.errors import first_line, shown
+from surgeon.errors import first_line, show_value
 from surgeon.quality.sources import Row, open_rows
 from surgeon.quality.text_files import Reading, require_utf8
 from surgeon.words import plural
@@ -174,7 +174,7 @@ class ConversationTokenizer:
             for place, text in prompts.items():
                 if not isinstance(text, str):
                     raise ValueError(
-                        f"{where}: {place} should hold a text, not {shown(text)}; mend this row"
+                        f"{where}: {place} should hold a text, not {show_value(text)}; mend this row"
                     )
             begins = bool(messages) and messages[0]["role"] == "system"
             stated = prompts | ({"its first message": messages[0]["content"]} if begins else {})
@@ -194,7 +194,7 @@ class ConversationTokenizer:
                     ) from error
             if not isinstance(tools or [], list):
                 raise ValueError(
-                    f"{where}: column 'tools' should hold a list, not {shown(tools)}; mend this row"
+                    f"{where}: column 'tools' should hold a list, not {show_value(tools)}; mend this row"
                 )
             chat = _Chat(self.tokenizer, messages, tools or None, where)
             found = self._chat(chat, len(messages) - len(said) if asked else 0)
@@ -212,7 +212,7 @@ class ConversationTokenizer:
             if not any(message["content"] == parts[0] for message in said):
                 raise ValueError(
                     f"{where}: the prompt is a text, and the {self.columns[1]} is none, nor messages that have the "
-                    f"prompt as one of them: {shown(parts[1])}; give both as texts, or both as messages"
+                    f"prompt as one of them: {show_value(parts[1])}; give both as texts, or both as messages"
                 )
             return [], said
         *before, said = (_parse_messages(part, place) for part, place in zip(parts, places, strict=True))
@@ -387,7 +387,7 @@ def _count_across(coded: Any, place: int) -> dict[str, int]:
 
 def _parse_messages(found: Any, where: str) -> list[Message]:
     if not isinstance(found, list | None):
-        raise ValueError(f"{where} should hold a list of messages, not {shown(found)}")
+        raise ValueError(f"{where} should hold a list of messages, not {show_value(found)}")
     messages = []
     for number, message in enumerate(found or []):
         place = f"{where}: message {number}"
@@ -396,15 +396,17 @@ def _parse_messages(found: Any, where: str) -> list[Message]:
         else:
             keys = ("role", "content")
         if not isinstance(message, dict) or keys[0] not in message:
-            raise ValueError(f"{place} has no role (or from): {shown(message)}")
+            raise ValueError(f"{place} has no role (or from): {show_value(message)}")
         if (role := message[keys[0]]) not in _ROLES:
-            raise ValueError(f"{place} has an unknown role, {shown(role)}; known: {', '.join(_ROLES)}")
+            raise ValueError(
+                f"{place} has an unknown role, {show_value(role)}; known: {', '.join(_ROLES)}"
+            )
         content = message.get(keys[1])
         weight = message.get("weight")
         if _ROLES[role] == "assistant":
             if weight not in (None, 1):
                 raise ValueError(
-                    f"{place} has the weight {shown(weight)}, and all answers count; leave it out, or the key"
+                    f"{place} has the weight {show_value(weight)}, and all answers count; leave it out, or the key"
                 )
             if content is None:
                 content = ""

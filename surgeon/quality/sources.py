@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from surgeon.checkpoint.config import without_retries
-from surgeon.errors import first_line, shown
+from surgeon.errors import first_line, show_value
 from surgeon.named import is_path, on_disk
 from surgeon.quality.text_files import (
     Reading,
-    ending,
     is_packed,
     read_json_lines,
     read_pieces,
     require_utf8,
+    suffix_of,
 )
 
 DEMO = "demo"
@@ -102,7 +102,7 @@ def is_folder(data: str) -> bool:
 def files_in(folder: str) -> list[Path]:
     """List the text files below a folder, in the order of their paths."""
     there = _walk_files(on_disk(folder) or Path(folder))
-    files = [path for path in there if ending(path) in TEXT_FILES or is_table(path)]
+    files = [path for path in there if suffix_of(path) in TEXT_FILES or is_table(path)]
     if not files:
         known = ", ".join((*TEXT_FILES, *JSON_LINES, PARQUET))
         raise ValueError(
@@ -156,7 +156,7 @@ def file_and_column(data: str) -> tuple[Path | None, str | None]:
     if not (colon and is_table(Path(name))):
         name = data
     file = Path(name)
-    if ending(file) in TEXT_FILES or is_packed(file) or is_table(file) or is_path(name):
+    if suffix_of(file) in TEXT_FILES or is_packed(file) or is_table(file) or is_path(name):
         raise FileNotFoundError(f"there is no file {name}")
     return None, None
 
@@ -247,7 +247,7 @@ Row = dict[str, Any]
 
 def is_table(path: Path) -> bool:
     """Tell whether `open_table` reads a file, by its name."""
-    return ending(path) in (*JSON_LINES, PARQUET)
+    return suffix_of(path) in (*JSON_LINES, PARQUET)
 
 
 class TextRows(NamedTuple):
@@ -272,7 +272,7 @@ def open_table(path: Path, column: str | None, reading: Reading, whole_rows: boo
     Args:
         whole_rows: else only the named column, or text, of a parquet file that has it.
     """
-    if ending(path) == PARQUET:
+    if suffix_of(path) == PARQUET:
         return TextRows(
             _parquet_rows(path, None if whole_rows else column or TEXT_COLUMN), str(path), column
         )
@@ -418,6 +418,6 @@ def _choose_column(rows: Sequence[tuple[str, Row]], place: str, source: str, how
 def _check_text(value: Any, where: str, column: str) -> str:
     if not isinstance(value, str):
         raise ValueError(
-            f"{where}: column {column!r} should hold text, not {shown(value)}; say another one if need be"
+            f"{where}: column {column!r} should hold text, not {show_value(value)}; say another one if need be"
         )
     return require_utf8(value, f"{where}: column {column!r}")

@@ -21,7 +21,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.processes.journal import Journal
 from surgeon.progress import progress
 from surgeon.quality.tasks_load import Tasks, seeds_of
@@ -137,7 +137,7 @@ class TaskModel(HFLM):  # type: ignore[misc]
 
     def _loglikelihood_tokens(self, requests: list[Any], *arguments: Any, **options: Any) -> list[Any]:
         for texts, context, continuation in requests:
-            scored = f"the text to be scored {shown(texts[1]) if texts is not None else 'a text'}"
+            scored = f"the text to be scored {show_value(texts[1]) if texts is not None else 'a text'}"
             if not continuation:
                 raise ValueError(
                     f"{scored} has no tokens of its own: the tokenizer joins it with the text before"

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.quality.text_files import read_json_lines, require_utf8
 
 Row = dict[str, Any]
@@ -30,7 +30,7 @@ def _average(*names: str) -> list[dict[str, Any]]:
 
 def _check_text(value: Any, key: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: {key} must be text with something in it, not {shown(value)}")
+        raise ValueError(f"{where}: {key} must be text with something in it, not {show_value(value)}")
     return require_utf8(value, f"{where}: {key}")
 
 
@@ -112,12 +112,12 @@ def _check_row(form: str, row: Row, where: str) -> Row:
             several = len(found.get("choices") or found["context_options"])
             if type(value) is not int or not 0 <= value < several:
                 raise ValueError(
-                    f"{where}: gold must be the right one's number, 0 to {several - 1}, not {shown(value)}"
+                    f"{where}: gold must be the right one's number, 0 to {several - 1}, not {show_value(value)}"
                 )
         elif key in ("choices", "context_options"):
             if not isinstance(value, list) or len(value) < 2:
                 raise ValueError(
-                    f"{where}: {key} must be a list of at least two texts, not {shown(value)}"
+                    f"{where}: {key} must be a list of at least two texts, not {show_value(value)}"
                 )
             for text in value:
                 _check_text(text, key, where)
@@ -149,7 +149,8 @@ def _convert_row(form: str, row: Row, where: str) -> Row:
     answer = target = found["answer"].strip()
     if not _NUMBER.fullmatch(answer):
         raise ValueError(
-            f"{where}: the answer {shown(answer)} is no number; rows with context and answer are scored on the last "
+            f"{where}: the answer {show_value(answer)} is no number; rows with context and answer are scored on the "
+            "last "
             "number written (for other answers give query, choices and gold)"
         )
     if "chain_of_thought" in row:

@@ -101,7 +101,7 @@ class Reading:
         return [*self.notes, *left_out, *answers]
 
 
-def ending(path: Path) -> str:
+def suffix_of(path: Path) -> str:
     """The suffix of a file in small letters, without that of compression."""
     return (path.with_suffix("") if is_packed(path) else path).suffix.lower()
 

@@ -24,7 +24,7 @@ from surgeon.analysis.engine.sharing import simplify
 from surgeon.analysis.factors.factor_plan import FactorPlan, Making, NoSource
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.analysis.factors.rank_recipe import ranked
+from surgeon.analysis.factors.rank_recipe import factorise_program
 from surgeon.analysis.scan import JOURNAL
 from surgeon.analysis.spectrum import read_findings
 from surgeon.analysis.subject import Subject, load_recorded
@@ -328,7 +328,7 @@ def _read_spectrum(folder: Path, model: Model, windows: Windows) -> KnownPass:
         if truncation.method != method or not saves(rank, *found.spectra[matrix].size):
             continue  # it is of another method, or larger than the matrix
         ranks.setdefault((matrix.layer, matrix.role), []).append(rank)
-        text = str(ranked(model.program, {matrix: rank}))
+        text = str(factorise_program(model.program, {matrix: rank}))
         divergence[text] = mean_divergence(quality["divergence"])
         if identity.get("data") == windows.digest:
             programs[text] = quality_of(quality, windows.predicted)
@@ -390,7 +390,7 @@ def open_factors(
     if make:
         text = load_recorded(subject.opened, ranks.calibration)
         wanted = {Matrix.of(layer, role): rank for (layer, role), rank in highest.items()}
-        plan = FactorPlan.all_by(Making(ranks.method), ranked(subject.opened.program, wanted))
+        plan = FactorPlan.all_by(Making(ranks.method), factorise_program(subject.opened.program, wanted))
         source = make_factors(
             subject.model, plan, text, folder, model_hash=subject.opened.hash, memory=subject.memory
         ).source

@@ -420,7 +420,7 @@ class PricedQuestion:
         return f"best {self.cost(best):.4g}"
 
 
-def priced(question: Question, mixture: Mixture, here: Hardware | None = None) -> Pricing:
+def price_question(question: Question, mixture: Mixture, here: Hardware | None = None) -> Pricing:
     """Open the pricing of a question whose limits can be met, with warnings about them."""
     pricing = question.pricing(mixture.model, here)
     for note in (*pricing.notes, *require_work(question.limits, pricing)):

@@ -203,7 +203,7 @@ def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str
     ]
 
 
-def commented(
+def comment_recipe(
     recipe: Recipe, question: PricedQuestion, winner: Winner, record: Mapping[str, Any]
 ) -> str:
     """Write the winner's recipe with measurements in comments."""

@@ -168,7 +168,7 @@ class Search:
         if known not in self._trials:
             proposal = self.proposal(stored.params, stored.user_attrs)
             if MEASURED in stored.user_attrs:
-                read = _rounded(json.loads(measured))
+                read = _round_numbers(json.loads(measured))
                 windows = {name: tuple(own) for name, own in read.pop("windows").items()}
                 found = self.question.valued(proposal.program, Quality(**read, windows=windows))
             else:
@@ -305,14 +305,14 @@ class Search:
         return promising
 
 
-def _rounded(value: Any) -> Any:
+def _round_numbers(value: Any) -> Any:
     """Round the numbers of a JSON value to their significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, Mapping):
-        return {name: _rounded(inner) for name, inner in value.items()}
+        return {name: _round_numbers(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(inner) for inner in value]
+        return [_round_numbers(inner) for inner in value]
     return value
 
 

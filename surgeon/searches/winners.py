@@ -24,7 +24,7 @@ from surgeon.searches.front import QualityCurve, pareto_front
 from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.quantities import DRAFT, Aspect
 from surgeon.searches.question import PricedQuestion
-from surgeon.words import in_words, listed
+from surgeon.words import in_words, join_words
 
 Measured = Literal["divergence", "perplexity", "draft_time"]
 RUNNERS_UP = 4
@@ -135,7 +135,7 @@ class HeldOutComparison:
                 )
         alike = [str(one.trial.number) for one in self.runners_up if one.verdict == "not told apart"]
         if alike:
-            yield f"{winner} not told apart from trial{'s' * (len(alike) > 1)} {listed(alike)}"
+            yield f"{winner} not told apart from trial{'s' * (len(alike) > 1)} {join_words(alike)}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -280,7 +280,7 @@ def choose(
         else:
             words = "The best"
         if not question.is_for_the_cheapest:
-            return ranked(question, within), words
+            return rank_trials(question, within), words
     elif len(question.settings.objectives) > 1:
         front = pareto_front(within, question.settings.objectives, question.pricing)
         costs = np.array(
@@ -305,7 +305,7 @@ def choose(
             knee = math.inf
             words = "The least changed (there is no knee, and none keeps perplexity within 10%)"
         within = [one for one in within if costs_of[one.number] <= knee + 1e-9 * abs(knee)]
-    best = ranked(question, within)
+    best = rank_trials(question, within)
     prices = [question.pricing.price(question.along[0], one.program) for one in best]
     same = [one for one, price in zip(best, prices, strict=True) if math.isclose(price, prices[0])]
     return same, words
@@ -321,7 +321,7 @@ def compared_by(objectives: Sequence[Aspect]) -> Measured:
     return "divergence"
 
 
-def ranked(question: PricedQuestion, trials: Sequence[Trial]) -> list[Trial]:
+def rank_trials(question: PricedQuestion, trials: Sequence[Trial]) -> list[Trial]:
     """Rank trials of finite cost, the best first, one of each program; of equal costs the least divergence is first."""
     finite = [trial for trial in trials if math.isfinite(question.cost(trial))]
     if not finite:

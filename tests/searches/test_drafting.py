@@ -26,7 +26,7 @@ from surgeon.findings.result import RunResult
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of, restore
-from surgeon.models.verified import VerifiedKeys, drafting
+from surgeon.models.verified import VerifiedKeys, draft_with
 from surgeon.quality.data import Windows
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.summary import Quality, interval
@@ -69,7 +69,7 @@ def test_finalists_read_the_keys_of_the_model() -> None:
     equal, shared = [], []
     for window in ids:
         logits, keys = VerifiedKeys.of(restore(one), window[None])
-        with torch.no_grad(), drafting(edit(one, draft), keys):
+        with torch.no_grad(), draft_with(edit(one, draft), keys):
             p, q = (
                 each[0, :-1].softmax(-1)
                 for each in (logits, one(input_ids=window[None], use_cache=False).logits)

@@ -28,7 +28,7 @@ from surgeon.searches.winners import (
     against_most_salient,
     choose,
     compare,
-    ranked,
+    rank_trials,
 )
 from surgeon.testing.spaces import small_model
 from tests.searches.made_up_search import search, try_programs
@@ -288,9 +288,9 @@ def test_a_ranking_has_whole_trials_of_different_programs_the_best_first() -> No
         trial(3, 0.4, other),
         trial(4, math.inf, other),
     ]
-    assert [each.number for each in ranked(searching.question, trials)] == [1, 3]
+    assert [each.number for each in rank_trials(searching.question, trials)] == [1, 3]
     with pytest.raises(ValueError, match="of 1 trials within the budget none has a finite divergence"):
-        ranked(searching.question, trials[4:])
+        rank_trials(searching.question, trials[4:])
 
 
 def test_of_those_that_cost_the_same_the_closest_comes_first() -> None:
@@ -308,4 +308,4 @@ def test_of_those_that_cost_the_same_the_closest_comes_first() -> None:
         )
         for number, (key, divergence) in enumerate(zip(keys, (0.3, 0.1, 0.2), strict=True))
     ]
-    assert [each.number for each in ranked(searching.question, trials)] == [1, 2, 0]
+    assert [each.number for each in rank_trials(searching.question, trials)] == [1, 2, 0]

@@ -206,7 +206,7 @@ def foreseen_damage(curves: Sequence[Curve], ranks: Mapping[Matrix, int | None])
     return sum(float(curve.damage_by_rank()[rank]) for curve, rank in cut if rank is not None)
 
 
-def corrected(
+def correct_curves(
     curves: Sequence[Curve], ranks: Mapping[Matrix, int | None], together: Callable[[Ranks], float]
 ) -> list[Curve]:
     """The curves with each layer's damage as it is where all its matrices are truncated at once.

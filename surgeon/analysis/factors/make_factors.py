@@ -44,7 +44,7 @@ from surgeon.models.weights.decompose import (
     Statistics,
     decomposer,
     factors_by,
-    fitted,
+    fit_second_factor,
     truncation_loss,
 )
 from surgeon.processes.files import write_json
@@ -284,7 +284,7 @@ class _Work:
         loss = None
         moment = None if known is None else known.moment
         if known is not None and moment is not None and self.update:
-            factors = fitted(values, factors, moment, known.cross, self.rounded_to)
+            factors = fit_second_factor(values, factors, moment, known.cross, self.rounded_to)
         factors = Factors(*(factor.float().cpu() for factor in factors))
         if moment is not None:
             nothing = Factors(torch.zeros_like(factors.first), torch.zeros_like(factors.second))

@@ -36,12 +36,12 @@ def with_factors(
     # What makes them takes a second to import, which most recipes have no use for.
     from surgeon.analysis.factors.make_factors import make_factors
     from surgeon.analysis.importance import unit_importance
-    from surgeon.analysis.subject import load_for_analysis, load_recorded, recorded
+    from surgeon.analysis.subject import calibration_entry, load_for_analysis, load_recorded
 
     windows = load_recorded(model, plan.calibration)
     loaded = load_for_analysis(model, memory)
     notes = list(windows.notes)
-    used = recorded(windows, plan.calibration.get("after", 0))
+    used = calibration_entry(windows, plan.calibration.get("after", 0))
     by = plan.importance
     found = unit_importance(loaded, by, windows, folder, model_hash=model.hash, memory=memory)
     scored = {part: ScoredUnits(values, by[part]) for part, values in found.items()}

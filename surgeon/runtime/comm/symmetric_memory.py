@@ -160,7 +160,9 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
     reached = all(
         torch.cuda.can_device_access_peer(device, other) for other in gpus if other != device.index
     )
-    if not _holds_everywhere(inner, device, allowed(os.environ) and len(gpus) >= len(group) and reached):
+    if not _holds_everywhere(
+        inner, device, is_allowed(os.environ) and len(gpus) >= len(group) and reached
+    ):
         return inner
     ways = ways_through_memory(inner, device)
     if not ways:
@@ -177,7 +179,7 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
     return found
 
 
-def allowed(environment: Mapping[str, str]) -> bool:
+def is_allowed(environment: Mapping[str, str]) -> bool:
     """Tell whether GPUs may reach each other's memory, and may sum through it."""
     peers = (
         environment.get("NCCL_P2P_DISABLE", "0") == "0" and environment.get("NCCL_P2P_LEVEL") != "LOC"

@@ -41,7 +41,7 @@ def switched_off() -> bool:
 
 
 @cache
-def built() -> Built:
+def load_kernels() -> Built:
     """Load the kernels, compiled now if they are not in the cache; the same for the whole process."""
     if switched_off():
         return Built(None)

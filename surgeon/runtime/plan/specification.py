@@ -15,7 +15,7 @@ from surgeon.models.routing import Routing
 from surgeon.runtime.batching.sequence import LongTexts
 from surgeon.runtime.batching.windows import blocks_for, power_of_two
 from surgeon.runtime.kernels.triton import used_on
-from surgeon.runtime.plan.division import Balance
+from surgeon.runtime.plan.balance import Balance
 from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures
 
 # Decode passes are computed like all others (dynamic) or in a few fixed shapes (static); auto is dynamic on CPUs, and

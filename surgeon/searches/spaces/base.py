@@ -121,7 +121,8 @@ class Space(ABC):
         """
         ways = sorted({_way(edit) for edit in edits})
         return tuple(
-            self.operation(joined(e.layers for e in edits if _way(e) == way), *way) for way in ways
+            self.operation(join_stretches(e.layers for e in edits if _way(e) == way), *way)
+            for way in ways
         )
 
     def operation(self, layers: tuple[range, ...], option: str, size: int) -> AppliedOperation:
@@ -210,7 +211,7 @@ def claims_of_slices(edit: Edit, kind: str) -> frozenset[Claim]:
     return frozenset((_SLICES[kind], layer) for layer in edit.layers)
 
 
-def joined(stretches: Iterable[range]) -> tuple[range, ...]:
+def join_stretches(stretches: Iterable[range]) -> tuple[range, ...]:
     """Put stretches in order, those that touch as one."""
     found: list[range] = []
     for stretch in sorted(stretches, key=lambda each: each.start):
@@ -223,7 +224,7 @@ def joined(stretches: Iterable[range]) -> tuple[range, ...]:
 
 def layers_joined(layers: Iterable[int]) -> tuple[range, ...]:
     """Join layers into stretches."""
-    return joined(range(layer, layer + 1) for layer in layers)
+    return join_stretches(range(layer, layer + 1) for layer in layers)
 
 
 def from_every_layer(edits: Iterable[Edit]) -> Iterator[list[Edit]]:

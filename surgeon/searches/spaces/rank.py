@@ -19,7 +19,7 @@ from surgeon.searches.spaces.base import (
     Space,
     claims_of_ranks,
     from_every_layer,
-    joined,
+    join_stretches,
     register,
 )
 from surgeon.searches.spaces.shares import ShareSpace
@@ -108,7 +108,7 @@ class MatrixRanks(Space):
         """One for each unbroken stretch of layers."""
         chosen = {(edit.first, role): rank for edit in edits for role, rank in [_read(edit)]}
         found = []
-        for stretch in joined({edit.layers for edit in edits}):
+        for stretch in join_stretches({edit.layers for edit in edits}):
             there = {role for layer, role in chosen if layer in stretch}
             roles = [role for roles in ROLES.values() for role in roles if role in there]
             ranks = {role: [chosen.get((layer, role)) for layer in stretch] for role in roles}

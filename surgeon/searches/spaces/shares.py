@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
-from surgeon.searches.spaces.base import HALVES, Claim, Space, claims_of_ranks, from_every_layer, joined
+from surgeon.searches.spaces.base import (
+    HALVES,
+    Claim,
+    Space,
+    claims_of_ranks,
+    from_every_layer,
+    join_stretches,
+)
 
 if TYPE_CHECKING:
     from surgeon.opened import Model
@@ -75,7 +82,7 @@ class ShareSpace(Space):
         """One for attentions and one for MLPs, of each share."""
         found = []
         for kind, share in sorted({_read(edit) for edit in edits}):
-            layers = joined(edit.layers for edit in edits if _read(edit) == (kind, share))
+            layers = join_stretches(edit.layers for edit in edits if _read(edit) == (kind, share))
             found.append(self.of_share(layers, kind, share, model))
         return tuple(found)
 

@@ -238,7 +238,7 @@ def parts() -> dict[str, Part]:
             for way in WAYS
         }
     found |= {f"launches of {way} passes": partial(launches, way=way) for way in ("dynamic", "static")}
-    if triton.missing() is None:
+    if triton.reason_without() is None:
         found["launches of static passes, by kernels"] = partial(launches, way="static", kernels=True)
         for name in ("dense", "ladder", "low rank"):
             found[f"{name}: captured passes, by kernels"] = partial(

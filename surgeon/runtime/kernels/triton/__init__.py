@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from surgeon.runtime.kernels.build import SWITCH, switched_off
 
 
-def missing() -> str | None:
+def reason_without() -> str | None:
     """Say why ranks on GPUs compute without these kernels; None if they compute with them."""
     if switched_off():
         return f"{SWITCH}=off"
@@ -18,4 +18,4 @@ def missing() -> str | None:
 
 def used_on(device: str) -> bool:
     """Tell whether ranks on such a device, "cpu" or "cuda", compute with these kernels."""
-    return device == "cuda" and missing() is None
+    return device == "cuda" and reason_without() is None
