@@ -121,7 +121,8 @@ class PredictedRanks:
         ends.embed(clocks)
         pass_seconds(self.program, clocks, *costs)
         ends.choose(clocks)
-        last = max(clocks, key=lambda clock: clock.now)
+        # Of ranks that end together, the one that others waited for.
+        last = max(clocks, key=lambda clock: (clock.now, clock.compute))
         times = last.now, last.compute, last.launches, last.exposed, last.communication
         layers = sum((one.layers for one in costs), Counts())
         return PassCost(*times, layers=layers, vocabulary=ends.vocabulary)
