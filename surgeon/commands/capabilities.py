@@ -209,8 +209,7 @@ class Capabilities:
                 yield name, partial(self._space, name)
 
     def _space(self, name: str) -> str:
-        ranks = max(2, self.ranks[0])
-        mixture = Mixture(parse_spaces(name, ranks), self.model, ranks)
+        mixture = Mixture(parse_spaces(name, max(2, self.ranks[0])), self.model)
         mixture.require_edits()
         return plural(len(mixture.edits), "edit")
 

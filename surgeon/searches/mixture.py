@@ -35,13 +35,11 @@ class Mixture:
 
     Attributes:
         spaces: in the order in which they change the program.
-        ranks: tensor-parallel ones, that programs are to run on.
         obstacle: the reason, if any, why the program of a recipe is not searched for.
     """
 
     spaces: tuple[Space, ...]
     model: Model
-    ranks: int = 2
     obstacle: Callable[[Recipe, Program], str] | None = field(default=None, repr=False, compare=False)
     _claims: dict[Edit, frozenset[Claim]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -101,7 +99,6 @@ class Mixture:
         for edit in sorted({edit for space in self.spaces for edit in space.edits(self.model)}):
             try:
                 program = self.program((edit,))
-                program.sync_points(self.ranks)  # which a fork may not spread over
             except ValueError:
                 continue
             if program != self.model.program:

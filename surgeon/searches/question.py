@@ -236,7 +236,7 @@ class Question:
 
     def _mixture(self, spaces: str, model: Model) -> Mixture:
         obstacle = None if self.draft is None else draft_obstacle(model, self.ranks)
-        return Mixture(parse_spaces(spaces, self.ranks), model, self.ranks, obstacle)
+        return Mixture(parse_spaces(spaces, self.ranks), model, obstacle)
 
     def pricing(self, model: Model, here: Hardware | None = None) -> Pricing:
         deployment = Deployment(self.ranks, emulated=parse_link(self.link_delay, None))

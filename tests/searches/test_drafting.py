@@ -267,11 +267,11 @@ def test_edits_that_make_no_draft_are_refused_and_counted() -> None:
     assert mixture.refused == {}
     assert {edit.space for edit in mixture.edits} == {"pair", "drop"}
     model, repeats = small_model(layers=4), parse_spaces("repeat", 2)
-    (counted,) = Mixture(repeats, model, 2, draft_obstacle(model, 2)).refused["repeat"].items()
+    (counted,) = Mixture(repeats, model, draft_obstacle(model, 2)).refused["repeat"].items()
     assert counted[0].startswith("A0 of the draft has no keys and values of the model's to read")
-    assert counted[1] == len(Mixture(repeats, model, 2).edits) == 4 + 3
+    assert counted[1] == len(Mixture(repeats, model).edits) == 4 + 3
     said = iter(["layer 1 is late", "it is odd", "layer 2 is late", "layer 10 is late"])
-    refused = Mixture(parse_spaces("drop:layers", 2), model, 2, lambda *_: next(said)).refused
+    refused = Mixture(parse_spaces("drop:layers", 2), model, lambda *_: next(said)).refused
     assert refused == {"drop": {"layer 1 is late": 3, "it is odd": 1}}
 
 
