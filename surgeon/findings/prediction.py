@@ -180,7 +180,10 @@ def words_of(axis: str, value: int) -> str:
 
 
 def _pass_times(row: Any, phase: str) -> list[str]:
-    hidden = max(0.0, row[f"{phase}_communication_ms"] - row[f"{phase}_exposed_ms"])
+    communication = row[f"{phase}_communication_ms"]
+    hidden = communication - row[f"{phase}_exposed_ms"]
+    if hidden < 1e-9 * communication:  # what rounding leaves of nothing
+        hidden = 0.0
     return [number(value, 3) for value in (*(row[f"{phase}_{part}_ms"] for part in PARTS), hidden)]
 
 
