@@ -203,6 +203,7 @@ def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
         mixtures=mixtures,
         program=str(program),
         layers=layers,
+        balance=None,  # its layers may be of other sizes
         windows=attention_windows(family, stored.config, layers) if layers else (),
         arithmetic=replace(
             plan.arithmetic, rotaries=rotaries, rotary_layers=places_among(rotaries, by_layer)
