@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from surgeon.models.families import Family
@@ -31,32 +32,36 @@ class Balance:
     kv_head: int
     neuron: int
 
-    def cut(self, attentions: int, feed_forwards: int, members: int) -> tuple[int, ...] | None:
-        """Cut the neurons of each of some feed-forwards beside some attentions, all shared by as many members.
 
-        Returns:
-            Where each member's neurons end; None where equal parts do.
-        """
-        grain = GRAIN if self.neurons >= GRAIN * members else 1
-        units: Units = {"heads": self.heads, "kv_heads": self.kv_heads}
-        busy = []  # numbers of each member's attentions
-        for member in range(members):
-            first, end = unit_bounds(units, "heads", (member, members))
-            first_key, end_key = unit_bounds(units, "kv_heads", (member, members))
-            numbers = (end - first) * self.head + (end_key - first_key) * self.kv_head
-            busy.append(attentions * numbers)
-        if len(set(busy)) == 1 or self.neurons < grain * members:
-            return None
-        each = feed_forwards * self.neuron
-        level = (sum(busy) + self.neurons * each) / members
-        wanted = [max(0.0, level - own) for own in busy]
-        ends = list[int]()
-        for member, up_to in enumerate(accumulate(wanted), start=1):
-            rounded = round(up_to / sum(wanted) * self.neurons / grain) * grain
-            before = ends[-1] if ends else 0
-            # Everybody has some: the first of the slices adds the bias.
-            ends.append(min(max(rounded, before + grain), self.neurons - (members - member) * grain))
-        return (*ends[:-1], self.neurons)
+@lru_cache(maxsize=1024)
+def cut_neurons(
+    balance: Balance, attentions: int, feed_forwards: int, members: int
+) -> tuple[int, ...] | None:
+    """Cut the neurons of each of some feed-forwards beside some attentions, all shared by as many members.
+
+    Returns:
+        Where each member's neurons end; None where equal parts do.
+    """
+    grain = GRAIN if balance.neurons >= GRAIN * members else 1
+    units: Units = {"heads": balance.heads, "kv_heads": balance.kv_heads}
+    busy = []  # numbers of each member's attentions
+    for member in range(members):
+        first, end = unit_bounds(units, "heads", (member, members))
+        first_key, end_key = unit_bounds(units, "kv_heads", (member, members))
+        numbers = (end - first) * balance.head + (end_key - first_key) * balance.kv_head
+        busy.append(attentions * numbers)
+    if len(set(busy)) == 1 or balance.neurons < grain * members:
+        return None
+    each = feed_forwards * balance.neuron
+    level = (sum(busy) + balance.neurons * each) / members
+    wanted = [max(0.0, level - own) for own in busy]
+    ends = list[int]()
+    for member, up_to in enumerate(accumulate(wanted), start=1):
+        rounded = round(up_to / sum(wanted) * balance.neurons / grain) * grain
+        before = ends[-1] if ends else 0
+        # Everybody has some: the first of the slices adds the bias.
+        ends.append(min(max(rounded, before + grain), balance.neurons - (members - member) * grain))
+    return (*ends[:-1], balance.neurons)
 
 
 def balance_of(

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from surgeon.language.program import Fork, Node, Program, Step, ranks_of_branches
 from surgeon.language.sublayer import ATTENTION, Sublayer
-from surgeon.runtime.plan.balance import Balance
+from surgeon.runtime.plan.balance import Balance, cut_neurons
 from surgeon.runtime.plan.mixtures import WholeExperts
 from surgeon.runtime.plan.specification import Plan
 
@@ -130,7 +130,7 @@ def placed_parts(
         index = member // each
         part = _slice(sublayers[index], member % each, each)
         if balance is not None and step.late:
-            part = _balance_neurons(part, balance.cut(1, 1, each), member % each)
+            part = _balance_neurons(part, cut_neurons(balance, 1, 1, each), member % each)
         return ((index, part),), range(index * each, (index + 1) * each)
     if alike and count % members == 0:
         each = count // members
@@ -140,7 +140,7 @@ def placed_parts(
     if balance is not None:
         attentions = sum(one.kind == ATTENTION for one in sublayers)
         if 0 < attentions < count:
-            ends = balance.cut(attentions, count - attentions, members)
+            ends = cut_neurons(balance, attentions, count - attentions, members)
     parts = (_balance_neurons(_slice(one, member, members), ends, member) for one in sublayers)
     return tuple(enumerate(parts)), range(members)
 

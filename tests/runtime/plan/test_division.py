@@ -15,7 +15,7 @@ from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import FAMILIES
 from surgeon.models.families.specs import Units, unit_bounds
 from surgeon.models.shapes import ModelShapes
-from surgeon.runtime.plan.balance import Balance
+from surgeon.runtime.plan.balance import Balance, cut_neurons
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.division import require_equal_heads
 from surgeon.runtime.plan.memory import imbalance
@@ -36,8 +36,8 @@ def nine_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_neurons_make_up_for_heads() -> None:
-    assert SMOL.cut(1, 1, 3) is None  # three ranks have three heads each
-    assert SMOL.cut(1, 1, 2) == (832, 1536)
+    assert cut_neurons(SMOL, 1, 1, 3) is None  # three ranks have three heads each
+    assert cut_neurons(SMOL, 1, 1, 2) == (832, 1536)
     first, second = 4 * SMOL.head + 832 * SMOL.neuron, 8 * SMOL.head + 704 * SMOL.neuron
     assert max(first, second) / ((first + second) / 2) < 1.03 < 1.08
 
@@ -48,7 +48,7 @@ def test_cuts_are_of_all_neurons(
 ) -> None:
     """Every member has some, and the busiest no more than by equal parts but for rounding."""
     balance = Balance(groups * each, groups, neurons, 8, 8, 3)
-    ends = balance.cut(attentions, 1, members)
+    ends = cut_neurons(balance, attentions, 1, members)
     if ends is None:
         return
     assert ends[-1] == neurons
