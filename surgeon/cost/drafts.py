@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.plans import plan_on_paper, room
 from surgeon.cost.predict import PredictedRanks, Prediction, mean_decode, predict
 from surgeon.cost.sweep import MS, SweepCell, explain_memory
 from surgeon.cost.work import Forward
-from surgeon.cost.workload import Workload
 from surgeon.findings.prediction import DRAFT_COLUMNS
 from surgeon.language.program import Program
 from surgeon.machine import show_size

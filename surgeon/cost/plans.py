@@ -18,8 +18,10 @@ from surgeon.models.edit import check_layers
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import require_sliceable, unit_bounds
 from surgeon.models.weights.layout import Units
-from surgeon.runtime.batching.windows import blocks_for
+from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.plan.division import (
+    Mixtures,
+    MixtureSize,
     balance_of,
     cached_latent,
     check_ranks,
@@ -27,7 +29,6 @@ from surgeon.runtime.plan.division import (
     shared_units,
 )
 from surgeon.runtime.plan.memory import footprint
-from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import Plan
 
 PLANS = 16  # plans of which it is remembered what is the same for all batches

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from surgeon.cost.clocks import Burst, Costs, RankClock, Transfer, meet, pass_seconds
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.kernels import Kernel, Operation, RankSpeed, Wiring, burst
 from surgeon.cost.plans import PLANS, Room, plan_on_paper, room
 from surgeon.cost.work import Forward, GathersFirst, RankWork
-from surgeon.cost.workload import Workload
 from surgeon.language.program import Fork, Program, Step
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.batching.sequence import LEAST_IN_HALF
@@ -81,16 +80,6 @@ class PredictedRanks:
         self.node = deployment.node or (plan.ranks if hardware.sharing else hardware.devices)
         self.speed = RankSpeed.of(hardware, plan.dtype, min(plan.ranks, self.node))
         self._ways: dict[tuple[object, ...], bool] = {}
-
-    def wiring(self, graphs: bool) -> Wiring:
-        deployment = self.deployment
-        within = None
-        across = None
-        if min(self.plan.ranks, self.node) > 1:
-            within = self.hardware.link(deployment.link)
-        if self.plan.ranks > self.node:
-            across = self.hardware.link(deployment.network, between_nodes=True)
-        return Wiring(within, across, self.node, self.speed.host, deployment.emulated, graphs)
 
     def gathers(self, part: Part) -> bool:
         """Tell whether first factors are shared out: as deployed, or as is faster for one token."""
@@ -171,8 +160,15 @@ class PassCosts(Costs):
         self.rank_work = RankWork(
             ranks.plan, ranks.shapes, gathers, static, static and ranks.deployment.adding
         )
-        self.wires = ranks.wiring(graphs)
-        self.connected = ranks.deployment.connected
+        deployment = ranks.deployment
+        within = None
+        across = None
+        if min(ranks.plan.ranks, ranks.node) > 1:
+            within = ranks.hardware.link(deployment.link)
+        if ranks.plan.ranks > ranks.node:
+            across = ranks.hardware.link(deployment.network, between_nodes=True)
+        self.wires = Wiring(within, across, ranks.node, ranks.speed.host, deployment.emulated, graphs)
+        self.connected = deployment.connected
         self.layers = Counts()
         self.vocabulary = Counts()
         self._next = [count() for _ in ranks.work]

@@ -11,11 +11,10 @@ from itertools import product
 import pandas as pd
 
 from surgeon.cost.candidates import Candidate
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.plans import most_texts, plan_on_paper, room
 from surgeon.cost.predict import Prediction, predict
-from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.findings.prediction import AXES, PARTS, SPEEDUPS, TOO_LARGE
 from surgeon.machine import show_size

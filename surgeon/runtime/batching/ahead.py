@@ -307,8 +307,23 @@ class Ahead:
         to_make_up = free + max(0.0, self._won)
         to_lose = self._won + min(0.0, free)
         to_lose += MAY_LOSE * self._spent + MAY_LOSE_PASSES * self._plain
-        worth = self._worth_of_missed(texts, most, further) if any(missed) else []
-        best = self._best(texts, self._within(most, missed, worth, to_make_up), to_lose)
+        prior = self._all.chance(FIRST_CHANCE)
+        chances = [text.chance(prior) for text in texts]
+        most_seconds = self.verifying.of(len(texts)) + to_lose
+
+        # No more seconds are lost where no draft is right.
+        def covered(drafted: float, tokens: int) -> bool:
+            return drafted + self.verifying.at_most(tokens) <= most_seconds
+
+        best = nothing
+        if self.drafting.known:
+            worth = list[float]()
+            if any(missed):
+                _, rate = best_ahead(chances, most, self.drafting.of, self.verifying.of)
+                saved = self.verifying.of(len(texts)) / len(texts) - 1 / rate
+                worth = [saved * tokens for tokens in further]
+            within = self._within(most, missed, worth, to_make_up)
+            best, _ = best_ahead(chances, within, self.drafting.of, self.verifying.of, covered)
         if any(best):
             self._wait = FIRST_WAIT
             plain_after = min(PLAIN_AFTER, 2 * self.verifying.count(len(texts)))
@@ -327,31 +342,6 @@ class Ahead:
         else:
             self._wait = FIRST_WAIT
         return trial
-
-    def _best(self, texts: Several[Hits], most: Several[int], to_lose: float) -> list[int]:
-        """Maximise tokens per second among choices that lose no more seconds where no draft is right."""
-        if not self.drafting.known:
-            return [0] * len(texts)
-        chances = self._chances(texts)
-        most_seconds = self.verifying.of(len(texts)) + to_lose
-
-        def covered(drafted: float, tokens: int) -> bool:
-            return drafted + self.verifying.at_most(tokens) <= most_seconds
-
-        return best_ahead(chances, most, self.drafting.of, self.verifying.of, covered)[0]
-
-    def _chances(self, texts: Several[Hits]) -> list[float]:
-        prior = self._all.chance(FIRST_CHANCE)
-        return [text.chance(prior) for text in texts]
-
-    def _worth_of_missed(
-        self, texts: Several[Hits], most: Several[int], further: Several[int]
-    ) -> list[float]:
-        if not self.drafting.known:
-            return [0.0] * len(texts)
-        _, rate = best_ahead(self._chances(texts), most, self.drafting.of, self.verifying.of)
-        saved = self.verifying.of(len(texts)) / len(texts) - 1 / rate
-        return [saved * tokens for tokens in further]
 
     def _within(
         self, most: Several[int], missed: Several[int], worth: Several[float], to_make_up: float

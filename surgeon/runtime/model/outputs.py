@@ -21,7 +21,7 @@ from surgeon.language.program import Step
 from surgeon.language.sublayer import WRITING
 from surgeon.runtime.model.layers import Norm
 from surgeon.runtime.model.linear import LinearMap
-from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures
+from surgeon.runtime.plan.division import NO_MIXTURES, Mixtures
 
 
 def summed_in_rank_space(
@@ -69,15 +69,6 @@ class Segment:
     second: LinearMap | None = None
     norm: Norm | None = None
 
-    def finished(self, total: Tensor) -> Tensor:
-        """Make the output, (T, h), of the sum, (T, width)."""
-        output = total
-        if self.second is not None:
-            output = self.second(total)
-        if self.norm is None:
-            return output
-        return self.norm(output)
-
 
 class StepOutputs:
     """The segments of one step, on ranks that compute slices of its sublayers.
@@ -111,7 +102,12 @@ class StepOutputs:
 
     def _finish(self, totals: Tensor) -> Tensor:
         parts = totals.split([segment.width for segment in self.segments], -1)
-        return reduce(
-            torch.add,
-            (segment.finished(part) for segment, part in zip(self.segments, parts, strict=True)),
-        )
+        outputs = list[Tensor]()
+        for segment, part in zip(self.segments, parts, strict=True):
+            output = part
+            if segment.second is not None:
+                output = segment.second(output)
+            if segment.norm is not None:
+                output = segment.norm(output)
+            outputs.append(output)
+        return reduce(torch.add, outputs)

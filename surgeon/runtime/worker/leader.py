@@ -70,7 +70,8 @@ class Leader:
 
     def record_ahead(self, seconds: float = RECORDING_SECONDS) -> None:
         """Record passes that texts will come to, as many as the seconds suffice for; the rest when they come."""
-        passes = self.engine.passes_to_record(self.cache, self.scheduler.limits.max_batch)
+        most = self.scheduler.limits.max_batch
+        passes = [rows for way in self.engine.ways for rows in way.passes_to_record(self.cache, most)]
         end = time.monotonic() + seconds
         for rows in passes:
             if time.monotonic() > end:
@@ -197,16 +198,14 @@ class Leader:
         figures = self.engine.figures
         scheduler = self.scheduler
         phases = figures.prefill, figures.decode, figures.drafting
-        stats = (  # the fields of `Stats`, in their order; to make one would take as long as all of this
-            *vars(scheduler.tally).values(),
-            len(scheduler.running),
-            len(scheduler.waiting),
-            scheduler.pool.blocks,
-            scheduler.pool.free,
-            sum(phase.passes for phase in phases),
-            figures.drafting.passes,
-        )
-        return Progress(outputs, stats)
+        stats = scheduler.tally
+        stats.running = len(scheduler.running)
+        stats.waiting = len(scheduler.waiting)
+        stats.free_blocks = scheduler.pool.free
+        stats.passes = sum(phase.passes for phase in phases)
+        stats.drafting_passes = figures.drafting.passes
+        # The fields alone: to pickle all would take as long as the rest of this.
+        return Progress(outputs, tuple(vars(stats).values()))
 
     def report(self, message: Report) -> None:
         self._sender.send(message)
