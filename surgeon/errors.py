@@ -19,7 +19,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     return f"known: {', '.join(known)}"
 
 
-def shown(value: object, most: int = 40) -> str:
+def show_value(value: object, most: int = 40) -> str:
     """Show a value in an error message, cut if it is long."""
     text = repr(value)
     if len(text) <= most:
@@ -91,7 +91,7 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 @contextmanager
-def naming(place: str | Path) -> Iterator[None]:
+def name_file(place: str | Path) -> Iterator[None]:
     """Name the file in errors that lack it, as those of writing to an open file do.
 
     Raises:

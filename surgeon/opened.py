@@ -17,7 +17,7 @@ from surgeon.checkpoint.config import CONFIG, locate, open_stored, read_config_o
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.stored import Checkpoint, StoredModel, read_json
-from surgeon.errors import did_you_mean, shown
+from surgeon.errors import did_you_mean, show_value
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
 from surgeon.models.edit import check_layers, edit, recipe_program
@@ -155,7 +155,7 @@ def open_model(name: str | Path | Model, weights: bool = True) -> Model:
         return name
     if not isinstance(name, str | Path | Recipe | EditedModel):
         raise ValueError(
-            f"a model is given by its folder or name, or open, not by {type(name).__name__} {shown(name)}"
+            f"a model is given by its folder or name, or open, not by {type(name).__name__} {show_value(name)}"
         )
     if isinstance(name, EditedModel):
         raise ValueError(

@@ -56,7 +56,7 @@ def with_intervals(row: Any, names: Iterable[str] = ("perplexity", "divergence")
     return texts
 
 
-def known(row: Any, name: str) -> str:
+def value_with_interval(row: Any, name: str) -> str:
     """Write a value with its 95% interval in brackets, if it is known."""
     ends = interval(row.get(f"{name}_low"), row.get(f"{name}_high"))
     return number(math.nan if row[name] is None else float(row[name])) + (
@@ -119,10 +119,10 @@ def layer_list(layers: Iterable[int]) -> str:
     parts = []
     for run in runs:
         parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(layer) for layer in run]
-    return listed(parts)
+    return join_words(parts)
 
 
-def listed(parts: Iterable[str], joining: str = "and") -> str:
+def join_words(parts: Iterable[str], joining: str = "and") -> str:
     """Join parts of a sentence: "a, b and c"."""
     items = list(parts)
     if items:
@@ -152,7 +152,7 @@ def times(value: float) -> str:
     return f"{value:.2f}"
 
 
-def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+def align_columns(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
     """Align lines of cells in columns for a terminal, flush left or right.
 
     Two spaces are between them, one where the terminal would be too narrow for two.
@@ -168,7 +168,7 @@ def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str
     return "\n".join(gap.join(map(place, line, range(len(widths)))).rstrip() for line in lines)
 
 
-def hanging(start: str, text: str) -> str:
+def hang_indent(start: str, text: str) -> str:
     """Wrap text behind a start for a terminal; further lines begin where its text does."""
     return textwrap.fill(
         text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False

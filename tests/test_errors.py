@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.errors import full_place, naming
+from surgeon.errors import full_place, name_file
 
 
 @pytest.mark.parametrize(
@@ -20,14 +20,14 @@ from surgeon.errors import full_place, naming
     ],
 )
 def test_an_error_without_a_file_gets_one(error: Exception, name: str) -> None:
-    with pytest.raises(OSError, match=f"'{name}'") as raised, naming(Path("study.log")):
+    with pytest.raises(OSError, match=f"'{name}'") as raised, name_file(Path("study.log")):
         raise error
     assert raised.value.filename == name
 
 
 @pytest.mark.parametrize("error", [ValueError("rank 0"), OSError("in words")])
 def test_other_errors_stay_as_they_are(error: Exception) -> None:
-    with pytest.raises(type(error)) as raised, naming("study.log"):
+    with pytest.raises(type(error)) as raised, name_file("study.log"):
         raise error
     assert raised.value is error
     assert getattr(error, "filename", None) is None

@@ -19,7 +19,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from surgeon.processes.files import locked
+from surgeon.processes.files import lock_file
 from tests.waiting import PATIENCE
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -80,7 +80,7 @@ def executed_once(name: str, factory: pytest.TempPathFactory) -> Any:
         factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
     )
     path = shared / name
-    with locked(shared / f"{name}.lock"):
+    with lock_file(shared / f"{name}.lock"):
         if not path.exists():
             notebook = run(PROJECT / "notebooks" / name, factory.mktemp("notebook"))
             nbformat.write(notebook, path)

@@ -8,11 +8,11 @@ import pytest
 
 from surgeon.words import (
     WIDTH,
-    aligned,
+    align_columns,
     change,
     interval,
+    join_words,
     layer_list,
-    listed,
     number,
     plural,
     stretch,
@@ -70,7 +70,7 @@ def test_layers() -> None:
 
 
 def test_lists_counts_and_intervals() -> None:
-    assert listed(["a", "b", "c"], "or") == "a, b or c"
+    assert join_words(["a", "b", "c"], "or") == "a, b or c"
     assert (plural(1, "token"), plural(2048, "token")) == ("1 token", "2,048 tokens")
     assert interval(1.0, 2.5) == "1.000 to 2.500"
     assert interval(None, 2.5) == interval(1.0, math.nan) == ""
@@ -81,6 +81,6 @@ def test_columns_move_together_where_two_spaces_are_too_many() -> None:
     """Rows of 79 columns with two spaces between cells, of 87, which one space makes 79 again."""
     for width, gap in ((79, "  "), (87, " ")):
         lines = [["program", *["1"] * 8], ["x" * (width - 8 - 2 * 8), *["2"] * 8]]
-        first, second = aligned(lines).splitlines()
+        first, second = align_columns(lines).splitlines()
         assert len(first) == len(second) == 79 < WIDTH
         assert second.endswith(gap.join(["x", *["2"] * 8]))

@@ -37,7 +37,7 @@ from scripts.bench.rooflines import Rooflines
 from scripts.commands import add_defaults, changed_environment, make_parser
 from scripts.markdown import format_table
 from surgeon.progress import progress
-from surgeon.runtime.kernels.build import SWITCH, built
+from surgeon.runtime.kernels.build import SWITCH, load_kernels
 from surgeon.runtime.kernels.functions import Kernels, Runs, Weighting, kernels
 
 PROMPT = 64
@@ -126,7 +126,7 @@ def main() -> None:
     own = kernels()
     if own is None:
         parser.error(
-            f"there are no kernels to measure: {built().problem or f'{SWITCH} is off, or cores are too few'}"
+            f"there are no kernels to measure: {load_kernels().problem or f'{SWITCH} is off, or cores are too few'}"
         )
     with tempfile.TemporaryDirectory() as folder:
         found = passes(random_model(Path(folder), options.size), options)

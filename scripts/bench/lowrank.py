@@ -27,14 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table
 from surgeon.analysis.factors.allocation import Allocation, Curve, Ranks, parameters, total_cost
-from surgeon.analysis.factors.calibration import load_calibration
 from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrices, Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
-from surgeon.analysis.factors.rank_recipe import RankBudget, corrected_ranks, ranked
+from surgeon.analysis.factors.rank_recipe import RankBudget, corrected_ranks, factorise_program
 from surgeon.analysis.spectrum import request, spectrum
-from surgeon.analysis.subject import Subject, open_subject
+from surgeon.analysis.subject import Subject, load_calibration, open_subject
 from surgeon.findings.spectrum import parse_ranks
 from surgeon.language.operations.lowrank import Calibration, Method
 from surgeon.language.program import Program
@@ -117,7 +116,7 @@ class Bench:
     def measure(self, way: Way, keep: float) -> dict[str, Any]:
         """A row of the table."""
         ranks = self._ranks(way, keep)
-        program = ranked(self.dense, ranks)
+        program = factorise_program(self.dense, ranks)
         calibration = Calibration(sequential=way.sequential, update=way.update)
         plan = replace(FactorPlan.all_by(Making(way.method), program), calibration=calibration)
         folder = self._folder(way, keep)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import optuna
 
-from surgeon.searches.study import kept, open_storage, open_study, run_trials
+from surgeon.searches.study import compute_once, open_storage, open_study, run_trials
 
 LAYERS = 12
 TRIALS = 60
@@ -51,7 +51,7 @@ def main() -> None:
         return divergence(key(params))
 
     study = made_up_study(storage, name)
-    assert kept(study, "base", lambda: time.sleep(float(seconds)) or 7) == 7
+    assert compute_once(study, "base", lambda: time.sleep(float(seconds)) or 7) == 7
     run_trials(study, measure, TRIALS, None, lambda _: None)
 
 

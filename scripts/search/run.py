@@ -15,7 +15,7 @@ from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import SURGEON, PricedQuestion, Question
 from surgeon.searches.search import Search, make_sampler
 from surgeon.searches.spaces import parse_spaces
-from surgeon.searches.study import counted, run_trials
+from surgeon.searches.study import list_trials, run_trials
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 
 
@@ -51,4 +51,4 @@ class Known:
         directions = ["minimize"] * len(question.settings.recorded)
         study = optuna.create_study(directions=directions, sampler=make_sampler(search, SURGEON))
         run_trials(study, search.objective, trials, None, lambda _: None)
-        return question, search.finished(counted(study))
+        return question, search.finished(list_trials(study))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from surgeon.errors import did_you_mean, shown
+from surgeon.errors import did_you_mean, show_value
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.base import show_range
 from surgeon.language.operations.declare import HEATMAPS, Heatmap
@@ -166,17 +166,6 @@ def permutation_seeds(seed: int, count: int) -> tuple[int, ...]:
     return seed, *(random.Random(f"{seed}:{number}").getrandbits(31) for number in range(1, count))
 
 
-def scan_cells(
-    operations: Sequence[str],
-    num_layers: int,
-    seed: int,
-    steps_per_layer: int = 2,
-    shapes: LayerShapes | None = None,
-) -> list[Cell]:
-    """All cells of these heatmaps, in the order of the table: by operation, first layer, last layer or value."""
-    return selected_cells([select(operations, num_layers)], num_layers, seed, steps_per_layer, shapes)
-
-
 def selected_cells(
     selections: Sequence[Selection],
     num_layers: int,
@@ -223,7 +212,7 @@ def selected_cells(
                 cells.append(replace(cell, seeds=seeds) if heatmap.seeded else cell)
     if not cells and program is not None and not all(callable(HEATMAPS[name].values) for name in names):
         raise ValueError(
-            f"the model runs none of these layers whole and in order: its program is {shown(str(program), 200)}"
+            f"the model runs none of these layers whole and in order: its program is {show_value(str(program), 200)}"
         )
     if not cells:
         raise ValueError(f"the model has nothing that {' or '.join(names)} could change in these layers")

@@ -26,7 +26,7 @@ from surgeon.processes.files import write_json
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import Quality
 from surgeon.quality.text import OWN, logits_of, text_quality
-from surgeon.words import hanging, plural
+from surgeon.words import hang_indent, plural
 
 if TYPE_CHECKING:  # they need lm-eval, which comes with an extra and takes seconds to import
     from surgeon.quality.tasks import TaskSettings
@@ -67,7 +67,7 @@ class Evaluation:
         if self.text is None:
             text = []
         else:
-            text = [hanging("", line) for line in (self.text.line(), self.text.as_draft())]
+            text = [hang_indent("", line) for line in (self.text.line(), self.text.as_draft())]
         return "\n".join(filter(None, [*text, tasks]))
 
 
@@ -144,11 +144,10 @@ def load_asked(
     """Load the tasks by lm-eval, and their settings."""
     with needs_extra("tasks", "measuring tasks"):
         from surgeon.quality.tasks import TaskSettings
-        from surgeon.quality.tasks_load import Seeds, load_tasks
+        from surgeon.quality.tasks_load import load_tasks
 
-    seeds = Seeds.all(seed)
-    settings = TaskSettings(limit, batch_size, chat, seeds)
-    return load_tasks(split_values(map(str, tasks)), positions, shots, seeds), settings
+    settings = TaskSettings(limit, batch_size, chat, seed)
+    return load_tasks(split_values(map(str, tasks)), positions, shots, seed), settings
 
 
 def on_tasks(

@@ -44,7 +44,6 @@ from surgeon.models.families import family_of
 from surgeon.models.routing import Routing, route
 from surgeon.models.weights import (
     FactorSource,
-    ModelWeights,
     ScoredUnits,
     Tensors,
     TruncatedSVD,
@@ -62,18 +61,6 @@ WRITES = {ATTENTION: "o", FEED_FORWARD: "down"}
 JOURNAL = "importance.jsonl"
 
 
-def scored_units(
-    model: PreTrainedModel,
-    wanted: Mapping[Part, Criterion],
-    windows: Windows,
-    folder: Path | None = None,
-    **more: Any,
-) -> dict[Part, ScoredUnits]:
-    """Sources of units that are chosen by importance; arguments and errors as `unit_importance`."""
-    found = unit_importance(model, wanted, windows, folder, **more) if wanted else {}
-    return {part: ScoredUnits(values, wanted[part]) for part, values in found.items()}
-
-
 def most_important(
     model: PreTrainedModel,
     programs: Iterable[Program],
@@ -88,10 +75,11 @@ def most_important(
     stored = {(one.parts[0], one.width) for one in own.sublayers()}
     sublayers = (one for program in programs for one in program.sublayers() if one.width is not None)
     narrowed = {one.parts[0] for one in sublayers if (one.parts[0], one.width) not in stored}
-    scored = scored_units(model, dict.fromkeys(sorted(narrowed), USUAL), windows, folder, **more)
-    if scored:
-        return UnitsByLayer(scored, factors or TruncatedSVD(remembers=True))
-    return factors
+    if not narrowed:
+        return factors
+    found = unit_importance(model, dict.fromkeys(sorted(narrowed), USUAL), windows, folder, **more)
+    scored = {part: ScoredUnits(values, USUAL) for part, values in found.items()}
+    return UnitsByLayer(scored, factors or TruncatedSVD(remembers=True))
 
 
 def unit_importance(
@@ -104,6 +92,8 @@ def unit_importance(
     memory: int | None = None,
 ) -> Importance:
     """Measure the importance of the units of some sublayers on a text, or take it from the folder."""
+    if not wanted:
+        return {}
     identity = {
         "format": FORMAT,
         "model_hash": model_hash,
@@ -113,7 +103,8 @@ def unit_importance(
     with as_stored(model) as own, _Kept(folder, identity) as kept:
         left = {part: by for part, by in wanted.items() if (by, part) not in kept.found}
         for part, found in _by_inputs(model, own, windows.ids, left, memory) if left else ():
-            kept.add(left[part], part, found)
+            sublayer = f"{part[0]}{part[1]}"
+            kept.keep({"by": left[part], "sublayer": sublayer, "importance": found.tolist()})
         return {part: kept.found[by, part] for part, by in wanted.items()}
 
 
@@ -123,9 +114,6 @@ class _Kept(Journal):
     def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
         self.found: dict[tuple[str, Part], Tensor] = {}
         super().__init__(None if folder is None else folder / JOURNAL, "ranking of units", identity)
-
-    def add(self, by: Criterion, part: Part, importance: Tensor) -> None:
-        self.keep({"by": by, "sublayer": f"{part[0]}{part[1]}", "importance": importance.tolist()})
 
     def take(self, line: Any) -> None:
         (sublayer,) = Program.parse(line["sublayer"]).sublayers()
@@ -176,35 +164,33 @@ def _by_inputs(
     sums: dict[Matrix, _Inputs] = {}
     run = ProgramRun(model, own, ids, memory=memory)
     weights = run.parts[0].machine.layers.weights()
-
-    def new(matrix: Matrix, inputs: Tensor) -> _Inputs:
-        return _Inputs(inputs.shape[-1], weights.unit_width(matrix.sublayer.kind), inputs.device)
-
     with progress("importance", len(places), "sublayers") as ran:
         for place, node in enumerate(own.nodes[: max(places.values()) + 1]):
             matrices = matrices_in(node, places)
-            run.sum_inputs(matrices, sums, new)
+            run.sum_inputs(
+                matrices,
+                sums,
+                lambda one, x: _Inputs(x.shape[-1], weights.unit_width(one.sublayer.kind), x.device),
+            )
             stay_below(memory)
             for matrix in matrices:
-                if places[matrix] == place:  # a layer that occurs again has more inputs there
-                    part = matrix.sublayer.parts[0]
-                    yield part, _of_inputs(sums.pop(matrix), matrix, weights, wanted[part])
-                    ran(1)
-
-
-def _of_inputs(sums: _Inputs, matrix: Matrix, weights: ModelWeights, by: Criterion) -> Tensor:
-    """Sum what features, heads or neurons matter over those of a unit, which follow each other: (units,)."""
-    if by == "activation":
-        values = sums.sizes / sums.samples
-    else:
-        columns = weights.matrix(matrix.sublayer, matrix.role).whole().abs().double().sum(0)
-        values = columns.to(sums.squares.device) * sums.squares.sqrt()
-    units = weights.units(matrix.sublayer)
-    if matrix.sublayer.kind == ATTENTION:
-        count = units.get("kv_heads", units["heads"])
-    else:
-        count = units["neurons"]
-    return values.double().view(count, -1).sum(1)
+                if places[matrix] != place:  # a layer that occurs again has more inputs there
+                    continue
+                part = matrix.sublayer.parts[0]
+                inputs = sums.pop(matrix)
+                if wanted[part] == "activation":
+                    values = inputs.sizes / inputs.samples
+                else:
+                    columns = weights.matrix(matrix.sublayer, matrix.role).whole().abs().double().sum(0)
+                    values = columns.to(inputs.squares.device) * inputs.squares.sqrt()
+                units = weights.units(matrix.sublayer)
+                if matrix.sublayer.kind == ATTENTION:
+                    count = units.get("kv_heads", units["heads"])
+                else:
+                    count = units["neurons"]
+                # Features, heads or neurons of a unit follow each other.
+                yield part, values.double().view(count, -1).sum(1)
+                ran(1)
 
 
 @dataclass(frozen=True)
@@ -321,10 +307,21 @@ class _Sums:
                 rows.float(), tensors["router.weight"], tensors.get("router.bias")
             )
             chosen, weights = route(logits, self.routing, tensors.get("router.correction"))
+        # Norms of the experts' outputs for their tokens, (tokens, k), float64, and these as they are weighed.
         if self.weighs_inputs:
-            sizes = given = self._weighed_sizes(rows, chosen, weights)
+            # A token is weighed before an expert reads it, and each expert has a copy of all.
+            tokens = torch.arange(len(rows), device=rows.device)[:, None]
+            read = rows.new_zeros(len(use.sent), *rows.shape)
+            read[chosen, tokens] = rows[:, None] * weights[..., None].to(rows.dtype)
+            made: Tensor = self.experts.forward(read.flatten(0, 1)).view(read.shape)
+            sizes = given = made[chosen, tokens].double().norm(dim=-1)
         else:
-            sizes = self._sizes(rows, chosen, weights)
+            sizes = torch.zeros_like(weights, dtype=torch.float64)
+            for expert in chosen.unique().tolist():
+                own, place = (chosen == expert).nonzero(as_tuple=True)
+                alone = torch.full_like(own, expert)[:, None]
+                made = self.experts.forward(rows[own], alone, weights.new_ones(len(own), 1))
+                sizes[own, place] = made.double().norm(dim=-1)
             given = sizes * weights.double()
         columns = (
             (use.sent, torch.ones_like(sizes)),
@@ -336,22 +333,3 @@ class _Sums:
             one.index_add(0, chosen.flatten(), new.double().flatten()) for one, new in columns
         )
         self.use = ExpertUse(use.tokens + len(rows), sent, total, size, salient)
-
-    def _weighed_sizes(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Sizes where a token is weighed before an expert reads it, and each expert has a copy of all."""
-        tokens = torch.arange(len(rows), device=rows.device)[:, None]
-        read = rows.new_zeros(len(self.use.sent), *rows.shape)
-        read[chosen, tokens] = rows[:, None] * weights[..., None].to(rows.dtype)
-        made: Tensor = self.experts.forward(read.flatten(0, 1)).view(read.shape)
-        sizes: Tensor = made[chosen, tokens].double().norm(dim=-1)
-        return sizes
-
-    def _sizes(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Norms of the experts' outputs for their tokens, (tokens, k), float64."""
-        found = torch.zeros_like(weights, dtype=torch.float64)
-        for expert in chosen.unique().tolist():
-            tokens, place = (chosen == expert).nonzero(as_tuple=True)
-            own = torch.full_like(tokens, expert)[:, None]
-            made = self.experts.forward(rows[tokens], own, weights.new_ones(len(tokens), 1))
-            found[tokens, place] = made.double().norm(dim=-1)
-        return found

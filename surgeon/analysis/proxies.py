@@ -161,32 +161,23 @@ def rank_correlation(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None)
     kept = ~np.isnan(columns).any(0)
     ranks = [stats.rankdata(column[kept]) for column in columns]
     n = int(kept.sum())
-    if n < LEAST_PAIRS or _constant(ranks[0]) or _constant(ranks[1]):
+    if n < LEAST_PAIRS or min(np.ptp(side) for side in ranks[:2]) == 0:
         return Correlation(math.nan, math.nan, n)
     rho, p = (float(value) for value in stats.spearmanr(ranks[0], ranks[1]))
-    p = _exact_p(rho, *ranks[:2]) if n <= MOST_EXACT else max(p, 2 / math.factorial(n))
-    return Correlation(rho, p, n, math.nan if given is None else _partial(rho, ranks))
-
-
-def _exact_p(rho: float, x: Values, y: Values) -> float:
-    """The share of all orders of y whose correlation with x is as far from 0."""
-    orders = np.array(list(permutations(y - y.mean())))
-    products = orders @ (x - x.mean())
-    sizes = np.linalg.norm(x - x.mean()) * np.linalg.norm(y - y.mean())
-    return float((np.abs(products / sizes) >= abs(rho) - 1e-9).mean())
-
-
-def _partial(rho: float, ranks: list[Values]) -> float:
-    """The first-order partial correlation of ranks, from the three correlations between them."""
-    if _constant(ranks[2]):
-        return rho
+    if n <= MOST_EXACT:  # the share of all orders of y whose correlation with x is as far from 0
+        a, b = (side - side.mean() for side in ranks[:2])
+        products = np.array(list(permutations(b))) @ a / (np.linalg.norm(a) * np.linalg.norm(b))
+        p = float((np.abs(products) >= abs(rho) - 1e-9).mean())
+    else:
+        p = max(p, 2 / math.factorial(n))
+    if given is None:
+        return Correlation(rho, p, n)
+    if np.ptp(ranks[2]) == 0:
+        return Correlation(rho, p, n, rho)
+    # The first-order partial correlation, from the three correlations of ranks.
     x_given, y_given = (float(np.corrcoef(side, ranks[2])[0, 1]) for side in ranks[:2])
     rest = (1 - x_given**2) * (1 - y_given**2)
     # Rounding alone can leave 1e-16 where nothing is left to vary.
     if rest > 1e-12:
-        return (rho - x_given * y_given) / math.sqrt(rest)
-    return math.nan
-
-
-def _constant(ranks: Values) -> bool:
-    return bool((ranks == ranks[0]).all())
+        return Correlation(rho, p, n, (rho - x_given * y_given) / math.sqrt(rest))
+    return Correlation(rho, p, n)

@@ -24,8 +24,8 @@ import numpy as np
 import pandas as pd
 
 from surgeon.analysis.cells import Cell, Selection, selected_cells
+from surgeon.analysis.engine.machine import windows_at_once
 from surgeon.analysis.engine.measure import MeasureOptions, ProgramJournal, measure
-from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share, simplify
 from surgeon.analysis.engine.workers import measure_missing
 from surgeon.analysis.importance import expert_use, most_important, use_table
@@ -77,12 +77,6 @@ SCREENING = {
     "first_round": FIRST_ROUND,
     "least_windows": LEAST_WINDOWS,
 }  # what settles a cell, for the record of a scan
-
-
-def order_of(program: Program, layers: range) -> str:
-    """The order in which a program runs these layers, by their attentions."""
-    run = (sublayer.layers[0] for sublayer in program.sublayers() if sublayer.kind == ATTENTION)
-    return " ".join(str(layer) for layer in run if layer in layers)
 
 
 JOURNAL = "journal.jsonl"
@@ -276,6 +270,7 @@ class _Run:
 
         A parameter that maps vary has a column behind the layers, sampled acceptance if it was measured of some cell.
         """
+        predicted = self.subject.windows.ids.shape[1] - 1
         rows = []
         values = []
         for cell, windows, ran in outcomes:
@@ -283,7 +278,7 @@ class _Run:
             every = [
                 self.journal.acceptances(self.programs[program], windows) for program in cell.programs
             ]
-            known = len(windows) * self.predicted, ran
+            known = len(windows) * predicted, ran
             rows.append(
                 (
                     cell.operation,
@@ -306,27 +301,25 @@ class _Run:
 
     def permutations_table(self, outcomes: Iterable[Outcome], base: Values) -> pd.DataFrame:
         """One row per random permutation of a cell, with the columns of `permutations.csv`."""
+        predicted = self.subject.windows.ids.shape[1] - 1
         rows = []
         for cell, windows, _ in outcomes:
             for seed, program in zip(cell.seeds, cell.programs, strict=False):
                 found = estimate(*self.journal.values(self.programs[program], windows), base, windows)
-                numbers = (found.perplexity, found.divergence, len(windows) * self.predicted)
+                numbers = (found.perplexity, found.divergence, len(windows) * predicted)
+                # In which it runs these layers, by their attentions.
+                order = (one.layers[0] for one in program.sublayers() if one.kind == ATTENTION)
                 rows.append(
                     (
                         cell.operation,
                         cell.first,
                         cell.last,
                         seed,
-                        order_of(program, cell.layers),
+                        " ".join(str(layer) for layer in order if layer in cell.layers),
                         *numbers,
                     )
                 )
         return pd.DataFrame(rows, columns=PERMUTATION_COLUMNS)
-
-    @property
-    def predicted(self) -> int:
-        """Tokens of a window that are predicted."""
-        return self.subject.windows.ids.shape[1] - 1
 
     def counts(self, table: pd.DataFrame) -> dict[str, Any]:
         """Sublayers run, and those of a loop over cells, by operation and in all."""

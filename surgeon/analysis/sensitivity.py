@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.func import jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from surgeon.analysis.engine.machine import windows_at_once
 from surgeon.analysis.engine.measure import MeasureOptions, ProgramJournal
-from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.sharing import share
 from surgeon.analysis.engine.walk import LayerPass, Walk
 from surgeon.analysis.engine.workers import measure_missing
@@ -333,43 +333,34 @@ class Lanczos:
         exponent = math.log(1.648 * math.sqrt(size) * (point.numel() // size) / _RISK)
         enough = math.ceil((exponent / math.sqrt(1 - (1 + self.tolerance) ** -2) + 1) / 2)
         iterations = min(enough, self.iterations)
-        square = _largest_ritz_value(function, point, dims, iterations, self.seed)
+        # The largest eigenvalue of J^T J, from below, as the largest one of the tridiagonal matrices of all blocks.
+        pull = vjp(function, point)[1]
+        start = torch.randn(point.shape, generator=torch.Generator().manual_seed(self.seed))
+        vector = _normalize(
+            start.to(point.device, torch.promote_types(point.dtype, torch.float32)), dims
+        )
+        before = torch.zeros_like(vector)
+        beside = vector.new_zeros(())
+        diagonal: list[Tensor] = []  # (blocks,) each
+        off_diagonal: list[Tensor] = []
+        for _ in range(iterations):
+            image = push(function, point, vector.to(point.dtype))
+            length = _norms(image, dims).square()
+            (product,) = pull(image)
+            rest = product.to(vector.dtype) - length * vector - beside * before
+            beside = _norms(rest, dims)
+            diagonal.append(length.flatten())
+            off_diagonal.append(beside.flatten())
+            before = vector
+            vector = _normalize(rest, dims)
+        matrix = torch.diag_embed(torch.stack(diagonal, dim=-1))
+        sides = torch.stack(off_diagonal, dim=-1)[:, :-1]
+        matrix = matrix + torch.diag_embed(sides, offset=1) + torch.diag_embed(sides, offset=-1)
+        square = max(0.0, float(torch.linalg.eigvalsh(matrix.double().cpu()).max()))
         share = (exponent / (2 * iterations - 1)) ** 2
         if iterations == enough:
             square /= 1 - share
         return OperatorNorm(math.sqrt(square), iterations, iterations == enough)
-
-
-def _largest_ritz_value(
-    function: Function, point: Tensor, dims: tuple[int, ...], iterations: int, seed: int
-) -> float:
-    """The largest eigenvalue of J^T J, from below, as the largest one of the tridiagonal matrices of all blocks."""
-    pull = vjp(function, point)[1]
-    start = torch.randn(point.shape, generator=torch.Generator().manual_seed(seed))
-    vector = _normalize(start.to(point.device, _precise(point)), dims)
-    before = torch.zeros_like(vector)
-    beside = vector.new_zeros(())
-    diagonal: list[Tensor] = []  # (blocks,) each
-    off_diagonal: list[Tensor] = []
-    for _ in range(iterations):
-        image = push(function, point, vector.to(point.dtype))
-        square = _norms(image, dims).square()
-        (product,) = pull(image)
-        rest = product.to(vector.dtype) - square * vector - beside * before
-        beside = _norms(rest, dims)
-        diagonal.append(square.flatten())
-        off_diagonal.append(beside.flatten())
-        before = vector
-        vector = _normalize(rest, dims)
-    matrix = torch.diag_embed(torch.stack(diagonal, dim=-1))
-    sides = torch.stack(off_diagonal, dim=-1)[:, :-1]
-    matrix = matrix + torch.diag_embed(sides, offset=1) + torch.diag_embed(sides, offset=-1)
-    return max(0.0, float(torch.linalg.eigvalsh(matrix.double().cpu()).max()))
-
-
-def _precise(point: Tensor) -> torch.dtype:
-    """The dtype of vectors: never 16 bits, where they would have three digits."""
-    return torch.promote_types(point.dtype, torch.float32)
 
 
 def _normalize(vector: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -378,7 +369,9 @@ def _normalize(vector: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _norms(vector: Tensor, dims: tuple[int, ...]) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(vector, dim=dims, keepdim=True, dtype=_precise(vector))
+    # In 16 bits they would have three digits.
+    dtype = torch.promote_types(vector.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(vector, dim=dims, keepdim=True, dtype=dtype)
     return norms
 
 

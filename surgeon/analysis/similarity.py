@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from surgeon.analysis.engine.memory import windows_in_a_walk
-from surgeon.analysis.engine.walk import layers_run, runs_of, walks
+from surgeon.analysis.engine.machine import windows_in_a_walk
+from surgeon.analysis.engine.walk import layers_run, walks
 from surgeon.analysis.subject import Subject
+from surgeon.errors import show_value
 from surgeon.findings.similarity import Similarity
+from surgeon.language.operations.within import whole_runs
 from surgeon.language.program import Fork, Program
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
@@ -37,6 +39,7 @@ from surgeon.progress import Advance, progress
 LEAST_SAMPLES = 4  # the unbiased estimate divides by n - 3
 
 
+@dataclass
 class LinearCKA:
     """Compares two sets of features of the same samples, given in batches.
 
@@ -44,10 +47,11 @@ class LinearCKA:
         samples: given so far.
     """
 
-    def __init__(self) -> None:
-        self.samples = 0
-        self._origin: tuple[Tensor, Tensor] | None = None
-        self._sums = {"xy": _Sums(), "xx": _Sums(), "yy": _Sums()}
+    samples: int = 0
+    _origin: tuple[Tensor, Tensor] | None = None
+    _sums: dict[str, _Sums] = field(
+        default_factory=lambda: {name: _Sums() for name in ("xy", "xx", "yy")}
+    )
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Take in a batch: (samples, features of x) and (samples, features of y); sums are kept in float64."""
@@ -187,7 +191,12 @@ def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = N
     with as_stored(model) as program:
         if program != program_of(model):
             record["program"] = str(program)
-        runs = runs_of(program, family_of(model.config).steps_per_layer)
+        found = whole_runs(program.nodes, family_of(model.config).steps_per_layer)
+        runs = [run for run, _ in found]
+        if not runs:
+            raise ValueError(
+                f"the model runs no layer whole: its program is {show_value(str(program), 200)}"
+            )
         layers = sum(map(len, runs))
         make_folder(folder)
         with progress("similarity", 6 * layers * len(ids), "sublayers x windows") as ran:
@@ -210,13 +219,13 @@ def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = N
             for end in range(place + 1, len(one.run) + 1):
                 values = (one.angle[place, end], one.last_angle[place, end], 1 - one.cosine[place, end])
                 distances.append((layer, one.run[end - 1], *map(float, values)))
-    found = Similarity(
+    measured = Similarity(
         pd.DataFrame(layers_table).sort_values("layer", kind="stable", ignore_index=True),
         pd.DataFrame(sorted(distances), columns=DISTANCE_COLUMNS),
         record=record,
     )
-    found.write(folder)
-    return found
+    measured.write(folder)
+    return measured
 
 
 @torch.inference_mode()
@@ -235,7 +244,7 @@ def _compare_streams(
         )
     for walk in walks(model, ids, at_once):
         places = iter(sums)
-        for one in layers_run(walk, program):
+        for one in layers_run(walk, program.nodes):
             if one.layer == one.run.start:
                 sum_ = next(places)
                 streams = [one.passed.before]
@@ -296,7 +305,7 @@ def _counterfactual_cka(
     parts = list(
         walks(model, ids, windows_in_a_walk(model, ids, _STREAMS_COMPARED, held, subject.memory))
     )
-    ways = [layers_run(walk, program) for walk in parts]
+    ways = [layers_run(walk, program.nodes) for walk in parts]
     compared = []
     # All windows go through the program together, so that there are sums for one layer at a time.
     for _ in range(layers):

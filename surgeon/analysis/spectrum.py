@@ -9,7 +9,7 @@ again for each truncation in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,17 +20,15 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.walk import HEAD_NOT_FINITE
 from surgeon.analysis.factors.allocation import Curve, effective_rank, energy_rank, kept_parameters
-from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.factors.matrices import (
     Matrices,
     Matrix,
-    choose_layers,
     choose_weights,
     find_matrices,
 )
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
-from surgeon.analysis.subject import Subject
-from surgeon.errors import shown
+from surgeon.analysis.subject import Subject, calibration_entry
+from surgeon.errors import show_value
 from surgeon.findings.spectrum import METHODS, Spectrum, TargetRank, parse_ranks
 from surgeon.language.operations.base import show_range
 from surgeon.language.program import Program
@@ -38,7 +36,6 @@ from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
 from surgeon.models.weights.decompose import (
-    Decomposition,
     SecondMoment,
     Whitening,
     decompose,
@@ -46,7 +43,7 @@ from surgeon.models.weights.decompose import (
     whiten,
 )
 from surgeon.processes.journal import Journal, read_journal
-from surgeon.progress import Advance, progress
+from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate, perplexity, perplexity_interval
@@ -114,9 +111,6 @@ class SpectrumJournal(Journal):
             (out_features, in_features), values, line["factor"], line["input_rank"]
         )
 
-    def lacks_damage(self, truncations: Iterable[Truncation]) -> bool:
-        return any(truncation not in self.damage for truncation in truncations)
-
 
 def read_findings(folder: Path) -> tuple[dict[str, Any], SpectrumJournal]:
     """Read a folder's journal, with the identity of its numbers."""
@@ -171,7 +165,14 @@ def request(
     if method not in get_args(Method):
         raise ValueError(f"there is no method {method!r}; use whitened or plain")
     chosen = choose_weights(family_of(config), weights)
-    return SpectrumRequest(choose_layers(config.num_hidden_layers, layers), chosen, tuple(ranks), method)
+    everything = range(config.num_hidden_layers)
+    if layers is None:
+        layers = everything
+    if not layers or layers.start < 0 or layers.stop > len(everything):
+        raise ValueError(
+            f"layers {show_range(layers)} are out of range: the model's layers are {show_range(everything)}"
+        )
+    return SpectrumRequest(layers, chosen, tuple(ranks), method)
 
 
 def spectrum(
@@ -200,7 +201,7 @@ def spectrum(
     record = subject.provenance(
         **calibration.record("calibration"), calibration_tokens=calibration.ids.numel()
     )
-    record["calibration_text"] = recorded(calibration, after)
+    record["calibration_text"] = calibration_entry(calibration, after)
     with as_stored(model) as program:
         if program != program_of(model):
             record["program"] = str(program)
@@ -238,7 +239,7 @@ class _Work:
             if matrix.sublayer not in run:
                 raise ValueError(
                     f"the model's program does not run {matrix.sublayer} as it is stored, so that {matrix} has no "
-                    f"inputs; leave out its layer or its role: {shown(str(program), 200)}"
+                    f"inputs; leave out its layer or its role: {show_value(str(program), 200)}"
                 )
         self.matrices.check(self.all)
         self.truncations: dict[Matrix, list[Truncation]] = {}
@@ -254,9 +255,12 @@ class _Work:
             self.truncations[matrix] = [Truncation(matrix, wanted.method, rank) for rank in ranks]
 
     def fill(self, journal: SpectrumJournal, windows: Windows, calibration: Windows) -> None:
-        todo = [
-            m for m in self.all if m not in journal.spectra or journal.lacks_damage(self.truncations[m])
-        ]
+        undamaged = {
+            matrix
+            for matrix, some in self.truncations.items()
+            if any(truncation not in journal.damage for truncation in some)
+        }
+        todo = [one for one in self.all if one not in journal.spectra or one in undamaged]
         if journal.base_nll is not None and not todo:
             return
         measured = ProgramRun(self.model, self.program, windows.ids)
@@ -265,7 +269,6 @@ class _Work:
             journal.keep({"base": reference.nll().tolist()})
         if not todo:
             return
-        damages = any(journal.lacks_damage(self.truncations[matrix]) for matrix in todo)
         nodes = [matrices_in(node, self.all) for node in self.program.nodes]
         last = max(place for place, here in enumerate(nodes) if any(matrix in todo for matrix in here))
         calibrating = ProgramRun(self.model, self.program, calibration.ids)
@@ -274,7 +277,26 @@ class _Work:
                 missing = [matrix for matrix in here if matrix in todo]
                 whitenings = _whitenings(calibrating, missing)
                 for matrix in missing:
-                    found = self._decompose(matrix, whitenings[matrix], journal, ran)
+                    columns = {
+                        "layer": matrix.layer,
+                        "weight": matrix.role,
+                        "kind": matrix.sublayer.kind,
+                    }
+                    values = self.matrices.read(matrix)
+                    whitening = whitenings[matrix]
+                    is_new = matrix not in journal.spectra
+                    methods = get_args(Method) if is_new else (self.wanted.method,)
+                    parts = {
+                        name: decompose(values, whitening.factor if name == "whitened" else None)
+                        for name in methods
+                    }
+                    if is_new:
+                        about: dict[str, Any] = {"size": list(values.shape), "factor": whitening.how}
+                        about["input_rank"] = whitening.rank
+                        singular = {name: one.values.tolist() for name, one in parts.items()}
+                        journal.keep(columns | about | singular)
+                        ran(1)
+                    found = parts[self.wanted.method]
                     for truncation in self.truncations[matrix]:
                         if truncation not in journal.damage:
                             values = truncate(self.matrices.read(matrix), found.left, truncation.rank)
@@ -282,9 +304,9 @@ class _Work:
                                 nll, divergence = reference.quality(measured)
                                 numbers = {"nll": nll.tolist(), "divergence": divergence.tolist()}
                                 asked = {"method": truncation.method, "rank": truncation.rank}
-                                journal.keep(_matrix_columns(matrix) | asked | numbers)
+                                journal.keep(columns | asked | numbers)
                             ran(len(nodes) - measured.place)
-                if damages:
+                if undamaged:
                     measured.step()
 
     def _amounts(self, nodes: list[list[Matrix]], journal: SpectrumJournal) -> tuple[int, str, int]:
@@ -308,27 +330,6 @@ class _Work:
                 _whitenings(again, matrices_in(node, self.all))
             raise ValueError(HEAD_NOT_FINITE)
         return reference
-
-    def _decompose(
-        self, matrix: Matrix, whitening: Whitening, journal: SpectrumJournal, ran: Advance
-    ) -> Decomposition:
-        """The decomposition that a matrix is truncated by; both of them are kept if they are new."""
-        values = self.matrices.read(matrix)
-        is_new = matrix not in journal.spectra
-        methods = get_args(Method) if is_new else (self.wanted.method,)
-        found = {
-            name: decompose(values, whitening.factor if name == "whitened" else None) for name in methods
-        }
-        if is_new:
-            about = {"size": list(values.shape), "factor": whitening.how, "input_rank": whitening.rank}
-            singular = {name: one.values.tolist() for name, one in found.items()}
-            journal.keep(_matrix_columns(matrix) | about | singular)
-            ran(1)
-        return found[self.wanted.method]
-
-
-def _matrix_columns(matrix: Matrix) -> dict[str, Any]:
-    return {"layer": matrix.layer, "weight": matrix.role, "kind": matrix.sublayer.kind}
 
 
 def _whitenings(run: ProgramRun, matrices: list[Matrix]) -> dict[Matrix, Whitening]:

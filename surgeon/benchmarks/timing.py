@@ -26,7 +26,7 @@ from surgeon.runtime.batching.request import Request, UndefinedLogits
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Around, Collectives, Counts, EmulatedLink, Link, Unconnected
-from surgeon.runtime.kernels.recording import spanned
+from surgeon.runtime.kernels.recording import mark_calls
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
 from surgeon.runtime.model.paged_cache import PagedCache
@@ -150,7 +150,7 @@ class TimedCollectives(Around):
         before = counts.bytes
         sent: list[int] = []
         began = now()
-        with spanned(sent), in_profile(f"start {name}", profiled):
+        with mark_calls(sent), in_profile(f"start {name}", profiled):
             wait = start(tensor, counts)
         started = now()
         if counts.bytes == before:
@@ -160,7 +160,7 @@ class TimedCollectives(Around):
 
         def timed_wait() -> Tensor:
             waited = now()
-            with spanned(sent), in_profile(f"wait for {name}", profiled):
+            with mark_calls(sent), in_profile(f"wait for {name}", profiled):
                 result = wait()
             recorder.waiting += now() - waited
             return result

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.stored import REPORT_FILE, Checkpoint
-from surgeon.errors import first_line, shown
+from surgeon.errors import first_line, show_value
 from surgeon.language.yaml import read_yaml
 from surgeon.words import first_few
 
@@ -298,7 +298,9 @@ def inherit(folder: Path) -> Inherited:
         if _is_valid(key, value):
             metadata[key] = value
         else:
-            notes.append(f"Its {CARD_FILE} has {key}: {shown(value)}, which is not what belongs there.")
+            notes.append(
+                f"Its {CARD_FILE} has {key}: {show_value(value)}, which is not what belongs there."
+            )
     return Inherited(metadata, tuple(notes))
 
 

@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING
 from surgeon.checkpoint.belongings import CODAS
 from surgeon.checkpoint.stored import Checkpoint, read_json
 from surgeon.checkpoint.tensor_file import read_header
-from surgeon.errors import first_line, shown
+from surgeon.errors import first_line, show_value
 from surgeon.language.program import Program
 from surgeon.processes.files import publish, scratch, sync_tree, write_json
 
@@ -119,7 +119,7 @@ def read_codas(folder: Path, check_weights: bool = True) -> StoredCodas | None:
     index = read_json(path)
     if index.get("format") != FORMAT:
         raise ValueError(
-            f"{path} has the format {shown(index.get('format'))}, and {FORMAT} is known here"
+            f"{path} has the format {show_value(index.get('format'))}, and {FORMAT} is known here"
         )
     kinds = {"racks": list, "nodes": list, "depth": int, "weights": str, "program": str, "config": dict}
     wrong = [name for name, kind in kinds.items() if type(index.get(name)) is not kind]
@@ -131,7 +131,7 @@ def read_codas(folder: Path, check_weights: bool = True) -> StoredCodas | None:
         wrong = ["nodes"]
     if wrong:
         raise ValueError(
-            f"{path} is damaged: it has {wrong[0]}: {shown(index.get(wrong[0]))}; train the codas again"
+            f"{path} is damaged: it has {wrong[0]}: {show_value(index.get(wrong[0]))}; train the codas again"
         )
     if check_weights and index["weights"] != Checkpoint(folder).model_hash():
         raise ValueError(

@@ -37,7 +37,7 @@ from surgeon.checkpoint.stored import (
 )
 from surgeon.checkpoint.training import is_no_source
 from surgeon.demo import demo_model
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.language.program import Program
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import Family, Unsupported, family_named, family_of
@@ -65,7 +65,7 @@ logging.getLogger(_OF_LAYERS_THAT_DIFFER).addFilter(
 
 
 @contextmanager
-def fetching(name: str, what: str, advice: str) -> Iterator[None]:
+def explain_fetch(name: str, what: str, advice: str) -> Iterator[None]:
     """Fetch something of a hub model in the block; whatever goes wrong is FileNotFoundError, ending in `advice`."""
     try:
         with without_retries():
@@ -120,7 +120,7 @@ def locate(path_or_name: str | Path) -> Path:
     if not isinstance(path_or_name, str | Path):
         raise ValueError(
             f"a model is given by its folder or its name on the hub, not by {type(path_or_name).__name__} "
-            f"{shown(path_or_name)}"
+            f"{show_value(path_or_name)}"
         )
     name = str(path_or_name)
     there = on_disk(path_or_name)
@@ -138,7 +138,7 @@ def locate(path_or_name: str | Path) -> Path:
         return demo_model()
     if (named := hub_name(name)) is None:
         raise FileNotFoundError(f"there is no model folder {name}; {HOW_TO_NAME}")
-    with fetching(
+    with explain_fetch(
         str(named), "", "check the name and the connection, or give the path of a local folder"
     ):
         from huggingface_hub import snapshot_download
@@ -173,7 +173,7 @@ def find_config(what: str | Path) -> Path:
     if there is not None or name == DEMO or (named := hub_name(name)) is None:
         return locate(what) / CONFIG
     advice = "check the name and the connection, or give the path of a config.json"
-    with fetching(str(named), "its configuration ", advice):
+    with explain_fetch(str(named), "its configuration ", advice):
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(named.repository, CONFIG, revision=named.revision))
@@ -301,7 +301,8 @@ def _program_in(entries: dict[str, Any], path: Path) -> Program | None:
     text = entries[PROGRAM_KEY]
     if not isinstance(text, str) or not text.strip():
         raise ValueError(
-            f'{path} has {PROGRAM_KEY}: {shown(text)}, which is no program; write it as a text, as in "A0 F0 >A1 >F1", '
+            f'{path} has {PROGRAM_KEY}: {show_value(text)}, which is no program; write it as a text, as in "A0 F0 '
+            '>A1 >F1", '
             "or export the model again"
         )
     try:

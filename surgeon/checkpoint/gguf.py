@@ -24,7 +24,7 @@ from surgeon.checkpoint.belongings import CARD_FILE, GGUF_RECORD
 from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.stored import read_json
 from surgeon.checkpoint.write import Writing, split_into_shards
-from surgeon.errors import did_you_mean, naming, needs_extra
+from surgeon.errors import did_you_mean, name_file, needs_extra
 from surgeon.models.families import family_named
 from surgeon.processes.files import (
     cache_folder,
@@ -106,7 +106,7 @@ def convert_gguf(path: Path) -> Path:
     from huggingface_hub import metadata_save
 
     readers = [_open_part(part) for part in parts]
-    with naming(kept), scratch(folder) as made:
+    with name_file(kept), scratch(folder) as made:
         _write_folder(made, parts[0], readers, DTYPES[name])
         record = {
             "file": path.name,

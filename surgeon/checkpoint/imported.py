@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.tensor_file import Derived, StoredTensor, TensorFiles
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, ROLES, Sublayer
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
@@ -81,7 +81,7 @@ class Wrapper:
         if not isinstance(own, dict):
             raise ValueError(
                 f"the config.json of a {self.name} has its text decoder's configuration as {self.text}, "
-                f"not {shown(own)}; is it damaged?"
+                f"not {show_value(own)}; is it damaged?"
             )
         given = {"model_type": self.decoder_type} | own
         given |= {key: entries[key] for key in _SHARED if key in entries and own.get(key) is None}
@@ -104,7 +104,7 @@ class Wrapper:
 
     def path_inside(self, path: str) -> str:
         """Return the path in the wrapper of what lies here in a causal language model."""
-        return renamed(path, [(own, place) for place, own in self.places]) or path
+        return replace_prefix(path, [(own, place) for place, own in self.places]) or path
 
     def path_around(self, name: str) -> str:
         """Return the path in the wrapper of what is not of the text decoder, by its stored name."""
@@ -114,7 +114,7 @@ class Wrapper:
         return name
 
 
-def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str | None:
+def replace_prefix(name: str, prefixes: Iterable[tuple[str, str]]) -> str | None:
     """Give a name another beginning; None if none of the prefixes is its own."""
     return next((new + name.removeprefix(old) for old, new in prefixes if name.startswith(old)), None)
 
@@ -201,7 +201,7 @@ def translate_entries(entries: Entries) -> tuple[Entries, dict[int, int]]:
         return entries, {}
     if not isinstance(blocks, list) or not all(isinstance(one, dict) for one in blocks) or not blocks:
         raise ValueError(
-            f"{BLOCKS_KEY} in config.json has an object for each layer, not {shown(blocks)}"
+            f"{BLOCKS_KEY} in config.json has an object for each layer, not {show_value(blocks)}"
         )
     family = FAMILIES[entries["model_type"]]
     heads = int(entries["num_attention_heads"])
@@ -261,7 +261,7 @@ def _part(block: Entries, name: str, layer: int) -> Entries | None:
     for key in ("replace_with_linear", "window_length", "num_sink_tokens", "moe", "mamba"):
         if part.get(key):
             raise ValueError(
-                f"layer {layer} has {key}: {shown(part[key])} in {BLOCKS_KEY}, which no program can say"
+                f"layer {layer} has {key}: {show_value(part[key])} in {BLOCKS_KEY}, which no program can say"
             )
     found: Entries = part
     return found

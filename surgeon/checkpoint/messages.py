@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from surgeon.errors import first_line, shown
+from surgeon.errors import first_line, show_value
 
 # What chat templates raise about messages that they do not take.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -30,17 +30,19 @@ def plain_message(message: Message, name: str) -> Message:
         name: of the message, for errors.
     """
     if not isinstance(message.get("role"), str):
-        raise ValueError(f'{name}.role must be a text such as "user", not {shown(message.get("role"))}')
+        raise ValueError(
+            f'{name}.role must be a text such as "user", not {show_value(message.get("role"))}'
+        )
     calls = message.get("tool_calls")
     content = message.get("content")
     if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise ValueError(f"{name}.tool_calls must be a list of objects, not {shown(calls)}")
+        raise ValueError(f"{name}.tool_calls must be a list of objects, not {show_value(calls)}")
     if isinstance(content, list):
         content = "".join(_part(part, f"{name}.content.{number}") for number, part in enumerate(content))
     elif content is None and calls and message["role"] == "assistant":
         content = ""
     if not isinstance(content, str):
-        raise ValueError(f"{name}.content must be a text or a list of parts, not {shown(content)}")
+        raise ValueError(f"{name}.content must be a text or a list of parts, not {show_value(content)}")
     plain = {
         key: value
         for key, value in message.items()
@@ -52,10 +54,10 @@ def plain_message(message: Message, name: str) -> Message:
 def _part(part: Any, name: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise ValueError(f'{name} must be {{"type": "text", "text": ...}}, not {shown(part)}')
+    raise ValueError(f'{name} must be {{"type": "text", "text": ...}}, not {show_value(part)}')
 
 
-def opening(system: str | None) -> list[Message]:
+def begin_conversation(system: str | None) -> list[Message]:
     """Return the beginning of a conversation: a system message, or nothing."""
     if system is None:
         return []

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.imported import Prefixes, Wrapper, renamed, translate_model, wrapper_of
+from surgeon.checkpoint.imported import Prefixes, Wrapper, replace_prefix, translate_model, wrapper_of
 from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles, blocks_of, parse_json
 from surgeon.checkpoint.training import fault_of_report
 from surgeon.language.program import Program
@@ -57,14 +57,14 @@ class Wrapped:
 
     def stored_name(self, name: str) -> str:
         """Return the name that files of this folder have for a tensor of the text decoder."""
-        found = renamed(name, [(own, stored) for stored, own in self.prefixes])
+        found = replace_prefix(name, [(own, stored) for stored, own in self.prefixes])
         assert found is not None, name
         return found
 
     @property
     def around(self) -> list[str]:
         """Stored names of the tensors outside the text decoder."""
-        return [name for name in self.files.names() if renamed(name, self.prefixes) is None]
+        return [name for name in self.files.names() if replace_prefix(name, self.prefixes) is None]
 
     def around_text(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json of the same wrapper around another text decoder.
@@ -186,7 +186,9 @@ class Checkpoint(TensorFiles):
         if (wrapper := wrapper_of(entries)) is not None:
             config = wrapper.text_entries(entries)
             self.wrapped = Wrapped(wrapper, self.copy(), entries)
-            inside = {renamed(name, self.wrapped.prefixes): one for name, one in self.tensors.items()}
+            inside = {
+                replace_prefix(name, self.wrapped.prefixes): one for name, one in self.tensors.items()
+            }
             self.tensors = {name: one for name, one in inside.items() if name is not None}
         self.config, self.tensors = translate_model(config, self)
         self.imported = self.config != config

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from surgeon.errors import NotProven, shown
+from surgeon.errors import NotProven, show_value
 from surgeon.language.program import Fork, Node, Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.named import public
@@ -50,8 +50,8 @@ class Training:
     training: dict[str, Any]
 
     def __post_init__(self) -> None:
-        of_source = lacking(self.source, _NO_SOURCE if is_no_source(self.source) else _SOURCE)
-        for what, reason in (("training", lacking(self.training)), ("source", of_source)):
+        of_source = missing_entries(self.source, _NO_SOURCE if is_no_source(self.source) else _SOURCE)
+        for what, reason in (("training", missing_entries(self.training)), ("source", of_source)):
             if reason is not None:
                 raise ValueError(f"the record of the {what} needs {reason}")
         # Nothing that is published says where a file lay on this machine.
@@ -71,13 +71,13 @@ def is_no_source(source: dict[str, Any]) -> bool:
     return source.get("model", "") is None
 
 
-def lacking(entries: dict[str, Any], known: dict[str, type] = _ENTRIES) -> str | None:
+def missing_entries(entries: dict[str, Any], known: dict[str, type] = _ENTRIES) -> str | None:
     """Say what a record lacks that cards show, by default of a training; None if it is whole."""
     for name, kind in known.items():
         if type(entries.get(name)) is not kind:
-            return f"{name}, {'a text' if kind is str else 'a whole number'}, and has {shown(entries.get(name))}"
+            return f"{name}, {'a text' if kind is str else 'a whole number'}, and has {show_value(entries.get(name))}"
     if "earlier" in entries and (
-        not isinstance(entries["earlier"], dict) or lacking(entries["earlier"]) is not None
+        not isinstance(entries["earlier"], dict) or missing_entries(entries["earlier"]) is not None
     ):
         return "earlier to be the record of another training"
     stages = (name for name in STAGES if entries.get(name) is not None)
@@ -117,15 +117,15 @@ def fault_of_report(report: dict[str, Any]) -> str | None:
         and type(proof.get("tokens")) is int
         and isinstance(proof.get("dtype"), str)
     ):
-        return f"its proof is {shown(proof, 200)}; export again"
-    if trained is not None and (not isinstance(trained, dict) or lacking(trained) is not None):
-        return f"it has trained: {shown(trained, 200)}"
+        return f"its proof is {show_value(proof, 200)}; export again"
+    if trained is not None and (not isinstance(trained, dict) or missing_entries(trained) is not None):
+        return f"it has trained: {show_value(trained, 200)}"
     if stored is not None and not (
         isinstance(stored, list)
         and all(isinstance(one, list) for one in stored)
         and all(type(layer) is int and 0 <= layer < layers for one in stored for layer in one)
     ):
-        return f"it has stored_layers: {shown(stored, 200)}"
+        return f"it has stored_layers: {show_value(stored, 200)}"
     return None
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.stored import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
 from surgeon.checkpoint.tensor_file import BLOCK, DTYPES
-from surgeon.errors import naming
+from surgeon.errors import name_file
 from surgeon.machine import Beside, Stopped
 from surgeon.processes.files import sync, write_json
 from surgeon.progress import Advance
@@ -146,7 +146,7 @@ class Writing:
         self._settled = {name: Event() for name in shards}  # set when a file is whole, or never will be
         for name, tensors in self._shards.items():
             header = header_of(tensors)
-            with naming(folder / name), (folder / name).open("wb") as file:
+            with name_file(folder / name), (folder / name).open("wb") as file:
                 file.write(header)
                 file.truncate(len(header) + sum(tensor.num_bytes for tensor in tensors))
         if len(shards) > 1:
@@ -188,7 +188,7 @@ class Writing:
                 digest = hashlib.sha256()
                 size = 0
                 blocks = chain.from_iterable(map(content_of, tensors))
-                with naming(self._folder / name), (self._folder / name).open("r+b") as file:
+                with name_file(self._folder / name), (self._folder / name).open("r+b") as file:
                     for content in chain[bytes | memoryview]([header_of(tensors)], blocks):
                         go_on()
                         digest.update(content)

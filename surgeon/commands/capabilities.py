@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from surgeon.analysis.cells import SCANNED, select, selected_cells
-from surgeon.analysis.engine.memory import TOKENS_AT_ONCE, streaming_bytes, working_bytes
+from surgeon.analysis.engine.machine import TOKENS_AT_ONCE, streaming_bytes, working_bytes
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.analysis.factors.matrices import choose_weights
 from surgeon.checkpoint.config import CONFIG, DEMO, find_config
@@ -54,7 +54,7 @@ from surgeon.training.racks.model import tensors_of
 from surgeon.training.racks.partition import Racks, allowed_cuts
 from surgeon.training.scope import BYTES, shapes_to_train, training_bytes
 from surgeon.training.settings import SCOPES, TrainSettings
-from surgeon.words import listed, plural
+from surgeon.words import join_words, plural
 
 LENGTH = 2  # layers of the stretches that maps are tried on
 ADAPTER_RANK = 16
@@ -209,8 +209,7 @@ class Capabilities:
                 yield name, partial(self._space, name)
 
     def _space(self, name: str) -> str:
-        ranks = max(2, self.ranks[0])
-        mixture = Mixture(parse_spaces(name, ranks), self.model, ranks)
+        mixture = Mixture(parse_spaces(name, max(2, self.ranks[0])), self.model)
         mixture.require_edits()
         return plural(len(mixture.edits), "edit")
 
@@ -389,7 +388,7 @@ def _together(questions: Sequence[tuple[str, int, Callable[[], object]]]) -> Ver
     lost = sum(count for _, count in refused)
     listed_all = lost == len(refused)
     if listed_all:
-        where = listed(one.what for one, _ in refused)
+        where = join_words(one.what for one, _ in refused)
     else:
         where = f"{lost} of {total} places, as {first.what}"
     return Verdict("", "", PARTLY, "; ".join([*filter(None, parts), f"not {where}: {first.why}"]))

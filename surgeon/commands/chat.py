@@ -120,7 +120,7 @@ def chat(
         FileNotFoundError, ValueError: if model or options cannot be used, or the chat template takes no system message.
         RankFailed: if a rank fails.
     """
-    from surgeon.checkpoint.messages import chat_text, opening
+    from surgeon.checkpoint.messages import begin_conversation, chat_text
     from surgeon.commands.generate import choose_sampling
     from surgeon.commands.opening import service_options, stored_model
     from surgeon.opened import open_model
@@ -132,6 +132,6 @@ def chat(
     sampling = choose_sampling(opened.folder, writing, max_new_tokens or sys.maxsize)
     tokenizer = opened.tokenizer
     # What the template does not take is said before ranks are started in vain.
-    chat_text(tokenizer, [*opening(system), {"role": "user", "content": "?"}], opened.name)
+    chat_text(tokenizer, [*begin_conversation(system), {"role": "user", "content": "?"}], opened.name)
     options = service_options(opened, program, writing, max_batch=1, memory=memory)
     return Conversation(Service(opened, options, tokenizer), tokenizer, sampling, system)

@@ -118,7 +118,7 @@ def command(
     """
 
     def declare(function: _Function) -> _Function:
-        parameters = declared(function)
+        parameters = declared_options(function)
         plain = inspect.signature(function)
         known = plain.parameters
         shown = [one for one in known.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -184,7 +184,7 @@ class CommandParameter:
     option: Declaration
 
 
-def declared(function: Callable[..., Any]) -> list[CommandParameter]:
+def declared_options(function: Callable[..., Any]) -> list[CommandParameter]:
     """The parameters of a function that are options, in order; in place of a TypedDict those of its keys."""
     return _declare_parameters(inspect.unwrap(function))
 
@@ -241,7 +241,7 @@ def _evaluate(annotation: Any, names: Mapping[str, Any]) -> Any:
 def _line(
     call: Callable[..., Any], parameters: Sequence[CommandParameter], show: Callable[..., int | None]
 ) -> Callable[..., int | None]:
-    own = {one.name: one for one in declared(show)}
+    own = {one.name: one for one in declared_options(show)}
     every: list[CommandParameter] = []
     waiting = [*own.values()]
     for one in parameters:
@@ -263,7 +263,7 @@ def _line(
         given = {name: value for name, value in typed.items() if value is not None}
         for name, make in makers.items():
             given[name] = make(
-                **{one.name: given.pop(one.name) for one in declared(make) if one.name in given}
+                **{one.name: given.pop(one.name) for one in declared_options(make) if one.name in given}
             )
         mine = {name: given.pop(name) for name in own if name in given}
         return show(partial(call, **given), **mine)
@@ -277,7 +277,7 @@ def _line(
 def _typer_parameters(parameters: Sequence[CommandParameter]) -> Iterator[inspect.Parameter]:
     for one in parameters:
         if one.option.made_by is not None:
-            first, *others = declared(one.option.made_by)
+            first, *others = declared_options(one.option.made_by)
             yield from _typer_parameters(
                 [CommandParameter(first.name, first.type, one.default, first.option), *others]
             )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 PROMPT = "def close(self):"
+RANKS = 2
 PROMPT_TOKENS = 8  # where speed is measured, of random tokens
 LADDER = "surgeon: 1\nmodel: {}\noperations:\n  - ladder: {{layers: '{}'}}\n"
 OF_OTHERS: dict[str, Any] = {"operations": "prune,lp", "every": 2}  # in the scan of another model
@@ -120,7 +121,7 @@ def demo(
         name = f"{opened.label}-{name}"
     wanted = {"tokens": tokens, "trials": trials}
     effort = replace(effort, **{name: value for name, value in wanted.items() if value is not None})
-    steps = DemoSteps(output or Path("demo-output") / name, effort, opened, _ranks_for(opened))
+    steps = DemoSteps(output or Path("demo-output") / name, effort, opened)
     steps.scan()
     found = steps.search(layers * 4 // 5 if depth is None else depth)
     ladder = steps.folder / "ladder.yaml"
@@ -141,20 +142,6 @@ def demo(
         print(f"\n  # {purpose}\n  surgeon {typed}")
 
 
-def _ranks_for(model: Model) -> int:
-    """The fewest ranks, two or more, that can share the model."""
-    from surgeon.runtime.plan.checks import make_plan
-
-    for ranks in range(2, 9):
-        try:
-            make_plan(model, ranks, None)
-        except ValueError as error:
-            refusal = error
-        else:
-            return ranks
-    raise refusal
-
-
 @dataclass(frozen=True)
 class DemoSteps:
     """The demo's steps; each shows its command, runs it, and prints the result."""
@@ -162,7 +149,6 @@ class DemoSteps:
     folder: Path
     effort: Effort
     model: Model
-    ranks: int
 
     def scan(self) -> None:
         from surgeon.commands.scan import scan
@@ -223,15 +209,15 @@ class DemoSteps:
 
         new = self.effort.new_tokens * 2
         _announce(
-            f"4. Let it write, on {plural(self.ranks, 'rank')}",
-            f"generate {_quote(model)} --prompt {shlex.quote(PROMPT)} --max-new-tokens {new} --tp {self.ranks}",
+            f"4. Let it write, on {plural(RANKS, 'rank')}",
+            f"generate {_quote(model)} --prompt {shlex.quote(PROMPT)} --max-new-tokens {new} --tp {RANKS}",
         )
 
         def show(_: Any, event: Any) -> None:
             print(event.text, end="", flush=True)
 
         print(PROMPT, end="")
-        found = generate(model, PROMPT, max_new_tokens=new, ranks=self.ranks, on_event=show)
+        found = generate(model, PROMPT, max_new_tokens=new, ranks=RANKS, on_event=show)
         print("\n")
         for line in str(found).splitlines():
             _say(line, " " * 9)
@@ -255,7 +241,7 @@ class DemoSteps:
             numbers = (
                 f"{quality.perplexity:.2f}",
                 f"{quality.divergence:.4f}",
-                str(program.sync_points(self.ranks)),
+                str(program.sync_points(RANKS)),
             )
             rows.append([name, f"{program.effective_depth():g}", *numbers])
         head = ["program", "depth", "perplexity", "divergence", "syncs"]
@@ -267,11 +253,11 @@ class DemoSteps:
             ("5. How fast is each, over the fastest connection", "auto"),
             ("   And over a slow one", "gloo"),
         ):
-            ranks = RankOptions(self.ranks, "auto", wanted)
+            ranks = RankOptions(RANKS, "auto", wanted)
             way = ranks.collectives
             _announce(
                 f"{purpose}, {way}?",
-                f"bench {self.typed} {compared} --tp {self.ranks} {options} --collectives {way}",
+                f"bench {self.typed} {compared} --tp {RANKS} {options} --collectives {way}",
             )
             head.append(f"tokens/s, {way}")
             results = bench(self.model, compare=others, ranks=ranks, **load).results
@@ -283,7 +269,7 @@ class DemoSteps:
             "these are, the more it is worth to have fewer of them."
         )
         what = "The demo model" if self.model.name == DEMO else self.model.label
-        print(f"\n{Table(f'{what} on {self.ranks} ranks', head, rows, note)}")
+        print(f"\n{Table(f'{what} on {RANKS} ranks', head, rows, note)}")
 
     @property
     def typed(self) -> str:

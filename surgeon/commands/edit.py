@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.analysis.factors.recipe_factors import with_units
 from surgeon.commands.opening import as_range
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.exports import in_memory  # noqa: F401 - how edited models are saved
 from surgeon.language.operations.base import show_range
 from surgeon.language.program import Program
@@ -82,7 +82,7 @@ def edit(
     model = model.model if isinstance(model, EditedModel) else model
     if not hasattr(model, "modules") and not isinstance(model, Model):
         raise ValueError(
-            f"{shown(model)} is no model that is loaded or open; give what surgeon.open or load returns"
+            f"{show_value(model)} is no model that is loaded or open; give what surgeon.open or load returns"
         )
     program = _to_run(program, operations)
     if isinstance(model, Model):
@@ -125,7 +125,7 @@ def _to_run(
         return Program.parse(str(program))
     if not isinstance(program, Recipe | Program):
         raise ValueError(
-            f"what is to be run is a program, its text, a recipe or its path, not {shown(program)}"
+            f"what is to be run is a program, its text, a recipe or its path, not {show_value(program)}"
         )
     return program
 
@@ -144,7 +144,7 @@ def _apply(operations: Mapping[str, Applied]) -> Any:
                 if not isinstance(one, range):
                     raise ValueError(
                         f'{name}: layers are a range, as in {name}="4:30" or range(4, 30) for layers 4 to 29, or '
-                        f"several of them, not {shown(one)}"
+                        f"several of them, not {show_value(one)}"
                     )
                 as_range(one)
                 ranges.append(show_range(one))

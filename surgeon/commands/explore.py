@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from surgeon.commands.command import command, keyword, option
 from surgeon.commands.options import DATA_HELP, Memory, ModelName, Output, Separator
-from surgeon.words import hanging
+from surgeon.words import hang_indent
 
 if TYPE_CHECKING:
     from surgeon.findings.explore import Exploration
@@ -74,7 +74,7 @@ def explore(
     rounds = rounds_for(opened, source, separator)
     record = opened.provenance(data=source, separator=separator, minutes=minutes)
     record |= {"memory": memory}
-    tell = say or (lambda line: print(hanging("", line), file=sys.stderr, flush=True))
+    tell = say or (lambda line: print(hang_indent("", line), file=sys.stderr, flush=True))
     exploring = Exploring(opened, source, checked, Path(output), rounds, record, tell, begun)
     exploring.resume()
     return exploring.run()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from surgeon.commands.command import command, keyword, later, option
 from surgeon.commands.options import Checkpoint, SamplingFlags, System, WritingFlags, flags_in, ranks_of
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.named import is_recipe
 
 if TYPE_CHECKING:
@@ -223,7 +223,9 @@ def _by_place(prompts: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, 
         prompts = {f"prompt {number}": prompt for number, prompt in enumerate(prompts, start=1)}
     for place, prompt in prompts.items():
         if not isinstance(prompt, str):
-            raise ValueError(f"{place}: a prompt is text, not {type(prompt).__name__} {shown(prompt)}")
+            raise ValueError(
+                f"{place}: a prompt is text, not {type(prompt).__name__} {show_value(prompt)}"
+            )
     return prompts
 
 
@@ -258,7 +260,7 @@ def _encode(
     model: Model, prompts: Mapping[str, str], most: int, chat: bool, system: str | None
 ) -> list[list[int]]:
     """The token ids of the prompts, at most so many of each; of several, an error names the prompt."""
-    from surgeon.checkpoint.messages import chat_text, opening
+    from surgeon.checkpoint.messages import begin_conversation, chat_text
     from surgeon.checkpoint.texts import Encoder, encode
 
     encoder = Encoder(model.tokenizer)
@@ -266,7 +268,7 @@ def _encode(
     for place, prompt in prompts.items():
         try:
             if chat:
-                messages = [*opening(system), {"role": "user", "content": prompt}]
+                messages = [*begin_conversation(system), {"role": "user", "content": prompt}]
                 asked = chat_text(model.tokenizer, messages, model.name)
                 found.append(encode(encoder, asked, most, special=False))
             else:
@@ -281,7 +283,7 @@ def read_prompts(given: Sequence[str], file: Path | None) -> dict[str, str]:
 
     A text file has one on each line, blank lines left out; the rows of a .jsonl or .parquet file have it as "prompt".
     """
-    from surgeon.quality.tables import is_table, open_table, read_column
+    from surgeon.quality.sources import is_table, open_table, read_column
     from surgeon.quality.text_files import Reading, read_pieces
 
     prompts = {f"--prompt {number}": prompt for number, prompt in enumerate(given, start=1)}

@@ -16,7 +16,7 @@ from surgeon.runtime.plan.placement import norm_sums
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.stream import Answer
 from surgeon.runtime.worker.rank import RankOptions
-from surgeon.words import hanging, plural
+from surgeon.words import hang_indent, plural
 
 _KEY = 9  # columns of what stands before a line
 
@@ -115,7 +115,7 @@ class Generation:
             lines.append("drafts   none: the texts were too short, or it would not have paid")
         else:
             lines += self._collectives(program)
-        return "\n".join(hanging(line[:_KEY], line[_KEY:]) for line in lines)
+        return "\n".join(hang_indent(line[:_KEY], line[_KEY:]) for line in lines)
 
     def _total(self, name: str) -> int:
         return sum(getattr(text.usage, name) for text in self.texts)

@@ -525,7 +525,7 @@ def _own_text(
 
 
 def _settings(asked: TrainSettings | str | None, by_racks: bool) -> TrainSettings:
-    from surgeon.errors import shown
+    from surgeon.errors import show_value
     from surgeon.training.settings import TrainSettings, preset
 
     if asked is None:
@@ -533,5 +533,7 @@ def _settings(asked: TrainSettings | str | None, by_racks: bool) -> TrainSetting
     if isinstance(asked, str):
         return TrainSettings(**preset(asked).values)
     if not isinstance(asked, TrainSettings):
-        raise ValueError(f"settings are TrainSettings(...), or a paper's by name, not {shown(asked)}")
+        raise ValueError(
+            f"settings are TrainSettings(...), or a paper's by name, not {show_value(asked)}"
+        )
     return asked

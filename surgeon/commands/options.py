@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 import typer
 
 from surgeon.commands.command import option, several
-from surgeon.language.operations.declare import VARIANTS, described
+from surgeon.language.operations.declare import VARIANTS, describe_name
 from surgeon.quality import DEFAULT_TOKENS as DEFAULT_TOKENS
 from surgeon.runtime.comm.wires import WIRES
-from surgeon.words import listed
+from surgeon.words import join_words
 
 if TYPE_CHECKING:
     from surgeon.language.program import Program
@@ -30,7 +30,7 @@ DATA_HELP = (
 )
 COMPARED = (
     'a program such as "A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, '
-    + ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
+    + ", ".join(describe_name(name, variant.note) for name, variant in VARIANTS.items())
     + ", halves (itself, computed in two halves, one while the other's reductions are on their way), upper-bound "
     "(ranks that never wait for each other: wrong results, and the best time there can be)."
 )
@@ -157,7 +157,8 @@ Dtype = Annotated[
 Compress = Annotated[
     str | None,
     option(
-        f"Send the reductions of the program's steps as {listed(list(WIRES), 'or')}, which changes results a little.",
+        f"Send the reductions of the program's steps as {join_words(list(WIRES), 'or')}, which changes results a "
+        "little.",
         metavar=f"[{'|'.join(WIRES)}]",
     ),
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 
 from surgeon.commands.command import command, option, several
 from surgeon.commands.options import DefaultData, MeasuringFlags, ModelName, Output, SampledAcceptance
-from surgeon.language.operations.declare import HEATMAPS, described
+from surgeon.language.operations.declare import HEATMAPS, describe_name
 from surgeon.named import split_values
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _RANDOM = " and ".join(name for name, heatmap in HEATMAPS.items() if heatmap.seeded)
 _PAPER = ", ".join(name for name, heatmap in HEATMAPS.items() if heatmap.paper)
 _OTHERS = ", ".join(
-    described(name, heatmap.note) for name, heatmap in HEATMAPS.items() if not heatmap.paper
+    describe_name(name, heatmap.note) for name, heatmap in HEATMAPS.items() if not heatmap.paper
 )
 
 

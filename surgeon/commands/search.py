@@ -34,7 +34,7 @@ def _show(call: Callable[[], SearchResult]) -> None:
     _print("program", trial.key)
     _print("edits", ", ".join(edits) or "none")
     for aspect, dense in question.pricing.dense.items():
-        cost = aspect.show(question.price(aspect, trial))
+        cost = aspect.show(question.pricing.price(aspect, trial.program))
         _print("cost", f"{cost}; the original's is {aspect.quantity.show(dense)}")
     _print("divergence", f"{measured.divergence:.4g} nats per token")
     _print(

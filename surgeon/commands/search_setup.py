@@ -7,22 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.importance import expert_use, most_important
-from surgeon.analysis.subject import Subject, open_subject
+from surgeon.analysis.subject import Subject, calibration_entry, open_subject
 from surgeon.commands.opening import as_folder, as_several, warn
 from surgeon.cost.hardware import Hardware
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.models.edit import restore
 from surgeon.models.weights import FactorSource
 from surgeon.opened import Model, open_model
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import Quality
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.known import Known, measured_ranks, open_factors, read_known
+from surgeon.searches.known import Known, open_factors, read_known
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.question import PricedQuestion, Question, priced
+from surgeon.searches.question import PricedQuestion, Question, price_question
 
 
 def open_question(
@@ -38,7 +37,7 @@ def open_question(
     mixture = question.mixture(opened)
     if question.is_timed_here or question.using:
         return opened, question, None
-    return opened, question, priced(question, mixture)
+    return opened, question, price_question(question, mixture)
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,13 @@ class SearchSetup:
             memory=question.memory,
         )
         known = read_known(map(Path, question.using), subject.opened, subject.windows)
-        mixture = known.mixture(mixture).on_text(recorded(subject.windows))
+        mixture = known.mixture(mixture).on_text(calibration_entry(subject.windows))
         if mixture.most_salient:
             use = expert_use(subject.model, subject.windows, memory=subject.memory)
             mixture = mixture.by_saliency({layer: one.order() for layer, one in use.items()})
         warn(known.notes(mixture))
         programs = mixture.single_edits
-        made = open_factors(subject, programs, measured_ranks(mixture), folder / "factors", make)
+        made = open_factors(subject, programs, known.ranks, folder / "factors", make)
         factors = most_important(
             subject.model, programs, subject.windows, factors=made, memory=subject.memory
         )
@@ -110,7 +109,7 @@ class SearchSetup:
 
     def question(self, original: Quality, here: Hardware | None = None) -> PricedQuestion:
         """The question with its prices, of which some are times on this machine."""
-        pricing = self.pricing or priced(self.settings, self.mixture, here)
+        pricing = self.pricing or price_question(self.settings, self.mixture, here)
         return PricedQuestion(self.settings, self.mixture, pricing, original)
 
 
@@ -121,7 +120,7 @@ def read_question(arguments: Mapping[str, Any]) -> Question:
         given = values.get(name, "")
         several = as_several(given)
         if not all(isinstance(one, str) for one in several):
-            raise ValueError(f"{name} is a text, or several of them, not {shown(given)}")
+            raise ValueError(f"{name} is a text, or several of them, not {show_value(given)}")
         if name in values:
             values[name] = ",".join(several)
     for name in ("data", "output", "holdout_data", "heal_data"):

@@ -53,7 +53,7 @@ from surgeon.searches.question import SURGEON, PricedQuestion, Question
 from surgeon.searches.results import (
     SearchWork,
     Winner,
-    commented,
+    comment_recipe,
     found_json,
     lost_trials,
     quality_table,
@@ -65,14 +65,14 @@ from surgeon.searches.search import Search, make_sampler, require_sampler
 from surgeon.searches.study import (
     FINISHED,
     StudyStorage,
-    counted,
-    kept,
+    compute_once,
+    list_trials,
     naming_storage,
     open_storage,
     open_study,
     run_trials,
 )
-from surgeon.searches.terms import Terms
+from surgeon.searches.terms import Terms, measure_terms
 from surgeon.searches.winners import (
     RUNNERS_UP,
     Finalist,
@@ -127,13 +127,13 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
     with interruptible(worker), naming_storage(storage):
         study = _open_study(subject, options, known, storage)
         if not worker:
-            finished = [trial for trial in counted(study) if trial.state in FINISHED]
+            finished = [trial for trial in list_trials(study) if trial.state in FINISHED]
             warn(lost_trials(output, study.study_name, storage.place, len(finished)))
         here = None
         if options.is_timed_here:
             on = sorted({1, options.ranks})
             here = parse_hardware(
-                kept(study, "here", lambda: calibrate(HERE, subject.opened, on, ROUNDS))
+                compute_once(study, "here", lambda: calibrate(HERE, subject.opened, on, ROUNDS))
             )
         question = setup.question(original, here)
         searching = Search(question, evaluator, known=known)
@@ -269,10 +269,10 @@ def _terms(study: optuna.Study, searching: Search) -> Terms:
         what = f"search: {len(plan.programs)} single edits on {plan.tokens(ids):,} tokens"
         with progress(what, plan.work(ids), "sublayers") as ran:
             evaluator.ran = ran
-            return searching.measured_terms().to_json()
+            return measure_terms(evaluator, plan).to_json()
 
     try:
-        return Terms.from_json(kept(study, "terms", compute))
+        return Terms.from_json(compute_once(study, "terms", compute))
     finally:
         evaluator.ran = lambda _: None
 
@@ -282,17 +282,17 @@ def _run_trials(
 ) -> list[Trial]:
     """Run all trials; returns those of other workers and earlier commands, too."""
     question = searching.question
-    found = searching.finished(counted(study))
+    found = searching.finished(list_trials(study))
     with progress(
         "search", options.trials, "trials", len(found), lambda: question.best_in_words(found)
     ) as ran:
 
         def tell(_: object) -> None:
-            found[:] = searching.finished(counted(study))
+            found[:] = searching.finished(list_trials(study))
             ran(1)
 
         run_trials(study, searching.objective, options.trials, until, tell)
-    return searching.finished(counted(study))
+    return searching.finished(list_trials(study))
 
 
 def end_search(
@@ -344,7 +344,7 @@ def end_search(
         if settings.draft is not None:
             on_unseen, why_own = by_verified_keys(evaluator, on_unseen)
         measured = {program: question.valued(program, found) for program, found in on_unseen.items()}
-        by = compared_by(question.objectives)
+        by = compared_by(question.settings.objectives)
         known = [Finalist(trial, measured[trial.program]) for trial in (first, *runners_up)]
         compared = compare(known[0], known[1:], measured[opened.program], by)
         winner = Winner(compared.chosen.trial, why, compared, unseen.record())
@@ -361,7 +361,7 @@ def end_search(
         experts = against_most_salient(question.mixture, chosen, measured, text_of)
         record |= {} if experts is None else {"experts": experts}
     recipe = question.mixture.recipe(winner.trial.choice, opened.reference, opened.hash)
-    text = commented(recipe, question, winner, record)
+    text = comment_recipe(recipe, question, winner, record)
     found = SearchResult(
         tables["trials"],
         tables.get("terms", pd.DataFrame()),

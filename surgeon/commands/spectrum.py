@@ -100,14 +100,13 @@ def spectrum(
         FileNotFoundError, ValueError: if model, text, layers, matrices, ranks or budget cannot be used.
         OSError: if the folder cannot be written to.
     """
-    from surgeon.analysis.factors.calibration import load_calibration
-    from surgeon.analysis.factors.matrices import parse_weights
     from surgeon.analysis.factors.rank_recipe import corrected_ranks, write_recipe
     from surgeon.analysis.spectrum import notes_on, request
     from surgeon.analysis.spectrum import spectrum as find
-    from surgeon.analysis.subject import open_subject
+    from surgeon.analysis.subject import load_calibration, open_subject
     from surgeon.commands.opening import as_list, as_range, warn
     from surgeon.findings.spectrum import parse_ranks
+    from surgeon.named import split_values
     from surgeon.opened import open_model
     from surgeon.quality.data import tokens_before_rest, window_for
 
@@ -117,7 +116,7 @@ def spectrum(
     wanted = request(
         opened.config,
         layers=as_range(layers),
-        weights=None if weights is None else parse_weights(",".join(as_list(weights))),
+        weights=None if weights is None else split_values(as_list(weights)),
         ranks=parse_ranks(",".join(as_list(ranks))) if damage else (),
         method=method,
     )

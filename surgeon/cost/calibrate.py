@@ -100,7 +100,7 @@ class Round:
     waiting: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
-def merged(rounds: Sequence[Round], typical: Typical) -> Round:
+def merge_rounds(rounds: Sequence[Round], typical: Typical) -> Round:
     """Merge rounds: of everything the typical value."""
     found = Round()
     for one in fields(Round):
@@ -130,37 +130,14 @@ def matrices_of(plan: Plan, shapes: ModelShapes) -> list[int]:
     return found
 
 
-def measure_ranks(
-    plan: Plan,
-    shapes: ModelShapes,
-    device: str,
-    ways: Sequence[str],
-    rounds: int,
-    typical: Typical,
-    advance: Callable[[float], None],
-) -> list[Round]:
-    """Measure one number of ranks, round by round."""
-    found = [Round() for _ in range(rounds)]
-    with Ranks(RankOptions(plan.ranks, device, ways[0])) as ranks:
-        ranks.call(load_paced, plan, WHOLE)
-        ranks.call(load_paced, short_plan(plan), SHORT)
-        # To warm up caches, allocators and clocks.
-        sample_computing(ranks, plan, shapes, Round(), median)
-        for one in found:
-            sample_computing(ranks, plan, shapes, one, typical)
-            advance(1)
-    for way in ways if plan.ranks > 1 else ():
-        with Ranks(RankOptions(plan.ranks, device, way)) as ranks:
-            for one in found:
-                by_rank: list[dict[int, list[tuple[float, float]]]]
-                by_rank = ranks.call(time_exchanges, SIZES, EXCHANGES)
-                for size in SIZES:
-                    for noted, which in ((one.starting, 0), (one.waiting, 1)):
-                        noted[way, size] = median(
-                            typical([times[which] for times in each[size]]) for each in by_rank
-                        )
-                advance(1)
-    return found
+def sample_exchanges(ranks: Ranks, way: str, one: Round, typical: Typical) -> None:
+    """Note collectives in a round."""
+    by_rank: list[dict[int, list[tuple[float, float]]]] = ranks.call(time_exchanges, SIZES, EXCHANGES)
+    for size in SIZES:
+        for noted, which in ((one.starting, 0), (one.waiting, 1)):
+            noted[way, size] = median(
+                typical([times[which] for times in each[size]]) for each in by_rank
+            )
 
 
 def sample_computing(
@@ -319,12 +296,24 @@ class MachineCalibration:
         return self.rounds * (exchanges + len(self.plans))
 
     def measure(self, advance: Callable[[float], None]) -> dict[int, list[Round]]:
-        return {
-            ranks: measure_ranks(
-                plan, self.shapes, self.device, self.ways, self.rounds, self.typical, advance
-            )
-            for ranks, plan in sorted(self.plans.items())
-        }
+        """Measure each number of ranks, round by round."""
+        measured = dict[int, list[Round]]()
+        for count, plan in sorted(self.plans.items()):
+            measured[count] = found = [Round() for _ in range(self.rounds)]
+            with Ranks(RankOptions(count, self.device, self.ways[0])) as ranks:
+                ranks.call(load_paced, plan, WHOLE)
+                ranks.call(load_paced, short_plan(plan), SHORT)
+                # To warm up caches, allocators and clocks.
+                sample_computing(ranks, plan, self.shapes, Round(), median)
+                for one in found:
+                    sample_computing(ranks, plan, self.shapes, one, self.typical)
+                    advance(1)
+            for way in self.ways if count > 1 else ():
+                with Ranks(RankOptions(count, self.device, way)) as ranks:
+                    for one in found:
+                        sample_exchanges(ranks, way, one, self.typical)
+                        advance(1)
+        return measured
 
 
 def calibrate(
@@ -480,7 +469,7 @@ def hardware_text(
 ) -> str:
     """Write the hardware file; ValueError if what was measured makes no hardware."""
     typical = {
-        ranks: fit(calibration, ranks, merged(each, calibration.typical))
+        ranks: fit(calibration, ranks, merge_rounds(each, calibration.typical))
         for ranks, each in measured.items()
     }
     plan = calibration.plans[1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import Hardware
@@ -164,12 +164,8 @@ def draft_on_paper(plan: Plan, shapes: ModelShapes, draft: Program) -> Plan:
 
 
 def _beside(plan: Plan, shapes: ModelShapes, draft: Program) -> DraftPlan:
-    def paper(sliced: bool) -> Plan:
-        return plan_on_paper(
-            shapes, draft, plan.ranks, plan.max_tokens, plan.dtype, plan.low_rank, plan.kv, sliced
-        )
-
-    found = draft_beside(plan, shapes, paper)
+    ways = plan.ranks, plan.max_tokens, plan.dtype, plan.low_rank, plan.kv
+    found = draft_beside(plan, shapes, partial(plan_on_paper, shapes, draft, *ways))
     return replace(found, plan=replace(found.plan, mixtures=plan.mixtures))
 
 

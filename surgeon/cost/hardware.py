@@ -32,8 +32,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetPyda
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
-from surgeon.errors import did_you_mean, shown
-from surgeon.language.yaml import UNKNOWN, YamlError, checked, read_yaml
+from surgeon.errors import did_you_mean, show_value
+from surgeon.language.yaml import UNKNOWN, YamlError, read_yaml, validate
 from surgeon.named import on_disk
 
 Kind = Literal["ring", "tree", "one-shot", "sharp", "shared-memory"]
@@ -83,7 +83,7 @@ def _at_least_zero(value: Any) -> float:
 
 def _kind(value: Any) -> Any:
     if value not in KINDS:
-        found = {"value": shown(value), "known": did_you_mean(str(value), KINDS)}
+        found = {"value": show_value(value), "known": did_you_mean(str(value), KINDS)}
         raise PydanticCustomError("said", "there is no way {value} of summing; {known}", found)
     return value
 
@@ -196,16 +196,6 @@ class Host(_Entries):
             return self.launch
         return figure.at(rows)
 
-    def slower(self, times: float) -> Host:
-        return replace(
-            self,
-            launch=times * self.launch,
-            graph=times * self.graph,
-            collective=times * self.collective,
-            forward=self.forward.times(times),
-            launches={name: figure.times(times) for name, figure in self.launches.items()},
-        )
-
 
 @dataclass(frozen=True)
 class Algorithm(_Entries):
@@ -258,7 +248,17 @@ class RankShare(_Entries):
         shares = self.shares
         kinds = {each.name: getattr(shares, each.name) for each in fields(Shares)}
         less = {name: figure and figure.times(part) for name, figure in kinds.items()}
-        return RankShare(Shares(**less), self.host.slower(1 / part))
+        host = self.host
+        times = 1 / part
+        slower = replace(
+            host,
+            launch=times * host.launch,
+            graph=times * host.graph,
+            collective=times * host.collective,
+            forward=host.forward.times(times),
+            launches={name: figure.times(times) for name, figure in host.launches.items()},
+        )
+        return RankShare(Shares(**less), slower)
 
 
 @dataclass(frozen=True)
@@ -358,7 +358,7 @@ def parse_hardware(text: str) -> Hardware:
     value, lines = read_yaml(text)
     if isinstance(value, dict):
         value.pop("intervals", None)  # of figures in files of 0.2.0
-    hardware = checked(Hardware, value, lines, messages=_MESSAGES)
+    hardware = validate(Hardware, value, lines, messages=_MESSAGES)
     if not hardware.links and (hardware.devices > 1 or hardware.sharing):
         raise YamlError(lines["links",], "there is no link between the node's ranks; describe one")
     return hardware

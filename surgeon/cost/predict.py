@@ -110,7 +110,8 @@ class PredictedRanks:
         ends.embed(clocks)
         pass_seconds(self.program, clocks, *costs)
         ends.choose(clocks)
-        last = max(clocks, key=lambda clock: clock.now)
+        # Of ranks that end together, the one that others waited for.
+        last = max(clocks, key=lambda clock: (clock.now, clock.compute))
         times = last.now, last.compute, last.launches, last.exposed, last.communication
         layers = sum((one.layers for one in costs), Counts())
         return PassCost(*times, layers=layers, vocabulary=ends.vocabulary)
@@ -120,22 +121,20 @@ class PredictedRanks:
 def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
     """A plan's program, and every rank's work, with one number for steps that differ in layers only."""
     program = Program.parse(plan.program)
-    by_rank = [
-        rank_work(program, rank, plan.ranks, plan.sliced, plan.balance) for rank in range(plan.ranks)
-    ]
     numbers: dict[object, int] = {}
-
-    def number(work: Work) -> int:
-        sublayers = tuple(
-            (replace(one, layers=(0,)), plan.mixtures.size(one), plan.window(one))
-            for one in work.step.sublayers
-        )
-        parts = tuple(
-            (part.index, part.sublayer.piece, part.sublayer.span, part.sharers) for part in work.parts
-        )
-        return numbers.setdefault((sublayers, parts), len(numbers))
-
-    return program, [[(work, number(work)) for work in each] for each in by_rank]
+    by_rank: list[list[tuple[Work, int]]] = [[] for _ in range(plan.ranks)]
+    for rank, numbered in enumerate(by_rank):
+        for work in rank_work(program, rank, plan.ranks, plan.sliced, plan.balance):
+            sublayers = tuple(
+                (replace(one, layers=(0,)), plan.mixtures.size(one), plan.window(one))
+                for one in work.step.sublayers
+            )
+            parts = tuple(
+                (part.index, part.sublayer.piece, part.sublayer.span, part.sharers)
+                for part in work.parts
+            )
+            numbered.append((work, numbers.setdefault((sublayers, parts), len(numbers))))
+    return program, by_rank
 
 
 # A rank's part of a step, and the collectives inside it.

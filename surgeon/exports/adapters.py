@@ -22,7 +22,7 @@ from surgeon.checkpoint.forms import Layout, form_of, lay_out
 from surgeon.checkpoint.load import from_files
 from surgeon.checkpoint.stored import Checkpoint
 from surgeon.errors import NotProven
-from surgeon.exports.export import plan_export, staged, write_export
+from surgeon.exports.export import plan_export, stage_folder, write_export
 from surgeon.exports.in_memory import export, logits_of, stock_model
 from surgeon.exports.prove import EXACT_TOLERANCE, WRITTEN_TOLERANCE, Proof, Reference, random_tokens
 from surgeon.language.sublayer import KINDS
@@ -68,7 +68,7 @@ def export_with_adapter(
     name, config = _only_adapter(model)
     base: Any = model.get_base_model()
     lora = {path: module for path, module in base.named_modules() if isinstance(module, LoraLayer)}
-    with staged(target) as partial:
+    with stage_folder(target) as partial:
         with _without_adapter(base, lora):
             with stock_model(base) as stock:  # in a form that keeps modules
                 family = family_of(base.config)

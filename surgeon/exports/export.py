@@ -80,7 +80,7 @@ MOST_NAMED = 3  # of the things in the way
 
 
 @contextmanager
-def staged(target: Path, overwrite: bool = False) -> Iterator[Path]:
+def stage_folder(target: Path, overwrite: bool = False) -> Iterator[Path]:
     """Give a new, empty folder beside the target; when the block ends, it becomes the target.
 
     If the block raises, the folder is removed and the target is as it was.
@@ -212,7 +212,7 @@ def write_export(
                 stack.enter_context(plan.factors.inside(stack.enter_context(scratch(target))))
 
             # Stage: a folder beside the target, with everything but the weights.
-            folder = stack.enter_context(staged(target, overwrite))
+            folder = stack.enter_context(stage_folder(target, overwrite))
             write_json(folder / "config.json", plan.config())
             for name, path in plan.companions.files.items():  # links as the files that they lead to
                 (folder / name).parent.mkdir(exist_ok=True)

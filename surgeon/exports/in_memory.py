@@ -54,9 +54,9 @@ from surgeon.models.weights import (
     NamedTensors,
     Store,
     Tensors,
+    absent_sublayers,
     module_with,
-    packed,
-    unstored,
+    pack_tensors,
 )
 from surgeon.models.weights.quantised import PackedTensor
 from surgeon.named import hub_name, on_disk
@@ -128,7 +128,7 @@ def export(
         came_from = model.name_or_path or ""
         name = came_from if on_disk(came_from) is not None else "a model in memory"
         original = Model.of(Checkpoint(source), name)
-        if unstored(original.weights, stock.program, original.num_layers):
+        if absent_sublayers(original.weights, stock.program, original.num_layers):
             original = replace(original, own=stock.program)  # layers lack what it does not run
         home = _home_of(model)
         companions = _with_home(companions_of(source), home, model, tokenizer is not None)
@@ -358,7 +358,9 @@ def _layer_of(group: Group, edited: EditedLayers, state: Tensors | None) -> nn.M
             for part, sublayer in zip(parts, sublayers, strict=True)
             if str(sublayer) in edited._modules
         ]
-        tensors = packed(_join(parts, live, f"{kind}{group.layers[0]}"), spec, weights.unit_width(kind))
+        tensors = pack_tensors(
+            _join(parts, live, f"{kind}{group.layers[0]}"), spec, weights.unit_width(kind)
+        )
         for name, module in module_with(tensors, owner, spec, weights.head_dim).named_children():
             made.add_module(name, module)
     return made

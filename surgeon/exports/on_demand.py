@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from surgeon.checkpoint.forms.planning import joined
-from surgeon.checkpoint.imported import renamed
+from surgeon.checkpoint.forms.planning import join_rows
+from surgeon.checkpoint.imported import replace_prefix
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.machine import in_order, usable_cores
 from surgeon.models.weights import take_experts_apart
@@ -94,7 +94,9 @@ class WeightsOnDemand(TorchFunctionMode):
         """Return the stored tensor of a parameter, in float32; any other value as it is."""
         if id(value) not in self.rows:
             return value
-        return joined([versions[0] for versions in self.rows[id(value)](None)]).float().view(value.shape)
+        return (
+            join_rows([versions[0] for versions in self.rows[id(value)](None)]).float().view(value.shape)
+        )
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`functional.linear`, a block of output features at a time, several blocks side by side."""
@@ -110,13 +112,13 @@ class WeightsOnDemand(TorchFunctionMode):
             return output
         if id(bias) not in self.rows:
             return output + bias
-        parts = [joined(list(version)) for version in zip(*self.rows[id(bias)](None), strict=True)]
+        parts = [join_rows(list(version)) for version in zip(*self.rows[id(bias)](None), strict=True)]
         return _by_parts(output, lambda part, own: part + own.float(), parts)
 
     def embedding(self, ids: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
         """`functional.embedding`, reading the rows looked up only."""
         rows, place = ids.unique(return_inverse=True)
-        whole = joined([versions[0] for versions in self.rows[id(weight)](None)])
+        whole = join_rows([versions[0] for versions in self.rows[id(weight)](None)])
         return whole[rows].float()[place]
 
 
@@ -198,7 +200,7 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
     if store.wrapped is not None and not isinstance(model.config, type(stored.config)):
         # What is around the text decoder no text is computed with.
         places = store.wrapped.wrapper.places
-        paths = {parameter: renamed(parameter, places) for parameter in parameters}
+        paths = {parameter: replace_prefix(parameter, places) for parameter in parameters}
         parameters = {
             parameter: tensor for parameter, tensor in parameters.items() if paths[parameter] is not None
         }

@@ -14,7 +14,7 @@ import torch
 from surgeon.checkpoint.belongings import Companions, companions_of, left_behind
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.checkpoint.forms import FORMS, PROGRAM, Layout, PlannedTensor, lay_out
-from surgeon.checkpoint.forms.planning import carried
+from surgeon.checkpoint.forms.planning import plan_copy
 from surgeon.checkpoint.stored import QUANTIZATION, StoredModel, Wrapped
 from surgeon.errors import did_you_mean
 from surgeon.exports.prove import original_model
@@ -74,7 +74,7 @@ class ExportPlan:
         if wrapped is None:
             return self.tensors
         of_text, of_others = self.layout.form.names_inside(wrapped)
-        carried_on = [carried(wrapped.files, name) for name in wrapped.around]
+        carried_on = [plan_copy(wrapped.files, name) for name in wrapped.around]
         renamed = [replace(tensor, name=of_text(tensor.name)) for tensor in self.tensors]
         return renamed + [replace(tensor, name=of_others(tensor.name)) for tensor in carried_on]
 
@@ -240,7 +240,7 @@ def quantisation(
         before = ""
     else:
         before = re.escape(stored(f"{layers}.").removesuffix(f"{layers.rpartition('.')[2]}."))
-    followed: dict[str, Any] = _following(
+    followed: dict[str, Any] = _rename_layers(
         copy.deepcopy(checkpoint.entries.get(QUANTIZATION) or checkpoint.config[QUANTIZATION]),
         re.compile(rf"{before}(?<![^.\\^*(:]){layers.rpartition('.')[2]}(\\?\.)(\d+)(?!\d)"),
         [layer.sources for layer in layout.layers],
@@ -260,17 +260,17 @@ def quantisation(
     return followed
 
 
-def _following(said: Any, layer: re.Pattern[str], sources: Sequence[Sequence[int]]) -> Any:
+def _rename_layers(said: Any, layer: re.Pattern[str], sources: Sequence[Sequence[int]]) -> Any:
     """Rename modules, in lists or as keys, once for each layer that holds them."""
     if isinstance(said, dict):
         return {
-            new: _following(value, layer, sources)
+            new: _rename_layers(value, layer, sources)
             for key, value in said.items()
             for new in _new(key, layer, sources)
         }
     if isinstance(said, list):
         names = (
-            _new(one, layer, sources) if isinstance(one, str) else [_following(one, layer, sources)]
+            _new(one, layer, sources) if isinstance(one, str) else [_rename_layers(one, layer, sources)]
             for one in said
         )
         return [new for one in names for new in one]

@@ -31,7 +31,7 @@ from surgeon.language.sublayer import ATTENTION, KINDS, WRITING, Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES, Family, family_of
 from surgeon.models.families.fused import FUSED, POSITIONS
-from surgeon.models.weights import ModelWeights, packed
+from surgeon.models.weights import ModelWeights, pack_tensors
 
 # Entries by which configurations say that there are biases.
 BIAS_SWITCHES = ("attention_bias", "use_bias", "bias", "enable_bias")
@@ -39,7 +39,7 @@ BIAS_SWITCHES = ("attention_bias", "use_bias", "bias", "enable_bias")
 Parts = dict[str, int]
 
 
-def unfused(model: str | Path | StoredModel) -> PreTrainedModel:
+def unfuse(model: str | Path | StoredModel) -> PreTrainedModel:
     """Return the stock model of a fused checkpoint, edited so that its layers run side by side, in evaluation mode.
 
     Its layers are numbered as they lie in the checkpoint: a first pair is [A0 A1] [F0 F1], whichever layers of the
@@ -197,7 +197,7 @@ def _sublayers(
     blocks = weights.units(fused)["kv_heads"] // count if fused.kind == ATTENTION else 1
     for index in range(count):
         tensors = {name: _part(name, tensor, index, count, blocks) for name, tensor in whole.items()}
-        for path, value in packed(
+        for path, value in pack_tensors(
             tensors, own.spec(fused.kind, fused.layers[0]), weights.unit_width(fused.kind)
         ).items():
             yield f"{own.layers}.{first + index}.{path}", value

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from surgeon.findings.drawing import Chart, Picture, bars
 from surgeon.findings.result import RunResult, Table, TableFile
 from surgeon.machine import show_size
-from surgeon.words import hanging, number, times, with_intervals
+from surgeon.words import hang_indent, number, times, with_intervals
 
 COLUMNS = ("first_token_ms", "prefill_ms", "decode_ms", "per_token_ms", "tokens_per_second")
 RATIOS = ("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup")
@@ -43,9 +43,9 @@ class Benchmark(RunResult):
     traces: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
-        parts = [hanging("", self.heading)]
+        parts = [hang_indent("", self.heading)]
         if "kernels" in self.record:  # not in older ones
-            parts.append(hanging("kernels: ", self.record["kernels"]))
+            parts.append(hang_indent("kernels: ", self.record["kernels"]))
         table = self.speeds
         begin = ["program", "batch"]
         head = [*begin, "first token, ms", "prefill, ms", "decode, ms", "per token, ms", "tokens/s"]

@@ -13,7 +13,7 @@ import pandas as pd
 
 from surgeon.findings.result import RunResult, Table, TableFile
 from surgeon.machine import show_size
-from surgeon.words import aligned, hanging
+from surgeon.words import align_columns, hang_indent
 
 # Columns.
 AREA = 10
@@ -105,7 +105,7 @@ class Check(RunResult):
         if self.refused is not None:
             refused = [("refused", self.refused)]
         lines = [
-            hanging(f"{label:<{AREA}}", text) for label, text in [*refused, *self.described.items()]
+            hang_indent(f"{label:<{AREA}}", text) for label, text in [*refused, *self.described.items()]
         ]
         before = ""
         grouped: dict[str, tuple[Verdict, list[str]]] = {}
@@ -118,7 +118,7 @@ class Check(RunResult):
             said = ", ".join(
                 filter(None, ["" if math.isnan(one.bytes) else show_size(one.bytes), one.why])
             )
-            lines.append(hanging(start, ", ".join(what) + (f": {said}" if said else "")))
+            lines.append(hang_indent(start, ", ".join(what) + (f": {said}" if said else "")))
             before = one.area
         return "\n".join(lines)
 
@@ -190,7 +190,9 @@ class FamilyTable:
     wrappers: Mapping[str, str]
 
     def __str__(self) -> str:
-        return aligned([HEAD, *(row.cells(briefly=True) for row in self.rows)], left=range(len(HEAD)))
+        return align_columns(
+            [HEAD, *(row.cells(briefly=True) for row in self.rows)], left=range(len(HEAD))
+        )
 
     def markdown(self) -> str:
         from jinja2 import Template

@@ -14,7 +14,7 @@ from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
 from surgeon.findings.similarity import Similarity
 from surgeon.progress import clock
-from surgeon.words import hanging
+from surgeon.words import hang_indent
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class Exploration(RunResult):
             *(("left out", one) for one in self.left_out),
         ]
         width = max((len(step) for step, _ in rows), default=0) + 2
-        lines += [hanging(f"{step:<{width}}", did) for step, did in rows]
+        lines += [hang_indent(f"{step:<{width}}", did) for step, did in rows]
         for number, one in enumerate(self.next_steps, start=1):
-            lines += ["", hanging(f"{number}. ", f"{one.what}. {one.why}"), f"   {one.command}"]
+            lines += ["", hang_indent(f"{number}. ", f"{one.what}. {one.why}"), f"   {one.command}"]
         return "\n".join(lines)
 
     def section(self) -> Iterator[Block]:

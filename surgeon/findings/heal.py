@@ -13,7 +13,7 @@ from surgeon.findings.result import Block, Finding, Table, record_codes
 from surgeon.findings.training import TrainingRun, held_out_charts, trained_on
 from surgeon.progress import clock
 from surgeon.quality.summary import Quality
-from surgeon.words import NO_VALUE, interval, listed, number, plural
+from surgeon.words import NO_VALUE, interval, join_words, number, plural
 
 _HEAD = ["perplexity", "95% interval", "regained", "divergence", "95% interval", "regained"]
 _AS_GOOD = 0.995  # a share that is 100% when it is rounded
@@ -142,7 +142,7 @@ class HealRun(TrainingRun):
         for of_one_edit in edits.values():
             which = ""
             if len(edits) > 1:
-                which = f", for {listed(run.name for run in of_one_edit)}"
+                which = f", for {join_words(run.name for run in of_one_edit)}"
             rows.append([f"edited{which}", "", *_cells(of_one_edit[0].healing.edited)])
             for run in of_one_edit:
                 healing = run.healing
@@ -187,7 +187,7 @@ class HealRun(TrainingRun):
                 parts.append(f"all of what was lost in {name} is back")
             else:
                 parts.append(f"{_percent(one)} of what was lost in {name} is back")
-        verdict = listed(parts) or "nothing was lost of which a share could be told"
+        verdict = join_words(parts) or "nothing was lost of which a share could be told"
         if all(one is None for one in shares.values()):
             verdict = "what was lost is not known without the original"
         text += f": {verdict}."

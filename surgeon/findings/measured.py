@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from surgeon.findings.result import SHORT_HASH, named, read_record
+from surgeon.findings.result import SHORT_HASH, name_file_in_errors, read_record
 from surgeon.findings.tasks import PROVENANCE_KEY, scores
 from surgeon.language.program import Program
 from surgeon.named import public
@@ -123,7 +123,7 @@ def read_measured(paths: Sequence[Path], identity: Identity) -> tuple[CardScore,
             read = _text
         else:
             raise ValueError(f"{file} holds no results of surgeon eval or search")
-        with named(file, kind):
+        with name_file_in_errors(file, kind):
             scores += read(file, record, identity)
     # Of what was measured twice the later one counts.
     return tuple({(one.edited, one.metric, one.key): one for one in scores}.values())

@@ -27,7 +27,7 @@ from surgeon.findings.explore import Exploration
 from surgeon.findings.exported import ExportRun
 from surgeon.findings.heal import HealRun
 from surgeon.findings.prediction import Predictions
-from surgeon.findings.result import SHORT_HASH, Finding, RunResult, named, read_record
+from surgeon.findings.result import SHORT_HASH, Finding, RunResult, name_file_in_errors, read_record
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
 from surgeon.findings.sensitivity import Sensitivity
@@ -38,7 +38,7 @@ from surgeon.findings.training import ScratchRun
 from surgeon.named import public
 from surgeon.processes.files import make_folder, write_text
 from surgeon.version import __version__
-from surgeon.words import listed
+from surgeon.words import join_words
 
 # What style.css has in place of a colour, for light and for dark.
 _OF_THE_PAGE = {"#000000": "currentColor", PAPER: "var(--paper)", INK: "var(--ink)", SOFT: "var(--soft)"}
@@ -258,7 +258,7 @@ def render(chapters: Sequence[Chapter]) -> str:
     environment.filters |= {"inline": inline_svg, "legend_keys": legend_keys}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
     return environment.get_template("page.html").render(
-        title=f"surgeon report: {listed(chapter.name for chapter in chapters)}",
+        title=f"surgeon report: {join_words(chapter.name for chapter in chapters)}",
         chapters=chapters,
         style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
         script=Markup((TEMPLATES / "page.js").read_text(encoding="utf-8")),
@@ -277,12 +277,12 @@ def chapters_of(paths: Iterable[Path]) -> list[Chapter]:
     exported: dict[Path, str] = {}
     for run in runs:
         if isinstance(run, ExportRun):
-            with named(run.files[0], run.COMMAND):
+            with name_file_in_errors(run.files[0], run.COMMAND):
                 exported[run.files[0].parent.resolve()] = run.model_hash or f"name {run.model}"
     groups: dict[str, list[RunResult]] = {}
     for run in runs:
         # What was measured on an exported checkpoint belongs to the model it was made of.
-        with named(run.files[0], run.COMMAND):
+        with name_file_in_errors(run.files[0], run.COMMAND):
             key = run.model_hash or f"name {run.model}"
             groups.setdefault(exported.get(Path(run.model).resolve(), key), []).append(run)
     return [
@@ -317,7 +317,7 @@ def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter
     for place, run in enumerate(ordered, start=1):
         of_kind = [other for other in ordered if type(other) is type(run)]
         title = run.TITLE
-        with named(run.files[0], run.COMMAND):
+        with name_file_in_errors(run.files[0], run.COMMAND):
             blocks = list(run.section())
             if run is of_kind[-1]:
                 blocks += run.together(of_kind)
@@ -340,7 +340,7 @@ def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter
     if any(run.OF_SURGERY for run in runs):
         missing += [kind.WITHOUT for kind in KINDS if kind.WITHOUT and kind.COMMAND not in present]
     of_original = [run for run in ordered if run.model_hash == model_hash] or ordered
-    names = listed(dict.fromkeys(public(run.model) for run in of_original))
+    names = join_words(dict.fromkeys(public(run.model) for run in of_original))
     return Chapter(
         names, model_hash[:SHORT_HASH], anchor, summary, list(dict.fromkeys(missing)), sections
     )

@@ -17,7 +17,7 @@ from surgeon.findings.drawing import Chart, Picture, bars, points, scale
 from surgeon.findings.maps import Legend, Map, map_cells
 from surgeon.findings.result import Block, Finding, RunResult, Table, TableFile
 from surgeon.machine import show_size
-from surgeon.words import NO_VALUE, TIMES, hanging, number, plural, times
+from surgeon.words import NO_VALUE, TIMES, hang_indent, number, plural, times
 
 AXES = ("ranks", "batch", "prompt", "new")
 PARTS = ("compute", "launches", "exposed")  # of a pass's time
@@ -66,7 +66,7 @@ class Predictions(RunResult):
         speeds = self.speeds
         if not self.record["swept"]:
             parts = ("compute, ms", "launch, ms", "comm., ms", "hidden, ms")
-            tables.append(passes_table("Where the time of a pass goes", speeds, parts, _spent))
+            tables.append(passes_table("Where the time of a pass goes", speeds, parts, _pass_times))
             if speeds["program"].nunique() > 1:
                 ratios = [
                     [row["program"], str(row["batch"]), *(times(row[name]) for name in SPEEDUPS)]
@@ -79,7 +79,7 @@ class Predictions(RunResult):
             tables.append(uneven)
         if "refused" in self.record:
             tables.append(self._drafting_table())
-        return "\n\n".join([hanging("", self.heading), *map(str, tables)])
+        return "\n\n".join([hang_indent("", self.heading), *map(str, tables)])
 
     def _cells(self) -> Table:
         table = self.speeds
@@ -179,7 +179,7 @@ def words_of(axis: str, value: int) -> str:
     return f"{axis} {value}"
 
 
-def _spent(row: Any, phase: str) -> list[str]:
+def _pass_times(row: Any, phase: str) -> list[str]:
     hidden = max(0.0, row[f"{phase}_communication_ms"] - row[f"{phase}_exposed_ms"])
     return [number(value, 3) for value in (*(row[f"{phase}_{part}_ms"] for part in PARTS), hidden)]
 

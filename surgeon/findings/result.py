@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import pandas as pd
 
-from surgeon.errors import did_you_mean, first_line, shown
+from surgeon.errors import did_you_mean, first_line, show_value
 from surgeon.named import public
 from surgeon.processes.files import write_json, write_table
 from surgeon.provenance import FORMAT
-from surgeon.words import MOST_LAYERS, WIDTH, aligned, hanging, plural
+from surgeon.words import MOST_LAYERS, WIDTH, align_columns, hang_indent, plural
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,7 +98,7 @@ class TableFile:
             for row, word in enumerate(table[name]):
                 if word not in known:
                     raise ValueError(
-                        f"{path} has {shown(word)} in column {name}, line {row + 2}; {did_you_mean(word, known)} "
+                        f"{path} has {show_value(word)} in column {name}, line {row + 2}; {did_you_mean(word, known)} "
                         "(or make it again)"
                     )
         return table
@@ -211,7 +211,7 @@ class RunResult:
             for name, text in cls.TEXTS.items()
             if (folder / text).is_file()
         }
-        with named(file, cls.COMMAND):
+        with name_file_in_errors(file, cls.COMMAND):
             return cls(**found | texts | cls.facts(record, file), record=record, files=(file,))
 
     @classmethod
@@ -342,7 +342,7 @@ def base_of(record: dict[str, Any], file: Path, command: str) -> float:
 
 
 @contextmanager
-def named(file: Path, command: str) -> Iterator[None]:
+def name_file_in_errors(file: Path, command: str) -> Iterator[None]:
     """Name the file in errors about its contents."""
     try:
         yield
@@ -393,8 +393,8 @@ class Table:
             for line in lines:
                 if len(line[column]) > room:
                     line[column] = f"{line[column][: room - 3]}..."
-        text = aligned(lines, left)
-        notes = (hanging("", line) for line in self.note.splitlines())
+        text = align_columns(lines, left)
+        notes = (hang_indent("", line) for line in self.note.splitlines())
         return "\n".join(filter(None, [self.caption, text, *notes]))
 
     @property

@@ -33,8 +33,8 @@ from surgeon.words import (
     allowance,
     change,
     interval,
+    join_words,
     layer_list,
-    listed,
     number,
     plural,
     stretch,
@@ -145,7 +145,7 @@ class Scan(RunResult):
         kinds = [
             "a stretch of layers" if one is None else f"a layer and a value of {one}" for one in varied
         ]
-        parts = [f"{plural(len(table), 'cell')}, each {listed(kinds, 'or')}; {text}."]
+        parts = [f"{plural(len(table), 'cell')}, each {join_words(kinds, 'or')}; {text}."]
         least = int(table["tokens"].min())
         if least < table["tokens"].max():
             parts.append(
@@ -175,7 +175,9 @@ class Scan(RunResult):
         if len(spread):
             ratio = float((spread["max"] / spread["min"]).median())
             count = int(spread["count"].max())
-            random = listed((HEATMAPS[name].title for name in dict.fromkeys(orders["operation"])), "or")
+            random = join_words(
+                (HEATMAPS[name].title for name in dict.fromkeys(orders["operation"])), "or"
+            )
             yield (
                 f"A cell of {random} is the mean over {count} random orders; in half of the cells the worst order's "
                 f"perplexity is more than {number(ratio, 3)} times the best one's."
@@ -194,7 +196,7 @@ class Scan(RunResult):
             most = cells.tail(count).iloc[::-1]
 
             def named(rows: pd.DataFrame) -> str:
-                return listed(
+                return join_words(
                     f"layer {int(row['first'])} ({change(row['ratio'])})" for _, row in rows.iterrows()
                 )
 
@@ -232,7 +234,7 @@ class Scan(RunResult):
             if name not in scanned and not callable(one.values)
         ]
         if absent:
-            yield f"Not scanned, so nothing is said about it: {listed(absent)} (surgeon scan --operation)."
+            yield f"Not scanned, so nothing is said about it: {join_words(absent)} (surgeon scan --operation)."
         if part := _only_part(self.record, self.touched.num_layers):
             yield f"The scan has not every stretch: {part[:1].lower() + part[1:]}"
 
@@ -269,12 +271,12 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
     for allowed, cell in found.values():
         if cell is None:
             sentences.append(
-                f"No stretch stays within {listed(map(allowance, allowed), 'or')} of the unedited perplexity."
+                f"No stretch stays within {join_words(map(allowance, allowed), 'or')} of the unedited perplexity."
             )
             continue
         further = ""
         if allowed[1:]:
-            further = f"; allowing {listed(map(allowance, allowed[1:]), 'or')} reaches no further"
+            further = f"; allowing {join_words(map(allowance, allowed[1:]), 'or')} reaches no further"
         sentences.append(
             f"Within {allowance(allowed[0])} of the perplexity: {stretch(int(cell['first']), int(cell['last']))}, for "
             f"an effective depth of {scan.depth(operation, int(cell['changed'])):g} of {scan.num_layers}{further}."
@@ -308,7 +310,7 @@ def _untouchable(scan: ScanTable) -> Finding:
         one = len(layers) == 1
         changes = "measured change"
         if len(kinds_of) != len(scan.operations):
-            changes = listed(kinds_of, "or")
+            changes = join_words(kinds_of, "or")
         sentences.append(
             f"{_layers(layers).capitalize()}: no {changes} that includes {'it' if one else 'one of them'} stays within "
             f"{allowance(_LIMIT)} of the perplexity."
@@ -323,7 +325,7 @@ def _untouchable(scan: ScanTable) -> Finding:
     alone = sorted(
         layer for layer, names in kinds.items() if {HEATMAPS[name].title for name in tried} <= set(names)
     )
-    how = listed((verbs.get(name, HEATMAPS[name].title) for name in tried), "or")
+    how = join_words((verbs.get(name, HEATMAPS[name].title) for name in tried), "or")
     it = "them"
     if len(alone) == 1:
         it = "it"

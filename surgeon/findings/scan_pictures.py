@@ -26,7 +26,7 @@ from surgeon.findings.tolerance import (
     single_layers,
 )
 from surgeon.language.operations.declare import HEATMAPS
-from surgeon.words import allowance, change, known, number, plural, stretch
+from surgeon.words import allowance, change, number, plural, stretch, value_with_interval
 
 _MOST_POINTS = 0.8  # of the points of a chart lie well inside it
 
@@ -56,7 +56,9 @@ def charts(scan: ScanTable) -> Iterator[Block]:
 def _tips(cells: pd.DataFrame) -> list[str]:
     tips = []
     for _, cell in cells.iterrows():
-        quality = ", ".join(f"{name} {known(cell, name)}" for name in ("perplexity", "divergence"))
+        quality = ", ".join(
+            f"{name} {value_with_interval(cell, name)}" for name in ("perplexity", "divergence")
+        )
         tips.append(
             f"{stretch(int(cell['first']), int(cell['last']))}: {change(cell['ratio'])}, {quality}"
         )

@@ -35,9 +35,9 @@ from surgeon.words import (
     in_words,
     interval,
     interval_heads,
-    known,
     number,
     plural,
+    value_with_interval,
     with_intervals,
 )
 
@@ -228,7 +228,8 @@ class SearchResult(RunResult):
         edits = first_few((trial["edits"] or "no edits").split("; "), _EDITS_NAMED)
         said = (
             f"Of {plural(len(trials), 'trial')} the winner is trial {best['trial']} ({why[:1].lower() + why[1:]}), "
-            f"at depth {trial['depth']:g}: {edits}. Its divergence is {known(best, 'divergence')} on the text of the "
+            f"at depth {trial['depth']:g}: {edits}. Its divergence is {value_with_interval(best, 'divergence')} on "
+            "the text of the "
             "search"
         )
         original = self.record.get("original") if held is None else held["original"]
@@ -238,7 +239,7 @@ class SearchResult(RunResult):
         if held is None:
             return f"{said}, its perplexity {_value(best, 'perplexity')}{against}."
         unseen = self._finalist(held)["unseen"]
-        said += f" and {known(unseen, 'divergence')} on held-out text"
+        said += f" and {value_with_interval(unseen, 'divergence')} on held-out text"
         return f"{said}, where its perplexity is {_value(unseen, 'perplexity')}{against}."
 
     def _finalist(self, held: dict[str, Any]) -> dict[str, Any]:

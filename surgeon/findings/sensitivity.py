@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from surgeon.findings.drawing import Chart, Picture, columns_chart, points, scale
 from surgeon.findings.result import Block, Finding, RunResult, Table, TableFile
-from surgeon.words import NO_VALUE, listed, number, plural
+from surgeon.words import NO_VALUE, join_words, number, plural
 
 PREDICTORS = {  # of damage
     "bound": "bound (equation 12)",
@@ -106,11 +106,11 @@ class Sensitivity(RunResult):
         table = self.pairs.sort_values("divergence", kind="stable")
         count = min(_NAMED, len(table) // 2)
         if count:
-            least = listed(
+            least = join_words(
                 f"{_pair(row)} ({number(row['divergence'], 2)})"
                 for _, row in table.head(count).iterrows()
             )
-            most = listed(
+            most = join_words(
                 f"{_pair(row)} ({number(row['divergence'], 2)})"
                 for _, row in table.tail(count).iloc[::-1].iterrows()
             )

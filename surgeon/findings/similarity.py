@@ -14,7 +14,7 @@ from surgeon.findings.drawing import Picture, columns_chart
 from surgeon.findings.maps import Legend, Map, map_cells
 from surgeon.findings.result import Block, Finding, RunResult, Table, TableFile
 from surgeon.language.operations.declare import HEATMAPS
-from surgeon.words import MINUS, layer_list, listed, number
+from surgeon.words import MINUS, join_words, layer_list, number
 
 # What is drawn of each column: its words and its style.
 CKA = {
@@ -154,7 +154,7 @@ class Similarity(RunResult):
             if len(rho):
                 means = rho.mean(axis=1).sort_values(ascending=False, kind="stable")
                 name = _name(means.index[0])
-                kinds = listed(HEATMAPS[name].title for name in rho.columns)
+                kinds = join_words(HEATMAPS[name].title for name in rho.columns)
                 agreed = (
                     f"Of the measures that need no scan, {name} orders the stretches most like their measured "
                     f"divergence: rank correlation {number(float(means.iloc[0]), 3)} on average over {kinds}"

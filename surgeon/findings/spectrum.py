@@ -17,7 +17,7 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from surgeon.findings.drawing import ORDERED, Chart, Picture, scale
 from surgeon.findings.maps import HALF, Legend, Map, map_cells, scale_of
 from surgeon.findings.result import Block, Finding, RunResult, TableFile, base_of
-from surgeon.words import aligned, change, listed, number
+from surgeon.words import align_columns, change, join_words, number
 
 METHODS = {"plain": "", "whitened": "_whitened"}  # and how their columns end
 _RANKS_ACROSS = 4  # in a table of a terminal
@@ -193,7 +193,7 @@ class Spectrum(RunResult):
             )
             sentences.append(f"{name} {change(float(np.median(ratio)))} ({at_most})")
         text = "In the median over all matrices, the perplexity with one of them cut down changes by"
-        yield Finding("Cutting one matrix down", f"{text}: {listed(sentences)}.")
+        yield Finding("Cutting one matrix down", f"{text}: {join_words(sentences)}.")
 
     def missing(self) -> Iterator[str]:
         if self.damage.empty:
@@ -232,7 +232,7 @@ class Spectrum(RunResult):
                 ]
                 at = (part.loc[part["weight"] == weight, "divergence"].median() for _, _, part in shown)
                 lines.append([str(weight), *cells, *(f"{divergence:.3g}" for divergence in at)])
-            parts.append(aligned(lines) + "\n")
+            parts.append(align_columns(lines) + "\n")
         return "\n".join(parts)
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 
 from surgeon.findings.result import Block, Finding, RunResult, Table, record_codes
 from surgeon.processes.files import make_folder, write_text
-from surgeon.words import listed, number, plural
+from surgeon.words import join_words, number, plural
 
 PROVENANCE_KEY = "surgeon"
 _NAMED = 6  # numbers that the summary gives
@@ -127,7 +127,7 @@ class TaskRun(RunResult):
     def summary(self) -> Iterator[Finding]:
         found = self.scores
         if found:
-            named = listed(f"{s.task} {s.name} {_text(s)}" for s in found[:_NAMED])
+            named = join_words(f"{s.task} {s.name} {_text(s)}" for s in found[:_NAMED])
             more = ""
             if len(found) > _NAMED:
                 more = f", and {plural(len(found) - _NAMED, 'number')} more"

@@ -17,7 +17,7 @@ from surgeon.findings.exported import from_scratch
 from surgeon.findings.result import Block, Finding, RunResult, Table, TableFile, record_codes
 from surgeon.progress import clock
 from surgeon.quality.summary import Quality
-from surgeon.words import interval, known, number, plural
+from surgeon.words import interval, number, plural, value_with_interval
 
 _INTERVALS = tuple(f"{name}_{end}" for name in ("perplexity", "divergence") for end in ("low", "high"))
 # Parts of a distillation's loss.
@@ -151,7 +151,7 @@ def _held_out_chart(name: str, runs: Mapping[str, TrainingRun], together: str) -
         for style, (run_name, run) in enumerate(runs.items()):
             table = run.held_out
             tips = [
-                f"{run_name}, step {row['step']:g}: {name} {known(row, name)}"
+                f"{run_name}, step {row['step']:g}: {name} {value_with_interval(row, name)}"
                 for _, row in table.iterrows()
             ]
             interval_of = None

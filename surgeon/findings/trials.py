@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from surgeon.findings.drawing import COLOURS, Chart, layers_across, points, scale
 from surgeon.findings.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW, Choice, Edit
-from surgeon.words import TIMES, cost, first_few, known, number, plural
+from surgeon.words import TIMES, cost, first_few, number, plural, value_with_interval
 
 Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -245,7 +245,7 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
     quality = quality[quality["divergence"] > 0]
 
     def tip(row: Any) -> str:
-        value = f"divergence {known(row, 'divergence')}"
+        value = f"divergence {value_with_interval(row, 'divergence')}"
         return (
             f"{row['space']}, {row['along']} {cost(row['cost'])}: {value}; {row['edits'] or 'no edits'}"
         )

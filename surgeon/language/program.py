@@ -199,7 +199,7 @@ class Program:
         groups, so that the branch with the most of them counts. One rank never synchronises.
 
         Raises:
-            ValueError: if a fork has fewer branches than ranks and they do not divide the ranks evenly.
+            ValueError: if there is no rank.
         """
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1, not {ranks}")

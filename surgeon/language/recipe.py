@@ -22,13 +22,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from surgeon.errors import did_you_mean, shown
+from surgeon.errors import did_you_mean, show_value
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.operations.base import parse_range
 from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes
-from surgeon.language.yaml import LONGEST, Checked, YamlError, checked, read_yaml
+from surgeon.language.yaml import LONGEST, Checked, YamlError, read_yaml, validate
 from surgeon.named import on_disk
 
 FORMAT = 1
@@ -213,7 +213,7 @@ def parse_recipe(text: str, source: str = "recipe") -> Recipe:
     model = document["model"]
     if not isinstance(model, str) or not model.strip() or not model.isprintable():
         raise reader.error(
-            reader.lines["model",], f"model must be a folder or a hub name, not {shown(model)}"
+            reader.lines["model",], f"model must be a folder or a hub name, not {show_value(model)}"
         )
     operations = reader.operations(document["operations"])
     expect = document.get("expect")
@@ -232,7 +232,8 @@ def parse_recipe(text: str, source: str = "recipe") -> Recipe:
         if match is None:
             raise reader.error(
                 reader.lines["weights",],
-                f"weights must be sha256: and 64 digits of 0-9 and a-f, not {shown(given)}; copy them from a search's "
+                f"weights must be sha256: and 64 digits of 0-9 and a-f, not {show_value(given)}; copy them from a "
+                "search's "
                 "recipe or a checkpoint's surgeon.json, or remove the line",
             )
         weights = match[1]
@@ -292,7 +293,7 @@ class DocumentReader:
         for key in document:
             if key not in keys:
                 raise self.error(
-                    self.lines[key,], f"unknown key {shown(key)}; {did_you_mean(str(key), keys)}"
+                    self.lines[key,], f"unknown key {show_value(key)}; {did_you_mean(str(key), keys)}"
                 )
         for key in needed:
             if key not in document:
@@ -301,7 +302,7 @@ class DocumentReader:
         if type(form) is not int or form != FORMAT:
             raise self.error(
                 self.lines["surgeon",],
-                f"{kind} format {shown(form)} is not known; write surgeon: {FORMAT}",
+                f"{kind} format {show_value(form)} is not known; write surgeon: {FORMAT}",
             )
         return document
 
@@ -321,12 +322,13 @@ class DocumentReader:
         if not isinstance(entry, dict) or len(entry) != 1:
             raise self.error(
                 line,
-                f'an operation is one name with its parameters, as in pair: {{layers: "4:30"}}, not {shown(entry)}',
+                f'an operation is one name with its parameters, as in pair: {{layers: "4:30"}}, not '
+                f"{show_value(entry)}",
             )
         ((name, given),) = entry.items()
         if name not in OPERATIONS:
             raise self.error(
-                line, f"unknown operation {shown(name)}; {did_you_mean(str(name), OPERATIONS)}"
+                line, f"unknown operation {show_value(name)}; {did_you_mean(str(name), OPERATIONS)}"
             )
         if not isinstance(given, dict) or "layers" not in given:
             raise self.error(line, f'{name} needs layers, as in {name}: {{layers: "4:30"}}')
@@ -336,7 +338,7 @@ class DocumentReader:
                 known = ["layers", *model.model_fields]
                 raise self.error(
                     self.lines[*path, name, key],
-                    f"{name} has no parameter {shown(key)}; {did_you_mean(str(key), known)}",
+                    f"{name} has no parameter {show_value(key)}; {did_you_mean(str(key), known)}",
                 )
         layers = given["layers"]
         try:
@@ -352,6 +354,6 @@ class DocumentReader:
     def validate(self, model: type[Checked], given: dict[str, Any], path: tuple[Any, ...]) -> Checked:
         """Validate a mapping by a pydantic model; `path` leads to it."""
         try:
-            return checked(model, given, self.lines, path)
+            return validate(model, given, self.lines, path)
         except YamlError as error:
             raise self.error(error.line, error.problem) from error

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from surgeon.errors import did_you_mean, first_line, shown
+from surgeon.errors import did_you_mean, first_line, show_value
 
 LONGEST = 1 << 20  # characters
 MOST_NODES = 10_000
@@ -140,7 +140,7 @@ class _Loader(yaml.SafeLoader):
                 raise YamlError(_line(key_node), "a key is a text or a number, not a list or a mapping")
             key = self.construct_object(key_node)
             if key in known:
-                raise YamlError(_line(key_node), f"{shown(key)} is there twice; keep one of them")
+                raise YamlError(_line(key_node), f"{show_value(key)} is there twice; keep one of them")
             known.add(key)
         return node
 
@@ -149,7 +149,7 @@ class _Loader(yaml.SafeLoader):
         text = node.value
         if tag not in self.yaml_constructors:
             raise YamlError(
-                _line(node), f"the tag {shown(tag.replace(_TAG, '!!'))} is not supported; remove it"
+                _line(node), f"the tag {show_value(tag.replace(_TAG, '!!'))} is not supported; remove it"
             )
         if not isinstance(node, yaml.ScalarNode):
             return super().construct_object(node, deep)
@@ -157,7 +157,7 @@ class _Loader(yaml.SafeLoader):
         is_text = tag in (f"{_TAG}str", *_SIGNS)
         if is_text and text.encode(errors="ignore").decode() != text:
             raise YamlError(
-                _line(node), f"{shown(text)} has characters that are none (surrogates); remove them"
+                _line(node), f"{show_value(text)} has characters that are none (surrogates); remove them"
             )
         try:
             if len(text) > LONGEST_NUMBER and not is_text:
@@ -166,7 +166,7 @@ class _Loader(yaml.SafeLoader):
         except Exception as error:  # whatever it trips over is a fault of the text
             raise YamlError(
                 _line(node),
-                f"{shown(text)} is no valid {kind} ({first_line(error)}); put a text in quotes",
+                f"{show_value(text)} is no valid {kind} ({first_line(error)}); put a text in quotes",
             ) from error
 
 
@@ -186,7 +186,7 @@ Checked = TypeVar("Checked")
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-def checked(
+def validate(
     kind: type[Checked],
     value: Any,
     lines: Mapping[Path, int],
@@ -227,13 +227,13 @@ def checked(
             message = messages.get(f"{type_} {name}") or messages.get(type_, OTHERWISE)
         key = known = ""
         if type_ in UNKNOWN:
-            key = shown((there if len(there) == len(loc) else loc)[-1])
+            key = show_value((there if len(there) == len(loc) else loc)[-1])
             known = did_you_mean(str(loc[-1]), _entries(kind, first["loc"][:-1]))
         problem = message.format(
             name=name,
             key=key,
             known=known,
-            value=shown(first["input"]),
+            value=show_value(first["input"]),
             problem=first.get("ctx", {}).get("error", first["msg"]),
             within=f"{path[-1]}: " if path else "",
         )

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 from surgeon.language.sublayer import LayerShapes, Sublayer
 from surgeon.models.families import Family, Projection, family_of
 from surgeon.models.families.positions import attention_windows, longest_text
-from surgeon.models.families.specs import NEURONS, Latent
-from surgeon.models.weights import unit_bounds
-from surgeon.models.weights.layout import Units, narrowed
+from surgeon.models.families.specs import NEURONS, Latent, Units, unit_bounds
+from surgeon.models.weights.layout import narrow_units
 
 
 class MatrixShape(NamedTuple):
@@ -113,7 +112,7 @@ class ModelShapes:
                 1 - int(projection.reads_stream)
             ]
             counts[projection.unit] = features // (1 if projection.unit in NEURONS else self.head_dim)
-        return narrowed(sublayer, counts)
+        return narrow_units(sublayer, counts)
 
     def matrix(self, sublayer: Sublayer, role: str) -> MatrixShape:
         """Return the shape of a matrix of a sublayer, of an expert or of a slice, be it whole or two factors."""

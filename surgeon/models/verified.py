@@ -26,7 +26,8 @@ from surgeon.models.edit import edit, input_device, restore
 from surgeon.models.edited_layers import CACHES, EditedLayers
 from surgeon.models.families import family_of
 from surgeon.models.families.positions import attention_windows
-from surgeon.models.weights import FactorSource, unit_bounds
+from surgeon.models.families.specs import unit_bounds
+from surgeon.models.weights import FactorSource
 
 ROUND = 4  # tokens
 # Token ids to an original's logits, and its draft's.
@@ -135,7 +136,7 @@ class _Joined:
 
 
 @contextmanager
-def drafting(model: nn.Module, keys: VerifiedKeys | None) -> Iterator[None]:
+def draft_with(model: nn.Module, keys: VerifiedKeys | None) -> Iterator[None]:
     """Have an edited model, or one that wraps it, read these keys and values inside; None for its own."""
     layers = next((module for module in model.modules() if isinstance(module, EditedLayers)), None)
     if layers is None:
@@ -169,7 +170,7 @@ def draft_on_text(
         ids = ids.to(input_device(model))
         logits, keys = VerifiedKeys.of(restore(model), ids)
         keys.own = own
-        with drafting(edit(model, program, factors=factors), keys):
+        with draft_with(edit(model, program, factors=factors), keys):
             return logits, model(input_ids=ids, use_cache=False).logits
 
     with torch.inference_mode():

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgeon.errors import naming
+from surgeon.errors import name_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,7 +36,7 @@ HALF_WRITTEN = ".*.part"  # what a killed process may have left beside a file
 def whole_file(path: Path, durable: bool = False) -> Iterator[Path]:
     """Yield a path beside the wanted one to write to; it is renamed at the end, or removed if writing it fails.
 
-    The old file stays until then. Errors name the wanted file, one of a full disk, too (`naming`).
+    The old file stays until then. Errors name the wanted file, one of a full disk, too (`name_file`).
 
     Args:
         durable: wait until the file is on the disk. Without that, a machine that loses its power may keep the name and
@@ -44,7 +44,7 @@ def whole_file(path: Path, durable: bool = False) -> Iterator[Path]:
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with naming(path):
+        with name_file(path):
             yield beside
             if durable:
                 sync(beside)
@@ -161,11 +161,11 @@ def lock(descriptor: int, wait: bool = False) -> bool:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def lock_file(path: Path) -> Iterator[None]:
     """Lock a file, which is made if need be, while inside; waits for others to unlock it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        with naming(path):
+        with name_file(path):
             lock(descriptor, wait=True)
         yield
     finally:

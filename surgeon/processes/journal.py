@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from surgeon.errors import naming
+from surgeon.errors import name_file
 from surgeon.processes.files import lock, make_folder
 
 # What messages call the entries of an identity; others are called by their own names.
@@ -70,7 +70,7 @@ class Journal(ABC):
         """Let others write to the file."""
         if self._file is not None:
             assert self.path is not None
-            with naming(self.path):  # what could not be written is tried once more
+            with name_file(self.path):  # what could not be written is tried once more
                 self._file.close()
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Journal(ABC):
         """Put lines into the file at once."""
         if self._file is not None:
             assert self.path is not None
-            with naming(self.path):
+            with name_file(self.path):
                 self._file.write(
                     "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
                 )

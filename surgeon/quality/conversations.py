@@ -28,9 +28,8 @@ from surgeon.checkpoint.messages import (
     with_calls_written,
     without_keys,
 )
-from surgeon.errors import first_line, shown
-from surgeon.quality.sources import open_rows
-from surgeon.quality.tables import Row
+from surgeon.errors import first_line, show_value
+from surgeon.quality.sources import Row, open_rows
 from surgeon.quality.text_files import Reading, require_utf8
 from surgeon.words import plural
 
@@ -168,9 +167,37 @@ class ConversationTokenizer:
             used = self.columns
         else:
             asked, said = self._parts(parts, where)
-            system = _parse_system(row, [*asked, *said], where)
-            chat = _Chat(self.tokenizer, [*system, *asked, *said], _parse_tools(row, where), where)
-            found = self._chat(chat, len(system) + len(asked) if asked else 0)
+            messages = [*asked, *said]
+            prompts = {
+                f"column {name!r}": row[name] for name in _SYSTEM if row.get(name) not in (None, "")
+            }
+            for place, text in prompts.items():
+                if not isinstance(text, str):
+                    raise ValueError(
+                        f"{where}: {place} should hold a text, not {show_value(text)}; mend this row"
+                    )
+            begins = bool(messages) and messages[0]["role"] == "system"
+            stated = prompts | ({"its first message": messages[0]["content"]} if begins else {})
+            if len(set(stated.values())) > 1:
+                raise ValueError(
+                    f"{where}: {' and '.join(stated)} have different system prompts; leave all but one out"
+                )
+            if prompts and not begins:
+                messages.insert(0, {"role": "system", "content": next(iter(prompts.values()))})
+            tools = row.get("tools")
+            if isinstance(tools, str) and tools.strip():  # as JSON
+                try:
+                    tools = json.loads(tools)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{where}: column 'tools' is no JSON ({error}); mend this row"
+                    ) from error
+            if not isinstance(tools or [], list):
+                raise ValueError(
+                    f"{where}: column 'tools' should hold a list, not {show_value(tools)}; mend this row"
+                )
+            chat = _Chat(self.tokenizer, messages, tools or None, where)
+            found = self._chat(chat, len(messages) - len(said) if asked else 0)
             used = (*self.columns, "tools", *_SYSTEM)
         unused = [
             name for name, value in row.items() if name not in used and value not in (None, "", [], {})
@@ -185,7 +212,7 @@ class ConversationTokenizer:
             if not any(message["content"] == parts[0] for message in said):
                 raise ValueError(
                     f"{where}: the prompt is a text, and the {self.columns[1]} is none, nor messages that have the "
-                    f"prompt as one of them: {shown(parts[1])}; give both as texts, or both as messages"
+                    f"prompt as one of them: {show_value(parts[1])}; give both as texts, or both as messages"
                 )
             return [], said
         *before, said = (_parse_messages(part, place) for part, place in zip(parts, places, strict=True))
@@ -196,10 +223,23 @@ class ConversationTokenizer:
 
     def _chat(self, chat: _Chat, asked: int) -> ConversationTokens:
         """Tokenize a chat; answers among its first `asked` messages do not count."""
-        answers = [end for end in chat.answers() if end > asked]
-        ends = [end for end in chat.ends() if end > asked]
+        # Numbers of messages up to each answer that is not empty, and of these before the first empty one.
+        assistants = {
+            number: bool(message["content"].strip()) or "tool_calls" in message
+            for number, message in enumerate(chat.messages, start=1)
+            if message["role"] == "assistant"
+        }
+        answers = [end for end, is_filled in assistants.items() if is_filled and end > max(asked, 1)]
+        empty = (end for end, is_filled in assistants.items() if not is_filled)
+        first_empty = next(empty, len(chat.messages) + 1)
+        ends = [end for end in answers if end < first_empty]
         left_out = Counter(answers_behind_empty=len(answers) - len(ends))
-        sizes = {"answer_characters": sum(_count_characters(chat.messages[end - 1]) for end in answers)}
+        characters = 0
+        for answer in (chat.messages[end - 1] for end in answers):
+            characters += len(answer["content"])
+            if calls := answer.get("tool_calls"):
+                characters += len(json.dumps(calls, ensure_ascii=False))
+        sizes = {"answer_characters": characters}
         if not ends:
             return ConversationTokens(left_out=left_out + Counter(["rows_without_answer"]), sizes=sizes)
         chat = chat.with_calls(ends[-1])
@@ -208,8 +248,8 @@ class ConversationTokenizer:
             fitting = bisect_right(ends, self.longest, key=chat.length)
         if not fitting:
             return ConversationTokens(left_out=left_out + Counter(["rows_too_long"]), sizes=sizes)
-        marked = not asked and chat.has_marks  # they would count the answers in a prompt, too
-        if marked:
+        # Marks would count the answers in a prompt, too.
+        if not asked and _MARK.search(self.tokenizer.get_chat_template(None, chat.tools)):
             found = chat.marked(ends[fitting - 1])
         else:
             found = chat.compared(ends[:fitting])
@@ -247,23 +287,6 @@ class _Chat:
     _texts: dict[tuple[int, bool], str] = field(default_factory=dict, init=False)
     _coded: dict[int, Any] = field(default_factory=dict, init=False)
 
-    def answers(self) -> list[int]:
-        """Numbers of messages up to each answer that is not empty."""
-        numbers = range(1, len(self.messages))
-        return [
-            n + 1
-            for n in numbers
-            if self.messages[n]["role"] == "assistant" and _is_filled(self.messages[n])
-        ]
-
-    def ends(self) -> list[int]:
-        """Numbers of messages up to each answer, before the first empty one."""
-        assistants = (
-            number for number, message in enumerate(self.messages) if message["role"] == "assistant"
-        )
-        filled = takewhile(lambda number: _is_filled(self.messages[number]), assistants)
-        return [number + 1 for number in filled if number]
-
     def with_calls(self, count: int) -> _Chat:
         """Take the first messages, with tool calls in the form that the template writes."""
         messages = self.messages[:count]
@@ -281,10 +304,6 @@ class _Chat:
 
     def length(self, count: int) -> int:
         return len(self._tokens(count)["input_ids"])
-
-    @property
-    def has_marks(self) -> bool:
-        return _MARK.search(self.tokenizer.get_chat_template(None, self.tools)) is not None
 
     def marked(self, count: int) -> ConversationTokens:
         with self._explain_template_errors(count):
@@ -305,7 +324,10 @@ class _Chat:
             asked = self.text(end - 1, asks=True)
             answer = []
             if whole.startswith(asked):
-                answer = _mark_between(coded, len(asked), _count_shared(whole, self.text(end)))
+                own = self.text(end)
+                both = zip(whole, own, strict=False)
+                shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+                answer = _mark_between(coded, len(asked), shared)
             if any(answer):
                 trained.append(answer)
                 across.update(_count_across(coded, len(asked)))
@@ -363,78 +385,32 @@ def _count_across(coded: Any, place: int) -> dict[str, int]:
     return {}
 
 
-def _count_shared(one: str, other: str) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-
-
-def _is_filled(message: Message) -> bool:
-    return bool(message["content"].strip()) or "tool_calls" in message
-
-
-def _count_characters(message: Message) -> int:
-    calls = message.get("tool_calls")
-    return len(message["content"]) + (len(json.dumps(calls, ensure_ascii=False)) if calls else 0)
-
-
 def _parse_messages(found: Any, where: str) -> list[Message]:
     if not isinstance(found, list | None):
-        raise ValueError(f"{where} should hold a list of messages, not {shown(found)}")
-    return [
-        _parse_message(message, f"{where}: message {number}")
-        for number, message in enumerate(found or [])
-    ]
-
-
-def _parse_message(message: Any, where: str) -> Message:
-    if isinstance(message, dict) and "from" in message:
-        keys = ("from", "value")
-    else:
-        keys = ("role", "content")
-    if not isinstance(message, dict) or keys[0] not in message:
-        raise ValueError(f"{where} has no role (or from): {shown(message)}")
-    if (role := message[keys[0]]) not in _ROLES:
-        raise ValueError(f"{where} has an unknown role, {shown(role)}; known: {', '.join(_ROLES)}")
-    content = message.get(keys[1])
-    weight = message.get("weight")
-    if _ROLES[role] == "assistant":
-        if weight not in (None, 1):
+        raise ValueError(f"{where} should hold a list of messages, not {show_value(found)}")
+    messages = []
+    for number, message in enumerate(found or []):
+        place = f"{where}: message {number}"
+        if isinstance(message, dict) and "from" in message:
+            keys = ("from", "value")
+        else:
+            keys = ("role", "content")
+        if not isinstance(message, dict) or keys[0] not in message:
+            raise ValueError(f"{place} has no role (or from): {show_value(message)}")
+        if (role := message[keys[0]]) not in _ROLES:
             raise ValueError(
-                f"{where} has the weight {shown(weight)}, and all answers count; leave it out, or the key"
+                f"{place} has an unknown role, {show_value(role)}; known: {', '.join(_ROLES)}"
             )
-        if content is None:
-            content = ""
-    others = {name: value for name, value in message.items() if name not in (*keys, "weight")}
-    return plain_message({"role": _ROLES[role], "content": content, **others}, where)
-
-
-def _parse_system(row: Row, messages: Sequence[Message], where: str) -> list[Message]:
-    """Make a system message of a column beside the conversation, unless the conversation has it."""
-    prompts = {f"column {name!r}": row[name] for name in _SYSTEM if row.get(name) not in (None, "")}
-    for place, text in prompts.items():
-        if not isinstance(text, str):
-            raise ValueError(f"{where}: {place} should hold a text, not {shown(text)}; mend this row")
-    begins = bool(messages) and messages[0]["role"] == "system"
-    said = prompts | ({"its first message": messages[0]["content"]} if begins else {})
-    if len(set(said.values())) > 1:
-        raise ValueError(
-            f"{where}: {' and '.join(said)} have different system prompts; leave all but one out"
-        )
-    if begins:
-        return []
-    return [{"role": "system", "content": text} for text in set(prompts.values())]
-
-
-def _parse_tools(row: Row, where: str) -> list[Any] | None:
-    """Read the tools of a row, which tables also hold as JSON."""
-    tools = row.get("tools")
-    try:
-        found = tools
-        if isinstance(tools, str) and tools.strip():
-            found = json.loads(tools)
-    except ValueError as error:
-        raise ValueError(f"{where}: column 'tools' is no JSON ({error}); mend this row") from error
-    if not isinstance(found or [], list):
-        raise ValueError(
-            f"{where}: column 'tools' should hold a list, not {shown(found)}; mend this row"
-        )
-    return found or None
+        content = message.get(keys[1])
+        weight = message.get("weight")
+        if _ROLES[role] == "assistant":
+            if weight not in (None, 1):
+                raise ValueError(
+                    f"{place} has the weight {show_value(weight)}, and all answers count; leave it out, or the key"
+                )
+            if content is None:
+                content = ""
+        others = {name: value for name, value in message.items() if name not in (*keys, "weight")}
+        plain = {"role": _ROLES[role], "content": content, **others}
+        messages.append(plain_message(plain, place))
+    return messages

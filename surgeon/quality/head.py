@@ -183,7 +183,9 @@ class OutputHead:
                 cross[rows] = (original * logits).sum(-1)
             if reference.normed is not None:
                 normaliser = nll[rows] + target_logit[rows]
-                shared[rows] = _shared(self.logits(reference.normed[rows]), logits - normaliser[:, None])
+                shared[rows] = _overlap(
+                    self.logits(reference.normed[rows]), logits - normaliser[:, None]
+                )
         if self.softcap is None:
             cross = self._scale((hidden.float() * reference.kept).sum(-1))
         log_normaliser = nll + target_logit
@@ -247,7 +249,7 @@ def _likeliest(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def _shared(logits: Tensor, log_q: Tensor) -> Tensor:
+def _overlap(logits: Tensor, log_q: Tensor) -> Tensor:
     """(tokens,), sum_v min(p_v, q_v); exp is taken once, of the lesser logarithm. Rounding can make it more than 1.
 
     Args:

@@ -19,10 +19,7 @@ Values = NDArray[np.float64]  # (windows,)
 
 def perplexity(nll: Values) -> float:
     """Exp of the mean negative log-likelihood; infinity where that overflows or is NaN."""
-    mean = float(np.mean(nll))
-    if mean < 700:
-        return math.exp(mean)
-    return math.inf
+    return _exp(float(np.mean(nll)))
 
 
 def pool_windows(values: Values, counts: Values) -> Values:
@@ -201,7 +198,14 @@ def quality_of(
     if whole or beside is None:
         found = estimate(nll, divergence)
     else:
-        found = estimate_beside(nll, divergence, beside.by_window("nll"), beside.by_window("divergence"))
+        # The other's on all windows plus the mean difference on these; intervals as in `estimate`.
+        count = len(nll)
+        found = estimate(nll, divergence, beside.by_window("nll"), range(count))
+        base = beside.by_window("divergence")
+        difference = divergence - base[:count]
+        low, high = _clamp_interval(*_estimate_interval(divergence, difference, base))
+        mean = mean_divergence(base.mean() + difference)
+        found = replace(found, divergence=mean, divergence_low=low, divergence_high=high)
     windows = {name: tuple(own.tolist()) for name, own in values.items()}
     means: dict[str, Any] = {}
     for name in ACCEPTANCES:
@@ -244,27 +248,6 @@ def estimate(
         mean_divergence(divergence),
         *_clamp_interval(*interval(divergence)),
     )
-
-
-def estimate_beside(
-    nll: Values, divergence: Values, other_nll: Values, other_divergence: Values
-) -> Quality:
-    """Estimate a program on the first windows beside another on all of them.
-
-    Perplexity and divergence are the other's on all windows plus the mean difference on these; intervals as in
-    `estimate`.
-
-    Args:
-        nll, divergence: of the program, (windows run,).
-        other_nll, other_divergence: (all windows,).
-    """
-    count = len(nll)
-    found = estimate(nll, divergence, other_nll, range(count))
-    difference = divergence - other_divergence[:count]
-    low, high = _estimate_interval(divergence, difference, other_divergence)
-    least, most = _clamp_interval(low, high)
-    mean = mean_divergence(other_divergence.mean() + difference)
-    return replace(found, divergence=mean, divergence_low=least, divergence_high=most)
 
 
 def _clamp_interval(low: float, high: float) -> tuple[float, float]:

@@ -8,8 +8,9 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,10 +21,10 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.processes.journal import Journal
-from surgeon.progress import Advance, progress
-from surgeon.quality.tasks_load import Seeds, Tasks
+from surgeon.progress import progress
+from surgeon.quality.tasks_load import Tasks, seeds_of
 
 
 class Answers(Journal):
@@ -36,36 +37,27 @@ class Answers(Journal):
         folder: made if it is not there; None to keep nothing.
         identity: what the answers depend on, as JSON values.
 
+    Attributes:
+        known: answers by their request's key.
+        cut: keys of requests that exceed the model's positions, noted before their answers are added.
+
     Raises:
         ValueError, OSError: as `Journal`.
     """
 
     def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
-        self._values: dict[str, Any] = {}
-        self._cut: set[str] = set()
+        self.known: dict[str, Any] = {}
+        self.cut: set[str] = set()
         self._unwritten: list[tuple[str, Any, bool]] = []
         path = None
         if folder is not None:
             path = folder / f"answers-{_hash(identity)[:12]}.jsonl"
         super().__init__(path, "evaluation of this model")
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
-    def __getitem__(self, key: str) -> Any:
-        return self._values[key]
-
     def add(self, key: str, value: Any) -> None:
         """Add an answer; the next `write` puts it into the file."""
-        self._values[key] = value
-        self._unwritten.append((key, value, key in self._cut))
-
-    def note_cut(self, key: str) -> None:
-        """Note, before its answer is added, that a request exceeds the model's positions."""
-        self._cut.add(key)
-
-    def cut(self, keys: set[str]) -> int:
-        return len(self._cut & keys)
+        self.known[key] = value
+        self._unwritten.append((key, value, key in self.cut))
 
     def write(self) -> None:
         """Write the added answers: a batch at a time, so that batches after a kill are the same."""
@@ -74,9 +66,9 @@ class Answers(Journal):
 
     def take(self, line: Any) -> None:
         key, value, cut = line
-        self._values[key] = tuple(value) if isinstance(value, list) else value
+        self.known[key] = tuple(value) if isinstance(value, list) else value
         if cut:
-            self._cut.add(key)
+            self.cut.add(key)
 
 
 class TaskModel(HFLM):  # type: ignore[misc]
@@ -97,7 +89,7 @@ class TaskModel(HFLM):  # type: ignore[misc]
     @property
     def cut(self) -> int:
         """Number of requests that lost their beginning, exceeding the model's positions."""
-        return self.answers.cut(self.asked)
+        return len(self.answers.cut & self.asked)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:  # noqa: ARG002
         return self._ask("loglikelihood", "scoring", requests, super().loglikelihood)
@@ -109,10 +101,10 @@ class TaskModel(HFLM):  # type: ignore[misc]
         settings = [normalize_gen_kwargs(request.args[1], self.max_gen_toks) for request in requests]
         for request, how in zip(requests, settings, strict=True):
             if len(self.tok_encode(request.args[0])) > self.max_length - how["max_gen_toks"]:
-                self.answers.note_cut(_hash_request("generate_until", request.args))
+                self.answers.cut.add(_hash(["generate_until", *request.args]))
         if any(how["do_sample"] for how in settings):  # equal requests have different answers then
             with progress("generating", len(requests), "requests") as advance:
-                self.set_cache_hook(_Notice(advance, None))
+                self.set_cache_hook(SimpleNamespace(add_partial=lambda *_: advance(1)))
                 answers: list[Any] = super().generate_until(requests, disable_tqdm=True)
                 return answers
         return self._ask("generate_until", "generating", requests, super().generate_until)
@@ -120,34 +112,43 @@ class TaskModel(HFLM):  # type: ignore[misc]
     def _ask(
         self, kind: str, doing: str, requests: list[Any], run: Callable[..., list[Any]]
     ) -> list[Any]:
-        keys = [_hash_request(kind, request.args) for request in requests]
+        keys = [_hash([kind, *request.args]) for request in requests]
         self.asked.update(keys)
         missing = {
-            key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers
+            key: request
+            for key, request in zip(keys, requests, strict=True)
+            if key not in self.answers.known
         }
         count = len(set(keys))
+        answers = self.answers
         with progress(doing, count, "requests", count - len(missing)) as advance:
-            self.set_cache_hook(_Notice(advance, self.answers))
+            # It knows nothing of this object, which keeps it.
+            def note(kind: str, request: Any, answer: Any) -> None:
+                answers.add(_hash([kind, *request]), answer)
+                advance(1)
+
+            self.set_cache_hook(SimpleNamespace(add_partial=note))  # lm-eval calls it with each answer
             try:
                 if missing:
                     run(list(missing.values()), disable_tqdm=True)
             finally:
                 self.answers.write()
-        return [self.answers[key] for key in keys]
+        return [self.answers.known[key] for key in keys]
 
     def _loglikelihood_tokens(self, requests: list[Any], *arguments: Any, **options: Any) -> list[Any]:
         for texts, context, continuation in requests:
+            scored = f"the text to be scored {show_value(texts[1]) if texts is not None else 'a text'}"
             if not continuation:
                 raise ValueError(
-                    f"{_describe_text(texts)} has no tokens of its own: the tokenizer joins it with the text before"
+                    f"{scored} has no tokens of its own: the tokenizer joins it with the text before"
                 )
             if len(continuation) > self.max_length:
                 raise ValueError(
-                    f"{_describe_text(texts)} has {len(continuation)} tokens, and the model only {self.max_length} "
+                    f"{scored} has {len(continuation)} tokens, and the model only {self.max_length} "
                     "positions"
                 )
             if texts is not None and len(context) + len(continuation) > self.max_length + 1:
-                self.answers.note_cut(_hash_request("loglikelihood", texts))
+                self.answers.cut.add(_hash(["loglikelihood", *texts]))
         answers: list[Any] = super()._loglikelihood_tokens(requests, *arguments, **options)
         return answers
 
@@ -162,29 +163,8 @@ class TaskModel(HFLM):  # type: ignore[misc]
         return tokens
 
 
-class _Notice:
-    """Hook that lm-eval calls with each answer."""
-
-    def __init__(self, advance: Advance, answers: Answers | None) -> None:
-        self.advance = advance
-        self.answers = answers
-
-    def add_partial(self, kind: str, request: Any, answer: Any) -> None:
-        if self.answers is not None:
-            self.answers.add(_hash_request(kind, request), answer)
-        self.advance(1)
-
-
-def _hash_request(kind: str, request: Any) -> str:
-    return _hash([kind, *request])[:32]
-
-
 def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _describe_text(texts: Any) -> str:
-    return f"the text to be scored {shown(texts[1]) if texts is not None else 'a text'}"
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 # Draws for the error of metrics that are no means; lm-eval's 100,000 take minutes for LAMBADA.
@@ -199,13 +179,13 @@ class TaskSettings:
         limit: rows of each task, from its start; None for all.
         batch_size: requests that are run together.
         chat: put prompts into the tokenizer's chat template, few-shot examples as turns.
-        seeds: those the tasks were loaded with.
+        seed: that the tasks were loaded with.
     """
 
     limit: int | None = None
     batch_size: int = 1
     chat: bool = False
-    seeds: Seeds = field(default_factory=Seeds)
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -223,7 +203,19 @@ def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: TaskSettings) ->
     Raises:
         ValueError: if a text cannot be scored with this model, or a chat template or an EOS that is needed is missing.
     """
-    _check_tokenizer(lm.tokenizer, tasks, settings.chat)
+    tokenizer = lm.tokenizer
+    if settings.chat and not getattr(tokenizer, "chat_template", None):
+        raise ValueError("the tokenizer has no chat template; leave the template out")
+    if tokenizer.eos_token_id is None:
+        if tokenizer.bos_token_id is None:
+            raise ValueError(
+                "the tokenizer has neither BOS nor EOS, one of which lm-eval needs; set one in its files"
+            )
+        for task_name, task in tasks.loaded["tasks"].items():
+            if task.OUTPUT_TYPE == "generate_until":
+                raise ValueError(
+                    f"task {task_name} generates text, which needs a tokenizer that has an EOS"
+                )
     tracker = GeneralConfigTracker()
     template = None
     if settings.chat:
@@ -232,7 +224,6 @@ def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: TaskSettings) ->
     # lm-eval forks for its bootstrap, which a process with threads in it should not; it prints to stdout; and outside a
     # repository the git that it asks for a hash complains.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    seeds = settings.seeds
     with (
         redirect_stdout(io.StringIO()),
         patch.object(evaluator, "get_git_commit_hash", return_value=None),
@@ -249,24 +240,8 @@ def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: TaskSettings) ->
             log_samples=True,
             apply_chat_template=settings.chat,
             fewshot_as_multiturn=settings.chat,
-            random_seed=seeds.python,
-            numpy_random_seed=seeds.numpy,
-            torch_random_seed=seeds.torch,
-            fewshot_random_seed=seeds.fewshot,
+            **seeds_of(settings.seed),
         )
     tracker.log_end_time()
     results["config"]["model"] = "hf"
     return {**results, **asdict(tracker)}
-
-
-def _check_tokenizer(tokenizer: Any, tasks: Tasks, chat: bool) -> None:
-    if chat and not getattr(tokenizer, "chat_template", None):
-        raise ValueError("the tokenizer has no chat template; leave the template out")
-    if tokenizer.eos_token_id is None:
-        if tokenizer.bos_token_id is None:
-            raise ValueError(
-                "the tokenizer has neither BOS nor EOS, one of which lm-eval needs; set one in its files"
-            )
-        for name, task in tasks.loaded["tasks"].items():
-            if task.OUTPUT_TYPE == "generate_until":
-                raise ValueError(f"task {name} generates text, which needs a tokenizer that has an EOS")

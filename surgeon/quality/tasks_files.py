@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.quality.text_files import read_json_lines, require_utf8
 
 Row = dict[str, Any]
@@ -26,94 +24,14 @@ _QUESTION = "Question:"
 _ANSWER = "Answer:"
 
 
-@dataclass(frozen=True)
-class RowForm:
-    """A kind of task.
-
-    Attributes:
-        name: for error messages.
-        keys: of every row.
-        columns: checks a row, and its place, and converts it for lm-eval.
-        config: lm-eval's settings, on these columns.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-    columns: Callable[[Row, str], Row]
-    config: dict[str, Any]
-
-
 def _average(*names: str) -> list[dict[str, Any]]:
     return [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in names]
 
 
-def _multiple_choice(row: Row, where: str) -> Row:
-    query = _check_text(row["query"], "query", where).rstrip()
-    choices = _check_texts(row["choices"], "choices", where)
-    # To a question that says so lm-eval's tasks add the word for the answer.
-    asks = query.startswith(_QUESTION) and not query.endswith(_ANSWER)
-    return {
-        "prompt": f"{query}\n{_ANSWER}" if asks else query,
-        "choices": choices,
-        "gold": _check_gold(row["gold"], len(choices), where),
-    }
-
-
-def _contexts(row: Row, where: str) -> Row:
-    contexts = [
-        context.rstrip() for context in _check_texts(row["context_options"], "context_options", where)
-    ]
-    return {
-        "context_options": contexts,
-        "continuation": _check_text(row["continuation"], "continuation", where).lstrip(),
-        "gold": _check_gold(row["gold"], len(contexts), where),
-    }
-
-
-def _continuation(row: Row, where: str) -> Row:
-    continuation = _check_text(row["continuation"], "continuation", where).lstrip()
-    return {
-        "prompt": _check_text(row["context"], "context", where).rstrip(),
-        "target": f" {continuation}",
-    }
-
-
-def _number(row: Row, where: str) -> Row:
-    answer = row["answer"]
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        answer = str(answer)
-    answer = target = _check_text(answer, "answer", where).strip()
-    if not _NUMBER.fullmatch(answer):
-        raise ValueError(
-            f"{where}: the answer {shown(answer)} is no number; rows with context and answer are scored on the last "
-            "number written (for other answers give query, choices and gold)"
-        )
-    prompt = f"{_QUESTION} {_check_text(row['context'], 'context', where).strip()}\n{_ANSWER}"
-    if "chain_of_thought" in row:
-        target = (
-            f"{_check_text(row['chain_of_thought'], 'chain_of_thought', where).strip()}\n#### {answer}"
-        )
-    return {"prompt": prompt, "target": target, "answer": answer}
-
-
 def _check_text(value: Any, key: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: {key} must be text with something in it, not {shown(value)}")
+        raise ValueError(f"{where}: {key} must be text with something in it, not {show_value(value)}")
     return require_utf8(value, f"{where}: {key}")
-
-
-def _check_texts(value: Any, key: str, where: str) -> list[str]:
-    if not isinstance(value, list) or len(value) < 2:
-        raise ValueError(f"{where}: {key} must be a list of at least two texts, not {shown(value)}")
-    return [_check_text(text, key, where) for text in value]
-
-
-def _check_gold(gold: Any, choices: int, where: str) -> int:
-    if type(gold) is not int or not 0 <= gold < choices:
-        raise ValueError(
-            f"{where}: gold must be the right one's number, 0 to {choices - 1}, not {shown(gold)}"
-        )
-    return gold
 
 
 # The patterns are those of lm-eval's gsm8k, so that numbers compare.
@@ -138,11 +56,10 @@ _EXACT = {
     "regexes_to_ignore": [",", r"\$", r"(?s).*#### ", r"\.$"],
 }
 
-FORMS = (
-    RowForm(
-        "multiple choice",
+# Kinds of tasks: the keys of every row, and lm-eval's settings on what `_convert_row` makes of it.
+FORMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "multiple choice": (
         ("query", "choices", "gold"),
-        _multiple_choice,
         {
             "output_type": "multiple_choice",
             "doc_to_text": "prompt",
@@ -151,10 +68,8 @@ FORMS = (
             "metric_list": _average("acc", "acc_norm"),
         },
     ),
-    RowForm(
-        "one continuation of several contexts",
+    "one continuation of several contexts": (
         ("context_options", "continuation", "gold"),
-        _contexts,
         {
             "output_type": "multiple_choice",
             "doc_to_text": "gold",  # a number tells lm-eval that the choices are contexts
@@ -163,10 +78,8 @@ FORMS = (
             "metric_list": _average("acc"),
         },
     ),
-    RowForm(
-        "continuation",
+    "continuation": (
         ("context", "continuation"),
-        _continuation,
         {
             "output_type": "loglikelihood",
             "doc_to_text": "prompt",
@@ -178,10 +91,8 @@ FORMS = (
             ],
         },
     ),
-    RowForm(
-        "number",
+    "number": (
         ("context", "answer"),
-        _number,
         {
             "output_type": "generate_until",
             "doc_to_text": "prompt",
@@ -189,36 +100,94 @@ FORMS = (
             "metric_list": [_EXACT],
         },
     ),
-)
+}
 
 
-def read_rows(path: Path) -> tuple[RowForm, list[Row]]:
+def _check_row(form: str, row: Row, where: str) -> Row:
+    """Read a row's keys that are texts, lists of these, or the number of one."""
+    found = dict[str, Any]()
+    for key in FORMS[form][0]:
+        value = row[key]
+        if key == "gold":
+            several = len(found.get("choices") or found["context_options"])
+            if type(value) is not int or not 0 <= value < several:
+                raise ValueError(
+                    f"{where}: gold must be the right one's number, 0 to {several - 1}, not {show_value(value)}"
+                )
+        elif key in ("choices", "context_options"):
+            if not isinstance(value, list) or len(value) < 2:
+                raise ValueError(
+                    f"{where}: {key} must be a list of at least two texts, not {show_value(value)}"
+                )
+            for text in value:
+                _check_text(text, key, where)
+        else:
+            if key == "answer" and isinstance(value, int | float) and not isinstance(value, bool):
+                value = str(value)
+            _check_text(value, key, where)
+        found[key] = value
+    return found
+
+
+def _convert_row(form: str, row: Row, where: str) -> Row:
+    """Convert a row for lm-eval."""
+    found = _check_row(form, row, where)
+    if "query" in found:
+        prompt = found["query"].rstrip()
+        # To a question that says so lm-eval's tasks add the word for the answer.
+        if prompt.startswith(_QUESTION) and not prompt.endswith(_ANSWER):
+            prompt = f"{prompt}\n{_ANSWER}"
+        return {"prompt": prompt, "choices": found["choices"], "gold": found["gold"]}
+    if "context_options" in found:
+        contexts = [context.rstrip() for context in found["context_options"]]
+        return found | {"context_options": contexts, "continuation": found["continuation"].lstrip()}
+    if "continuation" in found:
+        return {
+            "prompt": found["context"].rstrip(),
+            "target": f" {found['continuation'].lstrip()}",
+        }
+    answer = target = found["answer"].strip()
+    if not _NUMBER.fullmatch(answer):
+        raise ValueError(
+            f"{where}: the answer {show_value(answer)} is no number; rows with context and answer are scored on the "
+            "last "
+            "number written (for other answers give query, choices and gold)"
+        )
+    if "chain_of_thought" in row:
+        thought = _check_text(row["chain_of_thought"], "chain_of_thought", where)
+        target = f"{thought.strip()}\n#### {answer}"
+    prompt = f"{_QUESTION} {found['context'].strip()}\n{_ANSWER}"
+    return {"prompt": prompt, "target": target, "answer": answer}
+
+
+def read_rows(path: Path) -> tuple[str, list[Row]]:
     """Read and check the rows of a task file, and find its kind."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no task file {path}")
     rows: list[Row] = []
-    form = FORMS[0]
+    form = ""
     reasoned = False
     for number, row in read_json_lines(path):
         where = f"{path}:{number}"
         if not rows:
-            fitting = [each for each in FORMS if set(each.keys) <= set(row)]
+            fitting = [name for name, (keys, _) in FORMS.items() if set(keys) <= set(row)]
             if len(fitting) != 1:
-                known = "; ".join(f"{', '.join(each.keys)} ({each.name})" for each in FORMS)
+                known = "; ".join(f"{', '.join(keys)} ({name})" for name, (keys, _) in FORMS.items())
                 what = "fit no kind of task"
                 if fitting:
                     what = "fit several kinds of task"
                 raise ValueError(f"{where}: the keys {', '.join(row)} {what}; a row has one of: {known}")
             form = fitting[0]
             reasoned = "chain_of_thought" in row
-        missing = [key for key in form.keys if key not in row]
-        if form.name == "number" and ("chain_of_thought" in row) != reasoned:
+        keys = FORMS[form][0]
+        missing = [key for key in keys if key not in row]
+        if form == "number" and ("chain_of_thought" in row) != reasoned:
             raise ValueError(f"{where}: either every row has a chain_of_thought or none has")
         if missing:
             raise ValueError(
-                f"{where}: the key {missing[0]!r} is missing; every row needs {', '.join(form.keys)}"
+                f"{where}: the key {missing[0]!r} is missing; every row needs {', '.join(keys)}"
             )
-        rows.append(form.columns(row, where))
+        rows.append(_convert_row(form, row, where))
     if not rows:
         raise ValueError(f"{path} is empty; give a file with rows in it")
     return form, rows
@@ -240,9 +209,9 @@ def file_task(path: Path, positions: int) -> tuple[Any, str]:
     from lm_eval.api.task import ConfigurableTask
 
     form, rows = read_rows(path)
-    config = form.config | {"task": path.stem, "test_split": _SPLIT, "fewshot_split": _SPLIT}
+    config = FORMS[form][1] | {"task": path.stem, "test_split": _SPLIT, "fewshot_split": _SPLIT}
     config |= {"dataset_path": str(path), "metadata": {"version": _VERSION}}
-    if form.name == "number":
+    if form == "number":
         config["filter_list"] = [_STRICT, _FLEXIBLE] if "#### " in rows[0]["target"] else [_FLEXIBLE]
         config["generation_kwargs"] = {
             "until": [_QUESTION, "</s>", "<|im_end|>"],

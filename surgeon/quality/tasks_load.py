@@ -41,26 +41,12 @@ PRESETS = {
 }
 
 
-@dataclass(frozen=True)
-class Seeds:
-    """Seeds of all generators; by default lm-eval's own."""
-
-    python: int = 0
-    numpy: int = 1234
-    torch: int = 1234
-    fewshot: int = 1234
-
-    @classmethod
-    def all(cls, seed: int | None) -> Seeds:
-        if seed is None:
-            return cls()
-        return cls(seed, seed, seed, seed)
-
-    def set(self) -> None:
-        """Seed the generators; tasks shuffle as they are loaded."""
-        random.seed(self.python)
-        np.random.seed(self.numpy)
-        torch.manual_seed(self.torch)
+def seeds_of(seed: int | None) -> dict[str, int]:
+    """Seed all generators alike, by default as lm-eval does: arguments of `lm_eval.simple_evaluate`."""
+    names = ("numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    if seed is None:
+        return {"random_seed": 0, **dict.fromkeys(names, 1234)}
+    return dict.fromkeys(("random_seed", *names), seed)
 
 
 @dataclass
@@ -79,14 +65,9 @@ class Tasks:
     files: dict[str, str]
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def names(self) -> list[str]:
-        groups = [item.name for item in self.items if isinstance(item, Group)]
-        return groups + [item.task_name for item in self.items if not isinstance(item, Group)]
-
 
 def load_tasks(
-    names: list[str], positions: int, num_fewshot: int | None = None, seeds: Seeds | None = None
+    names: list[str], positions: int, num_fewshot: int | None = None, seed: int | None = None
 ) -> Tasks:
     """Load tasks and their data.
 
@@ -101,8 +82,11 @@ def load_tasks(
         ValueError: if a task is unknown, damaged, there twice, or cannot be computed here.
         ImportError: if a task needs a package that is not there.
     """
-    seeds = seeds or Seeds()
-    seeds.set()
+    seeds = seeds_of(seed)
+    # Tasks shuffle as they are loaded.
+    random.seed(seeds["random_seed"])
+    np.random.seed(seeds["numpy_random_seed"])
+    torch.manual_seed(seeds["torch_random_seed"])
     wanted: list[tuple[str, int | None]] = []
     for name in names:
         wanted += PRESETS.get(name, {name: None}).items()
@@ -131,7 +115,7 @@ def load_tasks(
     for item, shots in items:
         for task in _list_tasks(item):
             _set_shots(task, shots if num_fewshot is None else num_fewshot, tasks)
-            task.set_fewshot_seed(seed=seeds.fewshot)
+            task.set_fewshot_seed(seed=seeds["fewshot_random_seed"])
             _check_task(task, positions)
     return tasks
 
@@ -139,9 +123,31 @@ def load_tasks(
 def _find_items(name: str, path: Path, known: Callable[[], TaskManager]) -> list[Any]:
     """Build the tasks and groups of a name, a YAML file or a folder; `known` gives lm-eval's own."""
     if path.suffix.lower() in YAML:
-        return _load_file(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no task file {path}")
+        if not _GROUP.search(path.read_text(encoding="utf-8", errors="replace")):
+            return _build(TaskManager(include_defaults=False), str(path))
+        manager = _make_manager(path.parent)  # a group's tasks may lie in files beside it
+        places = {group: manager.task_index[group].yaml_path for group in manager.all_groups}
+        named = [group for group, place in places.items() if place is not None and place.samefile(path)]
+        return [item for group in named or [str(path)] for item in _build(manager, group)]
     if "/" in name or (path.is_dir() and name not in known().all_tasks):
-        return _load_folder(path)
+        if not path.is_dir():
+            raise FileNotFoundError(f"there is no task file or folder {path}")
+        inside = TaskManager(include_defaults=False, include_path=str(path))
+        if not inside.all_tasks:
+            raise ValueError(
+                f"{path} holds no task of lm-eval's (a YAML file with the key task or group)"
+            )
+        # All groups, and the tasks that are in none of them.
+        groups = [item for group in inside.all_groups for item in _build(_make_manager(path), group)]
+        members = {task.task_name for group in groups for task in group.get_all_tasks()}
+        within = {group.name for outer in groups for group in outer.get_all_groups()}
+        single = [one for one in inside.all_subtasks if one not in members]
+        return [
+            *(group for group in groups if group.name not in within),
+            *(item for one in single for item in _build(inside, one)),
+        ]
     manager = known()
     matching = fnmatch.filter(manager.all_subtasks, name) if "*" in name else [name]
     if not matching or matching[0] not in manager.all_tasks:
@@ -153,34 +159,6 @@ def _find_items(name: str, path: Path, known: Callable[[], TaskManager]) -> list
             f"unknown task {name!r}; {hint} (a file of your own is given by its path: {name}{SUFFIX})"
         )
     return [item for one in matching for item in _build(manager, one)]
-
-
-def _load_file(path: Path) -> list[Any]:
-    """Build the task or group of a YAML file; a group's tasks may lie in files beside it."""
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no task file {path}")
-    if not _GROUP.search(path.read_text(encoding="utf-8", errors="replace")):
-        return _build(TaskManager(include_defaults=False), str(path))
-    manager = _make_manager(path.parent)
-    places = {name: manager.task_index[name].yaml_path for name in manager.all_groups}
-    names = [name for name, place in places.items() if place is not None and place.samefile(path)]
-    return [item for name in names or [str(path)] for item in _build(manager, name)]
-
-
-def _load_folder(path: Path) -> list[Any]:
-    """Build all groups of a folder of YAML files, and the tasks that are in none of them."""
-    if not path.is_dir():
-        raise FileNotFoundError(f"there is no task file or folder {path}")
-    inside = TaskManager(include_defaults=False, include_path=str(path))
-    if not inside.all_tasks:
-        raise ValueError(f"{path} holds no task of lm-eval's (a YAML file with the key task or group)")
-    groups = [item for name in inside.all_groups for item in _build(_make_manager(path), name)]
-    members = {task.task_name for group in groups for task in group.get_all_tasks()}
-    subgroups = {group.name for outer in groups for group in outer.get_all_groups()}
-    single = [
-        item for name in inside.all_subtasks if name not in members for item in _build(inside, name)
-    ]
-    return [group for group in groups if group.name not in subgroups] + single
 
 
 def _make_manager(folder: Path) -> TaskManager:

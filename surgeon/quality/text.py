@@ -120,7 +120,33 @@ def text_values(
     parts = []
     with progress("text", len(ids), "windows") if bar else nullcontext(lambda _: None) as advance:
         for window, counted in split_windows(ids, answers):
-            parts.append(_measure_window(model, window, original, counted, draft))
+            logits = model(window)[0, :-1][counted].float()
+            following = window[0, 1:][counted].to(logits.device)
+            row = [float(functional.cross_entropy(logits, following))]
+            if draft is not None:
+                wanted, drafted = (
+                    one[0, :-1][counted].float().to(logits.device) for one in draft(window)
+                )
+            elif original is not None:
+                wanted = original(window)[0, :-1][counted].float().to(logits.device)
+                drafted = logits
+            if draft is not None or original is not None:
+                if wanted.shape != logits.shape:
+                    raise ValueError(
+                        f"the models have vocabularies of {wanted.shape[-1]:,} and {logits.shape[-1]:,} tokens; "
+                        "divergence is told between models of one vocabulary"
+                    )
+                log_p = wanted.log_softmax(-1).double()
+                log_q = logits.log_softmax(-1).double()
+                q = log_q.exp() if drafted is logits else drafted.softmax(-1).double()
+                p = log_p.exp()
+                by_token = (
+                    (p * (log_p - log_q)).sum(-1),
+                    (wanted.argmax(-1) == drafted.argmax(-1)).double(),
+                    torch.minimum(p, q).sum(-1).clamp(max=1),  # rounding can make it more
+                )
+                row += [float(values.mean()) for values in by_token]
+            parts.append(row)
             advance(1)
     columns = list(np.array(parts).T)
     if not np.isfinite(columns[0]).all():
@@ -144,39 +170,6 @@ def split_windows(ids: Tensor, answers: Tensor | None = None) -> Iterator[tuple[
         else:
             last = int(marks.nonzero().max())
             yield window[:, : last + 1], marks[1 : last + 1].bool()
-
-
-def _measure_window(
-    model: Logits,
-    window: Tensor,
-    original: Logits | None,
-    counted: Tensor | slice,
-    draft: DraftOnText | None,
-) -> tuple[float, ...]:
-    logits = model(window)[0, :-1][counted].float()
-    nll = float(functional.cross_entropy(logits, window[0, 1:][counted].to(logits.device)))
-    if draft is not None:
-        wanted, drafted = (one[0, :-1][counted].float().to(logits.device) for one in draft(window))
-    elif original is not None:
-        wanted = original(window)[0, :-1][counted].float().to(logits.device)
-        drafted = logits
-    else:
-        return (nll,)
-    if wanted.shape != logits.shape:
-        raise ValueError(
-            f"the models have vocabularies of {wanted.shape[-1]:,} and {logits.shape[-1]:,} tokens; divergence is "
-            "told between models of one vocabulary"
-        )
-    log_p = wanted.log_softmax(-1).double()
-    log_q = logits.log_softmax(-1).double()
-    q = log_q.exp() if drafted is logits else drafted.softmax(-1).double()
-    p = log_p.exp()
-    by_token = (
-        (p * (log_p - log_q)).sum(-1),
-        (wanted.argmax(-1) == drafted.argmax(-1)).double(),
-        torch.minimum(p, q).sum(-1).clamp(max=1),  # rounding can make it more
-    )
-    return nll, *(float(values.mean()) for values in by_token)
 
 
 class HeldOutQuality:

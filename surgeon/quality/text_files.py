@@ -84,24 +84,24 @@ class Reading:
         left_out = []
         if named:
             left_out = [f"{source}: left out {', '.join(named)}{read}"]
-        return [*self.notes, *left_out, *(f"{source}: {line}" for line in self._of_answers())]
-
-    def _of_answers(self) -> Iterator[str]:
+        answers = []
         size = self.sizes
         if across := size["answers_across"]:
-            yield (
-                f"{plural(across, 'answer')} that begin inside a token, together with the end of what was asked, count "
-                "from that token on; a prompt that ends in a space is better without, and the answer with it"
+            answers.append(
+                f"{source}: {plural(across, 'answer')} that begin inside a token, together with the end of what was "
+                "asked, count from that token on; a prompt that ends in a space is better without, and the answer with "
+                "it"
             )
         about = round(size["answer_characters"] * size["tokens"] / max(1, size["characters"]))
         if size["trained"] < _FEW * about:
-            yield (
-                f"only {plural(size['trained'], 'token')} of answers count, where the answers in its rows are about "
-                f"{about:,}; see what is left out, and one row as it is trained on (--show-row)"
+            answers.append(
+                f"{source}: only {plural(size['trained'], 'token')} of answers count, where the answers in its rows "
+                f"are about {about:,}; see what is left out, and one row as it is trained on (--show-row)"
             )
+        return [*self.notes, *left_out, *answers]
 
 
-def ending(path: Path) -> str:
+def suffix_of(path: Path) -> str:
     """The suffix of a file in small letters, without that of compression."""
     return (path.with_suffix("") if is_packed(path) else path).suffix.lower()
 

@@ -12,7 +12,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from operator import itemgetter
 from typing import Any
 
@@ -92,20 +92,40 @@ class TextTokens:
     def __init__(self, tokenizer: Any, apart: bool) -> None:
         self.tokenizer = tokenizer
         self.is_fast = bool(getattr(tokenizer, "is_fast", False))
-        self._marks = _document_marks(tokenizer) if apart else ([], [])
-        self._around = ([], []) if apart else _marks_around(tokenizer)
+        # Tokens before and behind each document, and those around all of the text.
+        self._marks: tuple[list[int], list[int]] = ([], [])
+        self._around: tuple[list[int], list[int]] = ([], [])
+        if not apart:
+            coded = tokenizer("a", return_special_tokens_mask=True)
+            coded = list(zip(coded["input_ids"], coded["special_tokens_mask"], strict=True))
+            before = [id_ for id_, _ in takewhile(itemgetter(1), coded)]
+            behind = [id_ for id_, _ in takewhile(itemgetter(1), reversed(coded))]
+            self._around = (before, behind[::-1])
+        elif tokenizer.bos_token_id is not None:
+            self._marks = ([tokenizer.bos_token_id], [])
+        elif tokenizer.eos_token_id is not None:
+            self._marks = ([], [tokenizer.eos_token_id])
+        else:
+            raise ValueError(
+                "documents cannot be kept apart: the tokenizer has no BOS and no EOS; drop the separator, and read one "
+                "text"
+            )
         self._blocks = 0  # so far
         # The last tokens of a document that goes on, by their places in the next block.
         self._held: _Placed = []
 
     def read(self, documents: Iterable[Iterable[str]]) -> Iterator[list[Tokens]]:
-        rest = (block for pieces in documents for block in self._cut(pieces))
+        blocks = (block for pieces in documents for block in self._cut(pieces))
         most = _FIRST
-        while batch := _take_blocks(rest, most):
-            coded = self._code([block.text for block in batch])
-            found = list(map(self._join_rows, batch, coded))
-            yield found
-            most = min(2 * most, _AT_ONCE)  # little is read for little text
+        batch = list[_Block]()
+        for block in chain(blocks, [None]):
+            if block is not None:
+                batch.append(block)
+            if batch and (block is None or sum(len(each.text) for each in batch) >= most):
+                coded = self._code([each.text for each in batch])
+                yield list(map(self._join_rows, batch, coded))
+                batch = []
+                most = min(2 * most, _AT_ONCE)  # little is read for little text
         if self._around[1] and self._blocks:
             yield [Tokens(np.array(self._around[1], np.int32))]
 
@@ -135,10 +155,25 @@ class TextTokens:
             before = self._around[0]
         first = 0
         if not block.begins:
-            if (seam := self._seam(coded)) is None:
-                seam = (len(self._held), 0)
+            own = coded.placed(0, coded.token_at(_OVERLAP))
+            where = {each: token for token, each in reversed([*enumerate(own)])}
+            seams = [
+                (token, where[each])
+                for token, each in enumerate(self._held)
+                if each[1] >= _OVERLAP // 2 and each in where
+            ]
+            # The tokens of the block before that stay, and this block's first one.
+            left = len(self._held)
+            most = 0
+            for token, at in seams:
+                both = zip(self._held[token : token + _AGREEING], own[at:], strict=False)
+                agreeing = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+                if agreeing > most:
+                    left = token
+                    first = at
+                    most = agreeing
+            if not seams:  # they never agree
                 coded = self._code([block.text[_OVERLAP:]])[0]
-            left, first = seam
             before = [id_ for id_, *_ in self._held[:left]]
         end = len(coded.ids)
         self._held = []
@@ -156,52 +191,6 @@ class TextTokens:
         return Tokens(
             np.array([*begin, *before, *coded.ids[first:end], *close], np.int32), ends=block.ends
         )
-
-    def _seam(self, coded: _Coded) -> tuple[int, int] | None:
-        """Count the tokens of the block before that stay, and find this block's first one; None if they never agree."""
-        own = coded.placed(0, coded.token_at(_OVERLAP))
-        where: dict[tuple[int, int, int], int] = {}
-        for token, each in enumerate(own):
-            where.setdefault(each, token)
-        best = 0, 0, 0
-        for token, each in enumerate(self._held):
-            if each[1] >= _OVERLAP // 2 and (at := where.get(each)) is not None and best[0] < _AGREEING:
-                both = zip(self._held[token : token + _AGREEING], own[at:], strict=False)
-                agreeing = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-                best = max(best, (agreeing, token, at), key=itemgetter(0))
-        if best[0]:
-            return best[1:]
-        return None
-
-
-def _take_blocks(blocks: Iterator[_Block], most: int) -> list[_Block]:
-    """Take the next blocks, of at least `most` characters together; none at the end."""
-    found = list[_Block]()
-    while sum(len(block.text) for block in found) < most and (block := next(blocks, None)) is not None:
-        found.append(block)
-    return found
-
-
-def _document_marks(tokenizer: Any) -> tuple[list[int], list[int]]:
-    if tokenizer.bos_token_id is not None:
-        return [tokenizer.bos_token_id], []
-    if tokenizer.eos_token_id is not None:
-        return [], [tokenizer.eos_token_id]
-    raise ValueError(
-        "documents cannot be kept apart: the tokenizer has no BOS and no EOS; drop the separator, and read one text"
-    )
-
-
-def _marks_around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    coded = tokenizer("a", return_special_tokens_mask=True)
-    before, behind = (
-        [id_ for id_, _ in takewhile(itemgetter(1), zip(ids, marks, strict=True))]
-        for ids, marks in (
-            (coded["input_ids"], coded["special_tokens_mask"]),
-            (coded["input_ids"][::-1], coded["special_tokens_mask"][::-1]),
-        )
-    )
-    return before, behind[::-1]
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from surgeon.checkpoint.messages import Message, chat_text, opening
+from surgeon.checkpoint.messages import Message, begin_conversation, chat_text
 from surgeon.checkpoint.texts import Encoder, encode
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.service import Service
@@ -58,7 +58,7 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     def reset(self) -> None:
         """Forget what was said, but for the system message."""
-        self.messages: list[Message] = opening(self._system)
+        self.messages: list[Message] = begin_conversation(self._system)
 
     def say(self, text: str) -> Iterator[str]:
         """Give the pieces of the answer to a message, as they come.

@@ -51,7 +51,7 @@ class TaskAccuracy:
         for objective in self.objectives:
             if objective.name == ACCURACY and objective.on is not None:
                 self._tasks[str(objective)] = load_tasks(
-                    [objective.on], positions, seeds=self.settings.seeds
+                    [objective.on], positions, seed=self.settings.seed
                 )
 
     def measure(self, programs: Iterable[Program]) -> dict[Program, dict[str, float]]:

@@ -21,8 +21,8 @@ from scipy import stats
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from surgeon.analysis.engine.machine import windows_at_once, working_bytes
 from surgeon.analysis.engine.measure import MeasureOptions, measure, streams_after
-from surgeon.analysis.engine.memory import windows_at_once, working_bytes
 from surgeon.analysis.engine.prefixes import StateCache
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.checkpoint.load import streamed_layers
@@ -157,12 +157,16 @@ class Evaluator:
         def is_done(program: Program, windows: range) -> bool:
             if most is not None and windows.start >= most:
                 return True
-            if (
-                best is not None
-                and program not in lost
-                and parts[program]
-                and self._is_lost(parts[program], best)
-            ):
+            if best is None or program in lost or not parts[program]:
+                return program in lost
+            name = "blocks"
+            if name in best.windows:
+                own = _blocks(parts[program])
+            else:  # windows are many, or the best was measured by something else
+                name = "divergence"
+                own = join_measures(parts[program])[1]
+            blocks = self.blocks if name == "blocks" else 1
+            if is_lost(own, best.by_window(name)[: len(own)], blocks):
                 lost.add(program)
             return program in lost
 
@@ -182,13 +186,6 @@ class Evaluator:
             part = ids.numel() / self.windows.ids.numel()
             options = replace(options, cache=None, ran=lambda amount: self._ran(amount * part))
         return streams_after(self.model, ids, windows, plan, options)
-
-    def _is_lost(self, parts: list[ByWindow], best: Quality) -> bool:
-        if "blocks" in best.windows:
-            own = _blocks(parts)
-            return is_lost(own, best.by_window("blocks")[: len(own)], self.blocks)
-        own = join_measures(parts)[1]  # windows are many, or the best was measured by something else
-        return is_lost(own, best.by_window("divergence")[: len(own)])
 
     def _options(
         self, plan: SharedPlan, is_done: Callable[[Program, range], bool] = lambda *_: False

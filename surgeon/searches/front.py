@@ -44,22 +44,6 @@ def pareto_front(trials: Sequence[Trial], objectives: Sequence[Aspect], pricing:
 
 
 @dataclass(frozen=True)
-class Knee:
-    """The knee of a curve, within what was measured: deeper cuts move it.
-
-    Attributes:
-        cost: None where the curve has none: it is straight, or has too few points.
-        low, high: its 95% interval, by resampling windows.
-        share: of the resamples that have one.
-    """
-
-    cost: float | None
-    low: float
-    high: float
-    share: float
-
-
-@dataclass(frozen=True)
 class CurvePoint:
     """The best trial at some cost.
 
@@ -81,31 +65,37 @@ class QualityCurve:
     Attributes:
         name: of the space, or `TOGETHER`.
         points: the unedited model, then the best of each cost, the dearest first.
+        knee: its cost, within what was measured (deeper cuts move it); None where the curve has none: it is straight,
+            or has too few points.
+        low, high: the 95% interval of the knee, by resampling windows.
+        share: of the resamples that have one.
     """
 
     along: Aspect
     name: str
     points: tuple[CurvePoint, ...]
-    knee: Knee
+    knee: float | None
+    low: float
+    high: float
+    share: float
 
     def line(self) -> str:
         show = self.along.show
-        knee = self.knee
         first = self.along.quantity.show(self.points[0].cost)
         last = min(point.cost for point in self.points if point.divergence <= MOST_DIVERGENCE)
-        if knee.cost is None:
+        if self.knee is None:
             return f"{self.name}: no knee between {self.along.name} {first} and {show(last)}"
-        ends = sorted([knee.low, knee.high], reverse=self.along.quantity.upward)
-        if knee.share:
+        ends = sorted([self.low, self.high], reverse=self.along.quantity.upward)
+        if self.share:
             known = f"95% interval {' to '.join(map(self.along.quantity.show, ends))}"
         else:
             known = "no interval"
-        if knee.share < CONFIDENCE:
-            unsure = f", in {knee.share:.0%} of the resamples"
+        if self.share < CONFIDENCE:
+            unsure = f", in {self.share:.0%} of the resamples"
         else:
             unsure = ""
         looked = f"looked for as far as {show(last)}, within a divergence of {MOST_DIVERGENCE:g} nat"
-        return f"{self.name}: the knee is at {show(knee.cost)} of {first} ({known}{unsure}), {looked}"
+        return f"{self.name}: the knee is at {show(self.knee)} of {first} ({known}{unsure}), {looked}"
 
 
 def quality_curves(
@@ -142,13 +132,15 @@ def quality_curves(
             points.append(CurvePoint(float(costs[row]), trial, float(means[row]), max(0.0, low), high))
         curves.append(
             QualityCurve(
-                along, name, tuple(points), bootstrapped_knee(costs, windows, resamples=resamples)
+                along, name, tuple(points), *bootstrapped_knee(costs, windows, resamples=resamples)
             )
         )
     return curves
 
 
-def bootstrapped_knee(costs: Numbers, windows: Numbers, resamples: int = RESAMPLES) -> Knee:
+def bootstrapped_knee(
+    costs: Numbers, windows: Numbers, resamples: int = RESAMPLES
+) -> tuple[float | None, float, float, float]:
     """The knee of the lower envelope of programs' divergence, with its interval.
 
     For every resample of the windows (Efron 1979, with replacement) the means, the envelope and the knee are found
@@ -157,6 +149,9 @@ def bootstrapped_knee(costs: Numbers, windows: Numbers, resamples: int = RESAMPL
     Args:
         costs: (programs,).
         windows: (programs, windows), the divergence of each.
+
+    Returns:
+        As `QualityCurve` has them, its cost, both ends of the interval, and the share of resamples that have one.
     """
     finite = np.isfinite(windows).all(axis=1)
     costs = costs[finite]
@@ -167,7 +162,7 @@ def bootstrapped_knee(costs: Numbers, windows: Numbers, resamples: int = RESAMPL
     knees = np.array([one for one in found if one is not None])
     ends = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
     low, high = np.quantile(knees, ends) if len(knees) else (math.nan, math.nan)
-    return Knee(
+    return (
         knee_of(*lower_envelope(costs, windows.mean(axis=1))),
         float(low),
         float(high),

@@ -129,8 +129,9 @@ def fast_enough_here(
         say_aside(f"trial {trial.number}: {missed or f'measured {times[program]}'}")
         fast += [] if missed else [trial]
     if not fast:
+        budget = ",".join(map(str, limits))
         raise ValueError(
-            f"none of the best {len(programs)} programs keeps {question.budget} when it is measured here; ask for "
+            f"none of the best {len(programs)} programs keeps {budget} when it is measured here; ask for "
             "less, or leave more room to the prediction"
         )
     return fast

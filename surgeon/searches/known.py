@@ -21,14 +21,13 @@ import pandas as pd
 
 from surgeon.analysis.engine.measure import read_programs
 from surgeon.analysis.engine.sharing import simplify
-from surgeon.analysis.factors.calibration import load_recorded
 from surgeon.analysis.factors.factor_plan import FactorPlan, Making, NoSource
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.analysis.factors.rank_recipe import ranked
+from surgeon.analysis.factors.rank_recipe import factorise_program
 from surgeon.analysis.scan import JOURNAL
 from surgeon.analysis.spectrum import read_findings
-from surgeon.analysis.subject import Subject
+from surgeon.analysis.subject import Subject, load_recorded
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.findings.edit import Choice, Edit, as_choice
 from surgeon.findings.scan import Scan
@@ -132,7 +131,8 @@ class Known:
         return replace(
             mixture,
             spaces=tuple(
-                MatrixRanks(ranks, one.ranks) if isinstance(one, LowRanks) else one for one in spaces
+                MatrixRanks(one.ranks, measured=ranks) if isinstance(one, LowRanks) else one
+                for one in spaces
             ),
         )
 
@@ -249,19 +249,16 @@ def read_known(folders: Iterable[Path], model: Model, windows: Windows) -> Known
         )
     if not spectra or spectra[0].ranks is None or spectra[0].ranks.method == "plain":
         return Known(passes)
-    return Known(tuple(one if one.ranks is not None else _without_factors(one) for one in passes))
-
-
-def _without_factors(found: KnownPass) -> KnownPass:
-    """Leave out programs with factors, which are plain ones, where a search's are not."""
-    programs = {text: measured for text, measured in found.programs.items() if "@" not in text}
-    divergence = {text: value for text, value in found.divergence.items() if "@" not in text}
-    return replace(found, programs=programs, divergence=divergence)
-
-
-def measured_ranks(mixture: Mixture) -> MeasuredRanks | None:
-    """Ranks of the space `rank`, where a spectrum has measured them."""
-    return next((space.measured for space in mixture.spaces if isinstance(space, MatrixRanks)), None)
+    # Programs of other passes have plain factors, where a search's are not.
+    known = []
+    for one in passes:
+        if one.ranks is None:
+            programs = {text: quality for text, quality in one.programs.items() if "@" not in text}
+            divergence = {text: value for text, value in one.divergence.items() if "@" not in text}
+            known.append(replace(one, programs=programs, divergence=divergence))
+        else:
+            known.append(one)
+    return Known(tuple(known))
 
 
 def _read_folder(folder: Path, model: Model, windows: Windows) -> Iterator[KnownPass]:
@@ -272,7 +269,20 @@ def _read_folder(folder: Path, model: Model, windows: Windows) -> Iterator[Known
             f"{folder} holds no finished {', '.join(names)} or {last}, which a search could use"
         )
     if Scan in there:
-        yield _read_scan(folder, model, windows)
+        Scan.read(folder, model.hash)
+        identity, values = read_programs(folder / JOURNAL, "scan")
+        programs = {}
+        divergence = {}
+        for text, (nll, diverged, done, *accepted) in values.items():
+            seen = ~np.isnan(done)
+            divergence[text] = mean_divergence(diverged[seen])
+            if seen.all() and identity.get("data") == windows.digest:
+                by_name = zip(ACCEPTANCES, accepted, strict=True)
+                measured = {name: own for name, own in by_name if not np.isnan(own).any()}
+                programs[text] = quality_of(
+                    {"nll": nll, "divergence": diverged, **measured}, windows.predicted
+                )
+        yield KnownPass(Scan.COMMAND, folder, programs, divergence)
     if Spectrum in there:
         yield _read_spectrum(folder, model, windows)
     if Similarity in there:
@@ -299,26 +309,6 @@ def _by_layer(layers: pd.Series[int], values: pd.Series[float]) -> dict[int, flo
     }
 
 
-def _read_scan(folder: Path, model: Model, windows: Windows) -> KnownPass:
-    Scan.read(folder, model.hash)
-    identity, values = read_programs(folder / JOURNAL, "scan")
-    programs = {}
-    divergence = {}
-    for text, (nll, diverged, done, *accepted) in values.items():
-        seen = ~np.isnan(done)
-        divergence[text] = mean_divergence(diverged[seen])
-        if seen.all() and identity.get("data") == windows.digest:
-            measured = {
-                name: own
-                for name, own in zip(ACCEPTANCES, accepted, strict=True)
-                if not np.isnan(own).any()
-            }
-            programs[text] = quality_of(
-                {"nll": nll, "divergence": diverged, **measured}, windows.predicted
-            )
-    return KnownPass(Scan.COMMAND, folder, programs, divergence)
-
-
 def _read_spectrum(folder: Path, model: Model, windows: Windows) -> KnownPass:
     record = Spectrum.read(folder, model.hash).record
     identity, found = read_findings(folder)
@@ -338,7 +328,7 @@ def _read_spectrum(folder: Path, model: Model, windows: Windows) -> KnownPass:
         if truncation.method != method or not saves(rank, *found.spectra[matrix].size):
             continue  # it is of another method, or larger than the matrix
         ranks.setdefault((matrix.layer, matrix.role), []).append(rank)
-        text = str(ranked(model.program, {matrix: rank}))
+        text = str(factorise_program(model.program, {matrix: rank}))
         divergence[text] = mean_divergence(quality["divergence"])
         if identity.get("data") == windows.digest:
             programs[text] = quality_of(quality, windows.predicted)
@@ -400,7 +390,7 @@ def open_factors(
     if make:
         text = load_recorded(subject.opened, ranks.calibration)
         wanted = {Matrix.of(layer, role): rank for (layer, role), rank in highest.items()}
-        plan = FactorPlan.all_by(Making(ranks.method), ranked(subject.opened.program, wanted))
+        plan = FactorPlan.all_by(Making(ranks.method), factorise_program(subject.opened.program, wanted))
         source = make_factors(
             subject.model, plan, text, folder, model_hash=subject.opened.hash, memory=subject.memory
         ).source

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 
 from surgeon.findings.edit import Choice, Edit, as_choice
 from surgeon.language.operations.applied import AppliedOperation
@@ -35,13 +35,11 @@ class Mixture:
 
     Attributes:
         spaces: in the order in which they change the program.
-        ranks: tensor-parallel ones, that programs are to run on.
         obstacle: the reason, if any, why the program of a recipe is not searched for.
     """
 
     spaces: tuple[Space, ...]
     model: Model
-    ranks: int = 2
     obstacle: Callable[[Recipe, Program], str] | None = field(default=None, repr=False, compare=False)
     _claims: dict[Edit, frozenset[Claim]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -49,12 +47,12 @@ class Mixture:
 
     def on_text(self, text: Calibration) -> Mixture:
         """Bind the spaces to a search's text, as recipes name it."""
-        return replace(self, spaces=tuple(space.on_text(text) for space in self.spaces))
+        return replace(self, spaces=tuple(replace(space, text=text) for space in self.spaces))
 
     def by_saliency(self, orders: Orders) -> Mixture:
         """Give the spaces the saliency orders of mixtures' experts on the search's text."""
         spaces = (
-            one.by_saliency(orders) if isinstance(one, KeptExperts) else one for one in self.spaces
+            replace(one, orders=orders) if isinstance(one, KeptExperts) else one for one in self.spaces
         )
         return replace(self, spaces=tuple(spaces))
 
@@ -101,7 +99,6 @@ class Mixture:
         for edit in sorted({edit for space in self.spaces for edit in space.edits(self.model)}):
             try:
                 program = self.program((edit,))
-                program.sync_points(self.ranks)  # which a fork may not spread over
             except ValueError:
                 continue
             if program != self.model.program:
@@ -176,11 +173,12 @@ class Mixture:
     def claims(self, edit: Edit) -> frozenset[Claim]:
         """The claims of an edit."""
         if edit not in self._claims:
-            if edit.space not in self._spaces:
+            spaces = {space.name: space for space in self.spaces}
+            if edit.space not in spaces:
                 raise ValueError(
-                    f"{edit} is of none of the spaces that are searched: {', '.join(self._spaces)}"
+                    f"{edit} is of none of the spaces that are searched: {', '.join(spaces)}"
                 )
-            self._claims[edit] = self._spaces[edit.space].claims(edit)
+            self._claims[edit] = spaces[edit.space].claims(edit)
         return self._claims[edit]
 
     @cached_property
@@ -243,11 +241,6 @@ class Mixture:
             for name, edits in self.parameters.items()
         }
 
-    @property
-    def numbers(self) -> dict[str, BaseDistribution]:
-        """The parameters as whole numbers."""
-        return {name: IntDistribution(0, len(edits)) for name, edits in self.parameters.items()}
-
     def values(self, choice: Choice) -> dict[str, str]:
         found = dict.fromkeys(self.parameters, NONE)
         for name, edits in self.parameters.items():
@@ -282,10 +275,6 @@ class Mixture:
             if self.is_free(chosen, edit):
                 chosen.append(edit)
         return tuple(chosen)
-
-    @cached_property
-    def _spaces(self) -> dict[str, Space]:
-        return {space.name: space for space in self.spaces}
 
     def _apply(self, choice: Choice) -> Iterator[tuple[AppliedOperation, Program]]:
         """The operations, each with the program after it."""

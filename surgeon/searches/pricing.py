@@ -97,10 +97,6 @@ class Pricing:
                 )
         return tuple(found)
 
-    def prices(self, program: Program) -> tuple[float, ...]:
-        """A program's costs, in the order of `aspects`; infinite where the ranks cannot run it."""
-        return tuple(self.price(aspect, program) for aspect in self.aspects)
-
     def shortfalls(self, limits: Iterable[Limit], program: Program) -> tuple[float, ...]:
         """The program's shortfall from each priced limit."""
         priced = (limit for limit in limits if limit.aspect.is_priced)
@@ -154,14 +150,6 @@ class Pricing:
         return self._sum(
             "wire_bytes", program, lambda part: _sent_bytes(self.model.shapes, self._plan(part))
         )
-
-    def pass_seconds(self, program: Program, on: str) -> float:
-        """Predict what a pass takes that drafts a token of every text."""
-        return self.seconds(program, on, self.drafting(on).plan(program))
-
-    def slowness(self, program: Program, on: str) -> float:
-        """Predict the time of a token in parts of the unedited model's."""
-        return self.seconds(program, on) / self.seconds(self.model.program, on)
 
     def drafting(self, on: str) -> DraftPrices:
         if on not in self._drafting:

@@ -176,7 +176,9 @@ QUANTITIES = {
             "speedup",
             _times,
             _show_times,
-            lambda costs, program, on: costs.slowness(program, on),
+            lambda costs, program, on: (
+                costs.seconds(program, on) / costs.seconds(costs.model.program, on)
+            ),
             timed=True,
             upward=True,
             divides=False,
@@ -186,7 +188,7 @@ QUANTITIES = {
             DRAFT_PASS,
             _seconds,
             show_seconds,
-            lambda costs, program, on: costs.pass_seconds(program, on),
+            lambda costs, program, on: costs.seconds(program, on, costs.drafting(on).plan(program)),
             timed=True,
         ),
         # Times the unedited model's tokens per second, with the same text, where the program drafts for it.
@@ -385,38 +387,33 @@ def parse_limits(text: str) -> tuple[Limit, ...]:
     Raises:
         ValueError: if one cannot be read, its quantity is unknown, it limits nothing, or one is limited twice.
     """
-    limits = tuple(_limit(part.strip()) for part in text.split(","))
-    for number, limit in enumerate(limits):
-        for other in limits[:number]:
-            if other.aspect == limit.aspect:
-                raise ValueError(
-                    f"budget {text!r} limits {limit.aspect} twice, by {other} and {limit}; keep one"
-                )
-    return limits
-
-
-def _limit(text: str) -> Limit:
-    match = _LIMIT.fullmatch(text)
-    if match is None:
-        raise ValueError(
-            f"budget {text!r} should be a quantity and a value, as in depth=12 or latency=12ms@h100-sxm"
-        )
-    name, sign, amount, on = match.group("name", "sign", "amount", "on")
-    aspect = aspect_of(name, on, text)
-    if aspect.name == DRAFT:
-        raise ValueError(
-            f"budget {text!r}: a {DRAFT} is an objective, and no limit; leave it out, and ask for it as such"
-        )
-    aspect = replace(aspect, deep=aspect.name == "depth" and sign == ">=")
-    if sign == ("<=" if aspect.quantity.upward else ">="):
-        raise ValueError(
-            f"budget {text!r} is no limit to what a search may spend; write {name}{'>=' if sign == '<=' else '<='}"
-            f"{amount}{'' if on is None else '@' + on}"
-        )
-    try:
-        return _read(aspect, amount, text)
-    except ValueError as error:
-        raise ValueError(f"budget {text!r}: {error}") from None
+    limits: dict[Aspect, Limit] = {}
+    for part in map(str.strip, text.split(",")):
+        match = _LIMIT.fullmatch(part)
+        if match is None:
+            raise ValueError(
+                f"budget {part!r} should be a quantity and a value, as in depth=12 or latency=12ms@h100-sxm"
+            )
+        name, sign, amount, on = match.group("name", "sign", "amount", "on")
+        aspect = aspect_of(name, on, part)
+        if aspect.name == DRAFT:
+            raise ValueError(
+                f"budget {part!r}: a {DRAFT} is an objective, and no limit; leave it out, and ask for it as such"
+            )
+        aspect = replace(aspect, deep=aspect.name == "depth" and sign == ">=")
+        if sign == ("<=" if aspect.quantity.upward else ">="):
+            raise ValueError(
+                f"budget {part!r} is no limit to what a search may spend; write "
+                f"{name}{'>=' if sign == '<=' else '<='}{amount}{'' if on is None else '@' + on}"
+            )
+        try:
+            limit = _read(aspect, amount, part)
+        except ValueError as error:
+            raise ValueError(f"budget {part!r}: {error}") from None
+        other = limits.setdefault(aspect, limit)
+        if other is not limit:
+            raise ValueError(f"budget {text!r} limits {aspect} twice, by {other} and {limit}; keep one")
+    return tuple(limits.values())
 
 
 def _read(aspect: Aspect, amount: str, text: str) -> Limit:

@@ -132,8 +132,17 @@ class Question:
         able = []
         for name in usual:
             mixture = self._mixture(name, model)
-            if mixture.edits if pricing is None else _saves(mixture, pricing):
-                able.append(name)
+            if pricing is None:
+                able += [name] if mixture.edits else []
+                continue
+            for aspect, dense in pricing.dense.items():
+                best: dict[int, float] = {}
+                for edit, program in zip(mixture.edits, mixture.single_edits, strict=True):
+                    saved = dense - pricing.price(aspect, program)
+                    best[edit.first] = max(best.get(edit.first, 0.0), saved)
+                if sum(best.values()) > _LITTLE * abs(dense):
+                    able.append(name)
+                    break
         return replace(self, space=",".join(able or usual))
 
     @cached_property
@@ -226,21 +235,11 @@ class Question:
 
     def _mixture(self, spaces: str, model: Model) -> Mixture:
         obstacle = None if self.draft is None else draft_obstacle(model, self.ranks)
-        return Mixture(parse_spaces(spaces, self.ranks), model, self.ranks, obstacle)
+        return Mixture(parse_spaces(spaces, self.ranks), model, obstacle)
 
     def pricing(self, model: Model, here: Hardware | None = None) -> Pricing:
         deployment = Deployment(self.ranks, emulated=parse_link(self.link_delay, None))
         return open_pricing(model, self.aspects, deployment, self.workload(model.positions), here)
-
-
-def _saves(mixture: Mixture, pricing: Pricing) -> bool:
-    for aspect, dense in pricing.dense.items():
-        best: dict[int, float] = {}
-        for edit, program in zip(mixture.edits, mixture.single_edits, strict=True):
-            best[edit.first] = max(best.get(edit.first, 0.0), dense - pricing.price(aspect, program))
-        if sum(best.values()) > _LITTLE * abs(dense):
-            return True
-    return False
 
 
 _BETWEEN_EQUALS = 1e-6  # weight of what decides between programs that cost the same
@@ -299,10 +298,6 @@ class PricedQuestion:
     def has_one_best(self) -> bool:
         return not self.along or bool(self.settings.of_quality) or self.settings.draft is not None
 
-    @property
-    def objectives(self) -> tuple[Aspect, ...]:
-        return self.settings.objectives
-
     def valued(self, program: Program, measured: Quality) -> Quality:
         """Add a program's value as a draft to its quality, where that is asked for."""
         if self.drafting is None:
@@ -310,20 +305,16 @@ class PricedQuestion:
         return self.drafting.valued(program, measured)
 
     @property
-    def budget(self) -> str:
-        return ",".join(map(str, self.settings.limits))
-
-    @property
     def traded(self) -> tuple[Aspect, ...]:
         """The axes of the front: objectives, and costs in `along` unless drafts settle them."""
         if self.settings.draft is not None:
-            return self.objectives
-        return tuple(dict.fromkeys([*self.objectives, *self.along]))
+            return self.settings.objectives
+        return tuple(dict.fromkeys([*self.settings.objectives, *self.along]))
 
     def front(self, trials: Sequence[Trial]) -> list[Trial]:
         """Non-dominated trials in the objectives, and in those with each cost of `along` beside; sorted by costs."""
-        others = [cost for cost in self.along if cost not in self.objectives]
-        trades = [(*self.objectives, cost) for cost in others] or [self.objectives]
+        others = [cost for cost in self.along if cost not in self.settings.objectives]
+        trades = [(*self.settings.objectives, cost) for cost in others] or [self.settings.objectives]
         best = {
             trial.number: trial for one in trades for trial in pareto_front(trials, one, self.pricing)
         }
@@ -400,16 +391,11 @@ class PricedQuestion:
         if not trial.measured.whole or not self.is_met(trial):
             return math.inf
         if not self.is_for_the_cheapest:
-            return self.costs(trial)[0]
+            return self.pricing.costs(self.settings.objectives, trial)[0]
         dense = self.pricing.dense[self.along[0]]
         divergence = trial.measured.divergence
-        return self.price(self.along[0], trial) / dense + _BETWEEN_EQUALS * divergence / (1 + divergence)
-
-    def costs(self, trial: Trial) -> tuple[float, ...]:
-        return self.pricing.costs(self.objectives, trial)
-
-    def price(self, aspect: Aspect, trial: Trial) -> float:
-        return self.pricing.price(aspect, trial.program)
+        price = self.pricing.price(self.along[0], trial.program)
+        return price / dense + _BETWEEN_EQUALS * divergence / (1 + divergence)
 
     def lacks_of_quality(self, measured: Quality) -> tuple[float, ...]:
         return tuple(limit.lack(measured, self.original) for limit in self.settings.of_quality)
@@ -426,13 +412,14 @@ class PricedQuestion:
         if best is None or math.isinf(self.cost(best)):
             return ""
         if self.is_for_the_cheapest:
-            return f"best {self.along[0].show(self.price(self.along[0], best))}"
+            cheapest = self.along[0]
+            return f"best {cheapest.show(self.pricing.price(cheapest, best.program))}"
         if self.settings.draft is not None:
             return f"best {self.settings.draft.show(self.cost(best))}"
         return f"best {self.cost(best):.4g}"
 
 
-def priced(question: Question, mixture: Mixture, here: Hardware | None = None) -> Pricing:
+def price_question(question: Question, mixture: Mixture, here: Hardware | None = None) -> Pricing:
     """Open the pricing of a question whose limits can be met, with warnings about them."""
     pricing = question.pricing(mixture.model, here)
     for note in (*pricing.notes, *require_work(question.limits, pricing)):

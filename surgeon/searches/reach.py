@@ -10,7 +10,6 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
 from surgeon.findings.edit import Choice, as_choice
-from surgeon.language.program import Program
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DEPTH, DRAFT_PASS, NEAR, Aspect, Limit
@@ -49,7 +48,9 @@ def require_work(limits: Sequence[Limit], pricing: Pricing) -> list[str]:
             more.append("less")
         notes.append(f"{limit}: {words}; it only keeps programs from {kept}")
     if said and len(said) == len(priced):
-        raise ValueError(f"budget {_words(limits)}: {' and '.join(said)}; ask for {' and '.join(more)}")
+        raise ValueError(
+            f"budget {','.join(map(str, limits))}: {' and '.join(said)}; ask for {' and '.join(more)}"
+        )
     return notes
 
 
@@ -100,34 +101,26 @@ def require_reachable(limits: Sequence[Limit], pricing: Pricing, mixture: Mixtur
         if short:
             nearest = reach([limit], pricing, mixture)
             after = mixture.program(nearest)
-            if any(pricing.shortfalls([limit], after)):
-                last = sum(mixture.attentions_lost[edit] for edit in nearest) == mixture.most_lost > 0
-                hopeless.append(_out_of_reach(limit, pricing, mixture, after, last))
+            if not any(pricing.shortfalls([limit], after)):
+                continue
+            last = sum(mixture.attentions_lost[edit] for edit in nearest) == mixture.most_lost > 0
+            spaces = ", ".join(space.name for space in mixture.spaces)
+            before = limit.aspect.show(pricing.dense[limit.aspect])
+            least = limit.aspect.show(pricing.price(limit.aspect, after))
+            upward = limit.aspect.quantity.upward
+            verb = "bring" if "," in spaces else "brings"
+            said = f"{spaces} {verb} the model from {before} to {least} at the {'most' if upward else 'least'}"
+            if before == least:
+                said = f"no edit of {spaces} {'raises' if upward else 'lowers'} the model's {before}"
+            elif last:
+                said += ", as a program has to keep one attention"
+            hopeless.append(f"{limit} is out of reach: {said}")
     if hopeless:
         raise ValueError(f"budget {'; '.join(hopeless)}")
     had = ", ".join(limit.aspect.show(pricing.price(limit.aspect, program)) for limit in priced)
     raise ValueError(
-        f"budget {_words(limits)}: each of its limits can be met, but not all at once was found how; the nearest has "
-        f"{had}"
-    )
-
-
-def _words(limits: Sequence[Limit]) -> str:
-    return ",".join(map(str, limits))
-
-
-def _out_of_reach(limit: Limit, pricing: Pricing, mixture: Mixture, nearest: Program, last: bool) -> str:
-    spaces = ", ".join(space.name for space in mixture.spaces)
-    before = limit.aspect.show(pricing.dense[limit.aspect])
-    after = limit.aspect.show(pricing.price(limit.aspect, nearest))
-    upward = limit.aspect.quantity.upward
-    if before == after:
-        return f"{limit} is out of reach: no edit of {spaces} {'raises' if upward else 'lowers'} the model's {before}"
-    verb = "bring" if "," in spaces else "brings"
-    why = ", as a program has to keep one attention" if last else ""
-    end = "most" if upward else "least"
-    return (
-        f"{limit} is out of reach: {spaces} {verb} the model from {before} to {after} at the {end}{why}"
+        f"budget {','.join(map(str, limits))}: each of its limits can be met, but not all at once was found how; the "
+        f"nearest has {had}"
     )
 
 

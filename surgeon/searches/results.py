@@ -22,7 +22,7 @@ from surgeon.quality.summary import ACCEPTANCES, Quality
 from surgeon.searches.drafting import FoundDraft
 from surgeon.searches.front import QualityCurve
 from surgeon.searches.mixture import Trial
-from surgeon.searches.quantities import DEPTH, Aspect, Limit
+from surgeon.searches.quantities import DEPTH, Limit
 from surgeon.searches.question import PricedQuestion
 from surgeon.searches.search import SUBLAYERS
 from surgeon.searches.terms import Terms
@@ -70,6 +70,7 @@ class Winner:
 
 def trials_table(question: PricedQuestion, trials: Sequence[Trial]) -> pd.DataFrame:
     """One row per trial, in order: its edits, costs, quality and program."""
+    aspects = dict.fromkeys([DEPTH, *question.pricing.aspects])
     rows = []
     for trial in trials:
         level = trial.level
@@ -79,8 +80,8 @@ def trials_table(question: PricedQuestion, trials: Sequence[Trial]) -> pd.DataFr
             "level": math.nan if level is None else level,
             "edits": trial.edits,
             **{
-                str(aspect): aspect.natural(question.price(aspect, trial))
-                for aspect in _priced_aspects(question)
+                str(aspect): aspect.natural(question.pricing.price(aspect, trial.program))
+                for aspect in aspects
             },
             **_quality(trial.measured),
             "tokens": trial.measured.tokens,
@@ -98,7 +99,8 @@ def terms_table(question: PricedQuestion, terms: Terms) -> pd.DataFrame:
     mixture = question.mixture
     pricing = question.pricing
     dense = {
-        aspect: pricing.price(aspect, mixture.model.program) for aspect in _priced_aspects(question)
+        aspect: pricing.price(aspect, mixture.model.program)
+        for aspect in dict.fromkeys([DEPTH, *pricing.aspects])
     }
     rows = []
     for place, (edit, program) in enumerate(zip(mixture.edits, mixture.single_edits, strict=True)):
@@ -159,10 +161,10 @@ def quality_table(curves: Sequence[QualityCurve]) -> pd.DataFrame:
     rows = []
     for curve in curves:
         natural = curve.along.natural
-        low, high = sorted([natural(curve.knee.low), natural(curve.knee.high)])
-        knee = {"knee_low": low, "knee_high": high, "knee_share": curve.knee.share}
+        low, high = sorted([natural(curve.low), natural(curve.high)])
+        knee = {"knee_low": low, "knee_high": high, "knee_share": curve.share}
         for point in curve.points:
-            is_knee = point.cost == curve.knee.cost
+            is_knee = point.cost == curve.knee
             row = {
                 "along": str(curve.along),
                 "space": curve.name,
@@ -179,10 +181,6 @@ def quality_table(curves: Sequence[QualityCurve]) -> pd.DataFrame:
     if rows:
         return pd.DataFrame(rows).astype({"trial": "Int64"})
     return pd.DataFrame()
-
-
-def _priced_aspects(question: PricedQuestion) -> list[Aspect]:
-    return list(dict.fromkeys([DEPTH, *question.pricing.aspects]))
 
 
 def _quality(measured: Quality) -> dict[str, float]:
@@ -205,7 +203,7 @@ def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str
     ]
 
 
-def commented(
+def comment_recipe(
     recipe: Recipe, question: PricedQuestion, winner: Winner, record: Mapping[str, Any]
 ) -> str:
     """Write the winner's recipe with measurements in comments."""

@@ -16,7 +16,7 @@ from threading import Lock
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.distributions import BaseDistribution
 from optuna.samplers import (
     BaseSampler,
     CmaEsSampler,
@@ -32,7 +32,7 @@ from surgeon.findings.edit import SOURCES, Choice
 from surgeon.quality.summary import Quality
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import Known
-from surgeon.searches.mixture import Proposal, Trial
+from surgeon.searches.mixture import NONE, Proposal, Trial
 from surgeon.searches.proposer import Proposer
 from surgeon.searches.quantities import DIVERGENCE
 from surgeon.searches.question import SURGEON, PricedQuestion
@@ -79,10 +79,7 @@ class Search:
 
     @cached_property
     def terms(self) -> Terms:
-        return self.known_terms or self.measured_terms()
-
-    def measured_terms(self) -> Terms:
-        return measure_terms(self.evaluator, self.terms_plan)
+        return self.known_terms or measure_terms(self.evaluator, self.terms_plan)
 
     @cached_property
     def terms_plan(self) -> TermsPlan:
@@ -171,7 +168,7 @@ class Search:
         if known not in self._trials:
             proposal = self.proposal(stored.params, stored.user_attrs)
             if MEASURED in stored.user_attrs:
-                read = _rounded(json.loads(measured))
+                read = _round_numbers(json.loads(measured))
                 windows = {name: tuple(own) for name, own in read.pop("windows").items()}
                 found = self.question.valued(proposal.program, Quality(**read, windows=windows))
             else:
@@ -193,11 +190,11 @@ class Search:
         sampler = trial.study.sampler
         is_numbered = isinstance(sampler, CmaEsSampler)  # which knows no categories, and no constraints
         mixture = self.question.mixture
-        for name, kind in (mixture.numbers if is_numbered else mixture.categories).items():
-            if isinstance(kind, IntDistribution):
-                trial.suggest_int(name, kind.low, kind.high)
-            elif isinstance(kind, CategoricalDistribution):
-                trial.suggest_categorical(name, kind.choices)
+        for name, edits in mixture.parameters.items():
+            if is_numbered:
+                trial.suggest_int(name, 0, len(edits))
+            else:
+                trial.suggest_categorical(name, [NONE, *map(str, edits)])
         # What the sampler has said of the trial is in the storage only.
         proposal = self.proposal(trial.params, trial.storage.get_trial(trial._trial_id).user_attrs)
         with self.lock:
@@ -219,7 +216,9 @@ class Search:
             trial.set_user_attr(name, value)
         for name, amount in constraints.items():
             trial.set_constraint(name, amount)
-        costs = self.costs(tried)
+        recorded = self.question.pricing.costs(self.question.settings.recorded, tried)
+        # Infinite ones are as bad as can be.
+        costs = [cost if math.isfinite(cost) else _WORST_COST for cost in recorded]
         if is_numbered and any(constraints.values()):
             return _OUTSIDE + math.fsum(constraints.values())
         if len(costs) > 1:
@@ -230,7 +229,10 @@ class Search:
         return costs[0]
 
     def measure(self, proposal: Proposal, earlier: Sequence[Trial], races: bool = True) -> Quality:
-        """Measure a proposal against the best of its kind so far, unless it is known."""
+        """Measure a proposal, unless it is known.
+
+        It is raced against the best trial so far of the same level and, where a cost has levels, of the same space.
+        """
         program = proposal.program
         same = next(
             (one.measured for one in earlier if one.key == proposal.key and one.measured.whole), None
@@ -240,14 +242,20 @@ class Search:
         if passed is not None and (drafting is None or passed.knows(drafting.by)):
             same = passed
         if same is None:
-            rival = self._rival(proposal, earlier) if races else None
-            same = self.evaluator.measure([program], None if rival is None else rival.measured)[program]
+            rivals = []
+            # By nothing but divergence something is known before a program has run through.
+            if races and self._is_by_divergence:
+                kind = MIXTURE if not self.question.along else self._space_of(proposal.choice)
+                rivals = [
+                    trial.measured
+                    for trial in earlier
+                    if trial.measured.whole
+                    and trial.level == proposal.level
+                    and kind in (MIXTURE, self._space_of(trial.choice))
+                ]
+            rival = min(rivals, key=lambda measured: measured.divergence, default=None)
+            same = self.evaluator.measure([program], rival)[program]
         return self.question.valued(program, same)
-
-    def costs(self, trial: Trial) -> list[float]:
-        """A trial's values in a study, by `question.settings.recorded`; infinite ones are as bad as can be."""
-        found = self.question.pricing.costs(self.question.settings.recorded, trial)
-        return [cost if math.isfinite(cost) else _WORST_COST for cost in found]
 
     def constraints(self, trial: Trial) -> dict[str, float]:
         """A trial's shortfalls, by the limits' texts."""
@@ -261,26 +269,9 @@ class Search:
             found[str(limit)] = min(short, _WORST)
         return found
 
-    def _rival(self, proposal: Proposal, earlier: Sequence[Trial]) -> Trial | None:
-        """Return the best trial so far of the same level and, where a cost has levels, of the same space.
-
-        None where programs are not compared by divergence: nothing else is known before a program has run through.
-        """
-        if not self._is_by_divergence:
-            return None
-        kind = MIXTURE if not self.question.along else self._space_of(proposal.choice)
-        same = [
-            trial
-            for trial in earlier
-            if trial.measured.whole
-            and trial.level == proposal.level
-            and kind in (MIXTURE, self._space_of(trial.choice))
-        ]
-        return min(same, key=lambda trial: (trial.measured.divergence, trial.number), default=None)
-
     @property
     def _is_by_divergence(self) -> bool:
-        return [one for one in self.question.objectives if not one.is_priced] == [DIVERGENCE]
+        return [one for one in self.question.settings.objectives if not one.is_priced] == [DIVERGENCE]
 
     def _space_of(self, choice: Choice) -> str:
         spaces = {edit.space for edit in choice}
@@ -289,17 +280,22 @@ class Search:
     def _proposer(self, question: PricedQuestion) -> Proposer:
         number = {edit: place for place, edit in enumerate(self.question.mixture.edits)}
         terms = self.terms.of([number[edit] for edit in question.mixture.edits])
-        known = self.known_choices
+        known = self.known.choices(self.question.mixture)
         # Only divergence is predicted, and only where choices were measured before is there enough to be sure by.
         sure = SURE if known and self._is_by_divergence else None
-        quality = [objective for objective in self.question.objectives if not objective.is_priced] or [
-            DIVERGENCE
-        ]
+        quality = [
+            objective for objective in self.question.settings.objectives if not objective.is_priced
+        ] or [DIVERGENCE]
 
-        def value(trial: Trial) -> float:
-            return self.question.pricing.costs(quality, trial)[0]
-
-        found = Proposer(question.mixture, terms, question.prices, question.goals, value, known, sure)
+        found = Proposer(
+            question.mixture,
+            terms,
+            question.prices,
+            question.goals,
+            lambda trial: self.question.pricing.costs(quality, trial)[0],
+            known,
+            sure,
+        )
         found = replace(found, goals=found.goals_worth_trying)
         if self.question.drafting is None:
             return found
@@ -308,19 +304,15 @@ class Search:
             return found
         return promising
 
-    @cached_property
-    def known_choices(self) -> dict[Choice, float]:
-        return self.known.choices(self.question.mixture)
 
-
-def _rounded(value: Any) -> Any:
+def _round_numbers(value: Any) -> Any:
     """Round the numbers of a JSON value to their significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, Mapping):
-        return {name: _rounded(inner) for name, inner in value.items()}
+        return {name: _round_numbers(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(inner) for inner in value]
+        return [_round_numbers(inner) for inner in value]
     return value
 
 

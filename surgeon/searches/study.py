@@ -30,7 +30,7 @@ from optuna.storages.journal._file import get_lock_file
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import URL, event, exc, make_url
 
-from surgeon.errors import did_you_mean, first_line, full_disk, is_full_disk, naming
+from surgeon.errors import did_you_mean, first_line, full_disk, is_full_disk, name_file
 from surgeon.processes.files import make_folder
 from surgeon.provenance import without_password
 from surgeon.searches.search import PROGRAM
@@ -103,31 +103,27 @@ def open_storage(address: str | None, output: Path) -> StudyStorage:
     if kind == "sqlite":
         if not url.database or url.database == ":memory:":
             raise ValueError(f"{address!r} names no file; it should be sqlite:///file")
-        return _open_sqlite(Path(url.database))
+        path = Path(url.database)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(
+                f"there is no folder {path.parent} to keep the study in; make it first"
+            )
+        url = URL.create("sqlite", database=str(path))
+        try:
+            with name_file(path):
+                backend = _set_up(url, {"connect_args": {"timeout": SECONDS_LOCKED}})
+        except exc.DatabaseError as error:
+            raise OSError(
+                f"{path} cannot hold a study: {first_line(error.orig or error)}; use another file"
+            ) from error
+        # Every transaction locks the file from its beginning. By default SQLite locks it at the first change, and
+        # Python's module begins none before: two workers could both find a trial waiting, and both take it.
+        engine = backend.engine
+        engine.dispose()  # of connections that began otherwise
+        event.listen(engine, "connect", lambda one, _: setattr(one, "isolation_level", None))
+        event.listen(engine, "begin", lambda one: one.exec_driver_sql("BEGIN IMMEDIATE"))
+        return StudyStorage(backend, f"sqlite:///{path}", file=path)
     return _open_server(url)
-
-
-def _open_sqlite(path: Path) -> StudyStorage:
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to keep the study in; make it first")
-    url = URL.create("sqlite", database=str(path))
-    try:
-        with naming(path):
-            backend = _set_up(url, {"connect_args": {"timeout": SECONDS_LOCKED}})
-    except exc.DatabaseError as error:
-        raise OSError(
-            f"{path} cannot hold a study: {first_line(error.orig or error)}; use another file"
-        ) from error
-    # Every transaction locks the file from its beginning. By default SQLite locks it at the first change, and Python's
-    # module begins none before: two workers could both find a trial waiting, and both take it.
-    backend.engine.dispose()  # of connections that began otherwise
-    event.listen(
-        backend.engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None)
-    )
-    event.listen(
-        backend.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE")
-    )
-    return StudyStorage(backend, f"sqlite:///{path}", file=path)
 
 
 def _open_server(url: URL) -> StudyStorage:
@@ -224,7 +220,7 @@ def _open_journal(path: Path) -> StudyStorage:
             first = file.read(len(JOURNAL_BEGINS))
     if not JOURNAL_BEGINS.startswith(first):
         raise ValueError(f"{path} is no journal of a study; name another file")
-    with naming(path):
+    with name_file(path):
         lock = JournalFileSymlinkLock(str(path))
         journal = JournalFileBackend(str(path), lock)
         # What a full disk or a lost machine has left of a last line is taken away: Optuna could not read on behind it.
@@ -291,7 +287,7 @@ def open_study(
     return study
 
 
-def kept(study: optuna.Study, name: str, compute: Callable[[], Any]) -> Any:
+def compute_once(study: optuna.Study, name: str, compute: Callable[[], Any]) -> Any:
     """Compute a JSON value that all workers need once, and keep it in the study."""
     identifier = study._study_id
     backend = study._storage
@@ -302,7 +298,7 @@ def kept(study: optuna.Study, name: str, compute: Callable[[], Any]) -> Any:
     return json.loads(backend.get_study_system_attrs(identifier)[name])
 
 
-def counted(study: optuna.Study) -> list[FrozenTrial]:
+def list_trials(study: optuna.Study) -> list[FrozenTrial]:
     """List the trials that were not given up."""
     return study.get_trials(deepcopy=False, states=COUNTED)
 
@@ -315,13 +311,13 @@ def run_trials(
     tell: Callable[[FrozenTrial], object],
 ) -> None:
     """Work with all other workers until the study has so many trials, or no more can be asked for."""
-    told = {one.number for one in counted(study) if one.state in FINISHED}
+    told = {one.number for one in list_trials(study) if one.state in FINISHED}
     # Numbers of processes are given again.
     me = [platform.node(), os.getpid(), psutil.Process().create_time()]
 
     def is_open() -> bool:
         is_over = until is not None and time.monotonic() >= until and bool(told)
-        return not is_over and len(counted(study)) < trials
+        return not is_over and len(list_trials(study)) < trials
 
     def after(study: optuna.Study, _: FrozenTrial) -> None:
         _tell_new(study, told, tell)
@@ -330,7 +326,9 @@ def run_trials(
 
     def measure(trial: optuna.Trial) -> Any:
         trial.set_user_attr(WORKER, me)
-        if sum(one.number < trial.number for one in counted(study)) >= trials or _is_twin(study, trial):
+        if sum(one.number < trial.number for one in list_trials(study)) >= trials or _is_twin(
+            study, trial
+        ):
             raise NotTried
         found = objective(trial)
         if getattr(study.sampler, "is_exhausted", False):  # it has said the best trial once more
@@ -341,9 +339,9 @@ def run_trials(
     while True:
         _fail_lost(study, me)
         # Else nothing was left to ask for, and nothing is new.
-        if is_open() and states_then != [one.state for one in counted(study)]:
+        if is_open() and states_then != [one.state for one in list_trials(study)]:
             study.optimize(measure, callbacks=[after], catch=(NotTried,))
-            states_then = [one.state for one in counted(study)]
+            states_then = [one.state for one in list_trials(study)]
         _tell_new(study, told, tell)
         if not _running_trials(study):
             return
@@ -351,7 +349,7 @@ def run_trials(
 
 
 def _tell_new(study: optuna.Study, told: set[int], tell: Callable[[FrozenTrial], object]) -> None:
-    for one in counted(study):
+    for one in list_trials(study):
         if one.state in FINISHED and one.number not in told:
             told.add(one.number)
             tell(one)
@@ -360,7 +358,7 @@ def _tell_new(study: optuna.Study, told: set[int], tell: Callable[[FrozenTrial],
 def _running_trials(study: optuna.Study) -> list[FrozenTrial]:
     """List trials that workers run; a notebook's are left to it."""
     return [
-        one for one in counted(study) if one.state == TrialState.RUNNING and WORKER in one.user_attrs
+        one for one in list_trials(study) if one.state == TrialState.RUNNING and WORKER in one.user_attrs
     ]
 
 
@@ -373,7 +371,7 @@ def _is_twin(study: optuna.Study, trial: optuna.Trial) -> bool:
         return False
     until = time.monotonic() + LONGEST_ASK
     while True:
-        others = [one for one in counted(study) if one.number != trial.number]
+        others = [one for one in list_trials(study) if one.number != trial.number]
         earlier = [
             one for one in others if one.number < trial.number and one.state == TrialState.RUNNING
         ]
@@ -385,28 +383,23 @@ def _is_twin(study: optuna.Study, trial: optuna.Trial) -> bool:
     return any(one.user_attrs.get(PROGRAM) == program for one in (*earlier, *finished))
 
 
-def _has_ended(machine: str, number: int, began: float) -> bool:
-    """Tell whether a process of this machine has ended."""
-    if machine != platform.node():
-        return False
-    try:
-        process = psutil.Process(number)
-        return (
-            abs(process.create_time() - began) > SAME_START or process.status() == psutil.STATUS_ZOMBIE
-        )
-    except psutil.NoSuchProcess:
-        return True
-
-
 def _fail_lost(study: optuna.Study, me: list[Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)
     for trial in _running_trials(study):
-        worker = trial.user_attrs[WORKER]
-        if worker == me or _has_ended(*worker):
+        machine, number, began = trial.user_attrs[WORKER]
+        has_ended = [machine, number, began] == me
+        if machine == platform.node() and not has_ended:
+            try:
+                process = psutil.Process(number)
+                is_another = abs(process.create_time() - began) > SAME_START
+                has_ended = is_another or process.status() == psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                has_ended = True
+        if has_ended:
             say_aside(
-                f"trial {trial.number} was lost with process {worker[1]} on {worker[0]}; it is tried again"
+                f"trial {trial.number} was lost with process {number} on {machine}; it is tried again"
             )
             with suppress(UpdateFinishedTrialError):
                 study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)

@@ -19,12 +19,12 @@ from surgeon.findings.edit import Choice
 from surgeon.findings.trials import DRAFT_TIME
 from surgeon.language.program import Program
 from surgeon.processes.files import finite
-from surgeon.quality.summary import ACCEPTANCES, CONFIDENCE, Quality, Values, interval
+from surgeon.quality.summary import ACCEPTANCES, CONFIDENCE, Quality, interval
 from surgeon.searches.front import QualityCurve, pareto_front
 from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.quantities import DRAFT, Aspect
 from surgeon.searches.question import PricedQuestion
-from surgeon.words import in_words, listed
+from surgeon.words import in_words, join_words
 
 Measured = Literal["divergence", "perplexity", "draft_time"]
 RUNNERS_UP = 4
@@ -135,7 +135,7 @@ class HeldOutComparison:
                 )
         alike = [str(one.trial.number) for one in self.runners_up if one.verdict == "not told apart"]
         if alike:
-            yield f"{winner} not told apart from trial{'s' * (len(alike) > 1)} {listed(alike)}"
+            yield f"{winner} not told apart from trial{'s' * (len(alike) > 1)} {join_words(alike)}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -210,19 +210,14 @@ def compare(
 ) -> HeldOutComparison:
     """Compare a winner with others, window by window of the same held-out text."""
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(others))
+    name = "nll" if by == "perplexity" else by
     runners_up = []
     for other in others:
-        difference = _windows(first.unseen, by) - _windows(other.unseen, by)
+        assert other.unseen.whole, "finalists are measured on all of the held-out text"
+        difference = first.unseen.by_window(name) - other.unseen.by_window(name)
         low, high = interval(difference, confidence)
         runners_up.append(replace(other, difference=float(np.mean(difference)), low=low, high=high))
     return HeldOutComparison(by, first, tuple(runners_up), original)
-
-
-def _windows(measured: Quality, by: Measured) -> Values:
-    assert measured.whole, "finalists are measured on all of the held-out text"
-    if by == "perplexity":
-        return measured.by_window("nll")
-    return measured.by_window(by)
 
 
 def quality_by(measured: Quality, by: Measured) -> float:
@@ -281,26 +276,39 @@ def choose(
         raise ValueError(_nearest(question, trials))
     if question.has_one_best:
         if question.settings.limits:
-            words = f"The best within {question.budget}"
+            words = f"The best within {','.join(map(str, question.settings.limits))}"
         else:
             words = "The best"
-        return _as_dear(question, ranked(question, within)), words
-    if len(question.objectives) > 1:
-        front = pareto_front(within, question.objectives, question.pricing)
-        costs = np.array([question.costs(trial) for trial in front])
+        if not question.is_for_the_cheapest:
+            return rank_trials(question, within), words
+    elif len(question.settings.objectives) > 1:
+        front = pareto_front(within, question.settings.objectives, question.pricing)
+        costs = np.array(
+            [question.pricing.costs(question.settings.objectives, trial) for trial in front]
+        )
         width = np.ptp(costs, axis=0)  # each objective is scaled to its range on the front
         distance = np.linalg.norm((costs - costs.min(axis=0)) / np.where(width > 0, width, 1), axis=1)
         words = "The point of the front nearest to the best of every objective"
         return [front[int(distance.argmin())]], words
-    return _at_the_knee(question, within, curves)
-
-
-def _as_dear(question: PricedQuestion, best: Sequence[Trial]) -> list[Trial]:
-    """The first trial, and those of the same cost."""
-    if question.has_one_best and not question.is_for_the_cheapest:
-        return [*best]
-    prices = [question.price(question.along[0], trial) for trial in best]
-    return [trial for trial, price in zip(best, prices, strict=True) if math.isclose(price, prices[0])]
+    else:
+        # Those as cheap as the knee of the first cost; without one, as the cheapest that keep perplexity.
+        along = question.along[0]
+        knee = [curve.knee for curve in curves if curve.along == along][-1]
+        costs_of = {one.number: question.pricing.price(along, one.program) for one in within}
+        most = KEPT * question.original.perplexity
+        if knee is not None:
+            words = f"The best at the knee, {along.show(knee)}"
+        elif kept := [costs_of[one.number] for one in within if one.measured.perplexity <= most]:
+            knee = min(kept)
+            words = f"The best at the least {along} that keeps perplexity within 10% (there is no knee)"
+        else:
+            knee = math.inf
+            words = "The least changed (there is no knee, and none keeps perplexity within 10%)"
+        within = [one for one in within if costs_of[one.number] <= knee + 1e-9 * abs(knee)]
+    best = rank_trials(question, within)
+    prices = [question.pricing.price(question.along[0], one.program) for one in best]
+    same = [one for one, price in zip(best, prices, strict=True) if math.isclose(price, prices[0])]
+    return same, words
 
 
 def compared_by(objectives: Sequence[Aspect]) -> Measured:
@@ -313,11 +321,11 @@ def compared_by(objectives: Sequence[Aspect]) -> Measured:
     return "divergence"
 
 
-def ranked(question: PricedQuestion, trials: Sequence[Trial]) -> list[Trial]:
+def rank_trials(question: PricedQuestion, trials: Sequence[Trial]) -> list[Trial]:
     """Rank trials of finite cost, the best first, one of each program; of equal costs the least divergence is first."""
     finite = [trial for trial in trials if math.isfinite(question.cost(trial))]
     if not finite:
-        names = ", ".join(map(str, question.objectives))
+        names = ", ".join(map(str, question.settings.objectives))
         raise ValueError(
             f"of {len(trials)} trials within the budget none has a finite {names}; run more of them, or "
             "look at another objective"
@@ -330,50 +338,24 @@ def ranked(question: PricedQuestion, trials: Sequence[Trial]) -> list[Trial]:
     return [*best.values()]
 
 
-def _at_the_knee(
-    question: PricedQuestion, trials: Sequence[Trial], curves: Sequence[QualityCurve]
-) -> tuple[list[Trial], str]:
-    """The best by quality among those as cheap as the knee of the first cost of `along`.
-
-    Without a knee, the cheapest that keep perplexity; if none does, the best by quality of all.
-    """
-    along = question.along[0]
-    knee = [curve.knee.cost for curve in curves if curve.along == along][-1]
-    prices = {trial.number: question.price(along, trial) for trial in trials}
-    most = KEPT * question.original.perplexity
-    if knee is not None:
-        words = f"The best at the knee, {along.show(knee)}"
-    elif kept := [prices[trial.number] for trial in trials if trial.measured.perplexity <= most]:
-        knee = min(kept)
-        words = f"The best at the least {along} that keeps perplexity within 10% (there is no knee)"
-    else:
-        knee = math.inf
-        words = "The least changed (there is no knee, and none keeps perplexity within 10%)"
-    cheap = [trial for trial in trials if prices[trial.number] <= knee + 1e-9 * abs(knee)]
-    return _as_dear(question, ranked(question, cheap)), words
-
-
 def _nearest(question: PricedQuestion, trials: Sequence[Trial]) -> str:
-    budget = question.budget
     limits = question.settings.limits
+    budget = ",".join(map(str, limits))
     whole = [trial for trial in trials if trial.measured.whole]
-
-    def distance(trial: Trial) -> float:
-        return sum(question.lacks_of_quality(trial.measured))
-
     if not whole:
         return f"no trial was measured to its end within {budget}; run more of them"
-    best = min(whole, key=lambda trial: (distance(trial), trial.number))
+    distances = {one.number: sum(question.lacks_of_quality(one.measured)) for one in whole}
+    best = min(whole, key=lambda trial: (distances[trial.number], trial.number))
     had = ", ".join(
         limit.aspect.show(limit.aspect.measured(best.measured))
         for limit in limits
         if not limit.aspect.is_priced
     )
-    if not math.isfinite(distance(best)):
+    if not math.isfinite(distances[best.number]):
         had = "none that predicts anything"
     if question.settings.is_between_limits:
         priced = (limit.aspect for limit in limits if limit.aspect.is_priced)
-        had += f" and {', '.join(aspect.show(question.price(aspect, best)) for aspect in priced)}"
+        had += f" and {', '.join(aspect.show(question.pricing.price(aspect, best.program)) for aspect in priced)}"
     return (
         f"of {len(trials)} trials none is within {budget}; the nearest, trial {best.number}, has {had}; allow more, or "
         "run more trials"

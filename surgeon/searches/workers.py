@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +31,7 @@ def say_aside(line: str) -> None:
     print(f"search: {line}", file=sys.stderr, flush=True)
 
 
+@dataclass
 class WorkerProcesses:
     """The other workers of a machine, within a `with` block.
 
@@ -40,31 +42,24 @@ class WorkerProcesses:
         count: of workers, this process among them.
         command: for the interpreter, as in ["-m", "surgeon.commands.searching"].
         given: to each of them, as JSON values; `given_to_worker` reads it.
+        output: folder of the search.
     """
 
-    def __init__(
-        self,
-        count: int,
-        command: Sequence[str],
-        given: Mapping[str, Any],
-        folder: Path,
-        say: Say = say_aside,
-    ) -> None:
-        self.count = count
-        self.command = command
-        self.given = given
-        self.folder = folder / FOLDER
-        self.say = say
-        self.processes: list[Child] = []
-        self._ending = False
-        self._watches: list[threading.Thread] = []
+    count: int
+    command: Sequence[str]
+    given: Mapping[str, Any]
+    output: Path
+    say: Say = say_aside
+    processes: list[Child] = field(default_factory=list, init=False)
+    _ending: bool = field(default=False, init=False)
+    _watches: list[threading.Thread] = field(default_factory=list, init=False)
 
     def __enter__(self) -> Self:
         if self.count > 1:
             import torch  # takes a second, which a worker only needs for its model
 
             torch.set_num_threads(threads_per_rank(self.count))
-            make_folder(self.folder)
+            make_folder(self.output / FOLDER)
         try:
             for index in range(1, self.count):
                 self._start(index)
@@ -81,7 +76,7 @@ class WorkerProcesses:
             if process.wait() and not self._ending:
                 self.say(f"worker {index} (process {process.pid}) {process.ending()}; the others go on")
 
-        log = self.folder / f"{index}.log"
+        log = self.output / FOLDER / f"{index}.log"
         log.unlink(missing_ok=True)  # of an earlier run
         environment = os.environ | gpus_in_turn(index) | {GIVEN: json.dumps([index, self.given])}
         process = Child(self.command, log, threads_per_rank(self.count), environment=environment)

@@ -23,7 +23,14 @@ from starlette.types import Receive, Scope, Send
 from surgeon.runtime.batching.request import Event, QueueFull, Sampling, TokenLogprob, UndefinedLogits
 from surgeon.runtime.stream import Answer
 from surgeon.server.bodies import Body, ChatBody, CompletionBody
-from surgeon.server.errors import GONE, RETRY_SOON, ApiError, draining, failed, invalid
+from surgeon.server.errors import (
+    GONE,
+    RETRY_SOON,
+    ApiError,
+    invalid,
+    refuse_after_failure,
+    refuse_while_draining,
+)
 from surgeon.server.state import ServerState, note_outcome
 from surgeon.server.texts import UNFINISHED, Prompt, Texts, separate
 
@@ -260,9 +267,11 @@ class Choices:
             if isinstance(error, QueueFull):
                 raise ApiError(429, str(error), code="queue_full", headers=RETRY_SOON) from error
             if isinstance(error, OSError) or self.state.service.failure is not None:
-                raise failed(error) from error
+                raise refuse_after_failure(error) from error
             raise (
-                draining() if self.state.draining else invalid(str(error), self.prompt_field)
+                refuse_while_draining()
+                if self.state.draining
+                else invalid(str(error), self.prompt_field)
             ) from error
 
     def _put(self, choice: int, event: Event | Exception) -> None:
@@ -285,7 +294,7 @@ class Choices:
             self._open.pop(choice, None)
             if isinstance(event, UndefinedLogits):  # of this request; others may get their answers
                 raise ApiError(500, str(event), code="undefined_logits")
-            raise failed(event)
+            raise refuse_after_failure(event)
         now = time.monotonic()
         if choice not in self._first and event.tokens:
             self._first[choice] = now
@@ -293,7 +302,7 @@ class Choices:
         if event.finish_reason is not None:
             self._open.pop(choice, None)
             if event.finish_reason == "cancelled":
-                raise draining()
+                raise refuse_while_draining()
             self.state.meters.ended(now - self._first.get(choice, now), event.usage.new)
         return choice, event
 

@@ -63,12 +63,12 @@ def invalid(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param)
 
 
-def draining() -> ApiError:
+def refuse_while_draining() -> ApiError:
     """503 while the last requests are finished."""
     return ApiError(503, "the server is ending and takes no more requests", code="draining")
 
 
-def failed(reason: Exception) -> ApiError:
+def refuse_after_failure(reason: Exception) -> ApiError:
     """503 after a rank has failed."""
     return ApiError(503, f"the server has failed: {reason}", code="rank_failed")
 

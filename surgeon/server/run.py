@@ -36,7 +36,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from surgeon.server.answers import chat, complete
 from surgeon.server.bodies import ChatBody, CompletionBody
 from surgeon.server.errors import ApiError, explain
-from surgeon.server.state import MOST_BYTES, ServerState, counted, guarded, too_large, with_browsers
+from surgeon.server.state import (
+    MOST_BYTES,
+    ServerState,
+    count_answers,
+    guard_app,
+    too_large,
+    with_browsers,
+)
 from surgeon.version import __version__
 from surgeon.words import plural
 
@@ -83,7 +90,7 @@ def make_app(state: ServerState) -> ASGIApp:
         return Response(state.meters.text(), media_type=CONTENT_TYPE_LATEST)
 
     _add_errors(app)
-    return counted(with_browsers(guarded(app, state), state.origins), state)
+    return count_answers(with_browsers(guard_app(app, state), state.origins), state)
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from surgeon.checkpoint.texts import Defaults
 from surgeon.errors import did_you_mean
 from surgeon.runtime.service import Service
-from surgeon.server.errors import GONE, ApiError, draining, failed
+from surgeon.server.errors import GONE, ApiError, refuse_after_failure, refuse_while_draining
 from surgeon.server.texts import Texts
 
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -171,7 +171,7 @@ def note_outcome(scope: Scope, status: int) -> None:
     scope[_OUTCOME] = status
 
 
-def counted(app: ASGIApp, state: ServerState) -> ASGIApp:
+def count_answers(app: ASGIApp, state: ServerState) -> ASGIApp:
     """An application whose answers are counted."""
 
     async def count(scope: Scope, receive: Receive, send: Send) -> None:
@@ -195,7 +195,7 @@ def counted(app: ASGIApp, state: ServerState) -> ASGIApp:
     return count
 
 
-def guarded(app: ASGIApp, state: ServerState) -> ASGIApp:
+def guard_app(app: ASGIApp, state: ServerState) -> ASGIApp:
     """An application that lets nobody in without the key, nor while the server ends."""
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
@@ -225,9 +225,9 @@ def _refusal(scope: Scope, state: ServerState) -> ApiError | None:
     if length.isdecimal() and int(length) > MOST_BYTES:
         return too_large()
     if state.service.failure is not None:
-        return failed(state.service.failure)
+        return refuse_after_failure(state.service.failure)
     if state.draining:
-        return draining()
+        return refuse_while_draining()
     return None
 
 

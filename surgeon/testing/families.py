@@ -24,9 +24,9 @@ from surgeon.models.edit import decoder_layers, program_of, restore
 from surgeon.models.families import family_of
 from surgeon.models.families.specs import Growth
 from surgeon.models.routing import route
-from surgeon.models.weights import Dense, ModelWeights, ModuleStore, NamedTensors, Tensors, packed
+from surgeon.models.weights import Dense, ModelWeights, ModuleStore, NamedTensors, Tensors, pack_tensors
 from surgeon.opened import open_model
-from surgeon.testing.sublayers import EDITS, LAYERS, Sublayers, logits_of, sliced
+from surgeon.testing.sublayers import EDITS, LAYERS, Sublayers, logits_of, two_slices
 
 
 class FamilyContract:
@@ -143,10 +143,10 @@ class FamilyContract:
 
     def test_what_cannot_be_sliced_says_so(self, model: PreTrainedModel) -> None:
         if _can_be_sliced(model):
-            assert edit(model, sliced(_dense(model)))
+            assert edit(model, two_slices(_dense(model)))
             return
         with pytest.raises(ValueError, match="cannot be sliced: "):
-            edit(model, sliced(_dense(model)))
+            edit(model, two_slices(_dense(model)))
 
     @pytest.mark.parametrize(
         ("program", "reason"),
@@ -203,7 +203,7 @@ class FamilyContract:
                 1 if weight is None else torch.sigmoid(x[0] @ weight.T)
             )
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        again = packed(tensors, spec, 1)
+        again = pack_tensors(tensors, spec, 1)
         stored = model.get_submodule(f"{family.layers}.1").state_dict()
         assert all(torch.equal(tensor, stored[path]) for path, tensor in again.items())
 
@@ -305,7 +305,7 @@ class FamilyContract:
                 x @ tensors[name].T, got if own is None else got[:, own], rtol=1e-4, atol=1e-5
             )
             doubled = tensors | {name: tensors[name] * 2}
-            stored = packed(doubled, spec, weights.unit_width(kind))
+            stored = pack_tensors(doubled, spec, weights.unit_width(kind))
             there = NamedTensors(
                 {f"{family.layers}.1.{path}": tensor for path, tensor in stored.items()}
             )

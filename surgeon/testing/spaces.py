@@ -139,7 +139,7 @@ class SpaceContract:
         )
         for name in set(space.serves) - set(TIMES):
             aspect = Aspect("depth", deep=True) if name == DEEPER else Aspect(name)
-            pricing = Pricing(alone.model, (aspect,), Deployment(alone.ranks), Workload(1, 16, 8))
+            pricing = Pricing(alone.model, (aspect,), Deployment(2), Workload(1, 16, 8))
             prices = [pricing.price(aspect, program) for program in alone.single_edits]
             assert min(prices) < pricing.dense[aspect], f"no edit lessens {name}"
 

@@ -37,7 +37,9 @@ def logits_of(model: PreTrainedModel, ids: Tensor, **arguments: Any) -> Tensor:
     return logits
 
 
-def _replaced(call: tuple[Any, Any], old: object, new: object) -> tuple[list[Any], dict[str, Any]]:
+def _replace_argument(
+    call: tuple[Any, Any], old: object, new: object
+) -> tuple[list[Any], dict[str, Any]]:
     """Arguments and keywords of a call, with one value in place of another."""
     args, kwargs = call
     found = {name: new if value is old else value for name, value in [*enumerate(args), *kwargs.items()]}
@@ -100,7 +102,7 @@ class Sublayers:
         for hook in hooks:
             hook.remove()
         (call,) = calls
-        positional, named = _replaced(call, normed[-1], _STREAM)
+        positional, named = _replace_argument(call, normed[-1], _STREAM)
         given = [value for value in (*positional, *named.values()) if value is _STREAM]
         assert len(given) == 1, (
             f"{spec.module} of layer {k} does not read what {' '.join(before) or 'the layer'} gives"
@@ -121,7 +123,7 @@ class Sublayers:
     def attention(self, k: int, x: Tensor) -> Tensor:
         spec = self.family.spec("A", k)
         normed = self._through(k, spec.stages[: spec.stages.index(spec.module)], x)
-        positional, named = _replaced(self.calls[k], _STREAM, normed)
+        positional, named = _replace_argument(self.calls[k], _STREAM, normed)
         output = self.layers[k].get_submodule(spec.module)(*positional, **named)
         if isinstance(output, tuple):
             output = output[0]
@@ -297,13 +299,13 @@ def one_after_the_other(s: Sublayers, x: Tensor) -> Tensor:
     return x
 
 
-def moved(program: Program, order: list[int]) -> Program:
+def reorder_layers(program: Program, order: list[int]) -> Program:
     """The layers of a dense program in another order."""
     steps = len(program) // LAYERS
     return Program(tuple(node for k in order for node in program.nodes[k * steps : (k + 1) * steps]))
 
 
-def sliced(program: Program) -> Program:
+def two_slices(program: Program) -> Program:
     """Layer 0 in two slices, then layer 1."""
     if len(program) == LAYERS:
         return Program.parse("[A0/2:0 F0/2:0 A0/2:1 F0/2:1] [A1 F1]")
@@ -326,9 +328,12 @@ Edit = tuple[Callable[[Program], Program], Callable[[Sublayers, Tensor], Tensor]
 # By name: what is made of the dense program, and the stream that it has to end with.
 EDITS: dict[str, Edit] = {
     "dense": (lambda p: p, lambda s, x: sequential(s, x, [0, 1, 2, 3])),
-    "shuffle": (lambda p: moved(p, [0, 2, 1, 3]), lambda s, x: sequential(s, x, [0, 2, 1, 3])),
+    "shuffle": (lambda p: reorder_layers(p, [0, 2, 1, 3]), lambda s, x: sequential(s, x, [0, 2, 1, 3])),
     "prune": (lambda p: prune(p, range(1, 3)), lambda s, x: sequential(s, x, [0, 3])),
-    "repeat": (lambda p: moved(p, [0, 1, 1, 3, 1]), lambda s, x: sequential(s, x, [0, 1, 1, 3, 1])),
+    "repeat": (
+        lambda p: reorder_layers(p, [0, 1, 1, 3, 1]),
+        lambda s, x: sequential(s, x, [0, 1, 1, 3, 1]),
+    ),
     "merge": (
         lambda p: merge(p, range(1, 3)),
         lambda s, x: sequential(s.averaged([1, 2], 1), x, [0, 1, 3]),
@@ -338,7 +343,7 @@ EDITS: dict[str, Edit] = {
     "ladder": (lambda p: ladder(p, range(1, 4)), ladder_from_one),
     "attention beside MLP": (lambda _: Program.dense(LAYERS, 1), beside),
     "attention before MLP": (lambda _: Program.dense(LAYERS, 2), one_after_the_other),
-    "slices of one layer": (sliced, lambda s, x: sequential(s, x, [0, 1])),
+    "slices of one layer": (two_slices, lambda s, x: sequential(s, x, [0, 1])),
     "narrow": (
         narrow,
         lambda s, x: sequential(

@@ -17,7 +17,7 @@ from surgeon.exports.export import source_record
 from surgeon.exports.in_memory import stock_layers_of
 from surgeon.exports.plan import layout_of
 from surgeon.exports.prove import original_model
-from surgeon.exports.unfuse import unfused
+from surgeon.exports.unfuse import unfuse
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.models.edit import decoder_layers, edit, edited_layers
@@ -133,7 +133,7 @@ def student_of(edited: EditedModel, packed: bool = False) -> PreTrainedModel:
         ValueError: if a fused checkpoint's layers cannot be told apart any more.
     """
     is_fused = edited.model.form is FUSED and edited.asked is None
-    model = unfused(edited.model) if is_fused else edited.load("cpu", packed)
+    model = unfuse(edited.model) if is_fused else edited.load("cpu", packed)
     if not isinstance(decoder_layers(model), EditedLayers):
         edit(model, edited.program)
     layers_by_recipe(program_to_heal(edited), stock_layers_of(model).program)  # before it is trained

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from surgeon.checkpoint.stored import read_json
-from surgeon.errors import needs_extra, shown
+from surgeon.errors import needs_extra, show_value
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of
 from surgeon.models.lora import LoraLayer, PeftModel
@@ -119,8 +119,9 @@ def require_same(folder: Path, before: Any, identity: dict[str, Any]) -> None:
     if before != identity:
         name, was, is_now = _find_difference("identity", before, identity)
         raise ValueError(
-            f"{folder / RECORD_FILE} is of another run: its {name.replace('_', ' ')} was {shown(was)}, and now it is "
-            f"{shown(is_now)}; choose another output, or remove {folder}"
+            f"{folder / RECORD_FILE} is of another run: its {name.replace('_', ' ')} was {show_value(was)}, and now "
+            "it is "
+            f"{show_value(is_now)}; choose another output, or remove {folder}"
         )
 
 

@@ -102,7 +102,7 @@ def choose_parameters(
         else:
             reason = f"the scope {scope} has nothing to train: norms of this model have neither gains nor shifts"
         raise ValueError(f"{reason}; train another scope")
-    chosen -= _frozen(model, router)
+    chosen -= _freeze_router(model, router)
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in chosen)
 
@@ -137,7 +137,7 @@ def choose_or_adapt(
     return student
 
 
-def _frozen(model: PreTrainedModel, router: str) -> set[int]:
+def _freeze_router(model: PreTrainedModel, router: str) -> set[int]:
     routers = routers_of(edited_layers(model)) if router == "frozen" else []
     return {id(parameter) for module in routers for parameter in module.parameters()}
 
@@ -173,7 +173,7 @@ def adapter_targets(
     left = {id(model.get_output_embeddings().weight)} | {
         weight for weight, times in uses.items() if times > 1
     }
-    left |= _frozen(model, router)
+    left |= _freeze_router(model, router)
     modules, others = (
         [name for name, weight in each if id(weight) not in left] for each in (matrices, parameters)
     )

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.processes.files import HALF_WRITTEN, locked, make_folder, whole_file
+from surgeon.processes.files import HALF_WRITTEN, lock_file, make_folder, whole_file
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.head import OutputHead
@@ -133,7 +133,7 @@ class TeacherLogits:
             )
         make_folder(self.folder)
         if any(not self._is_whole(windows) for windows in self.files):
-            with locked(self.folder / _LOCK):
+            with lock_file(self.folder / _LOCK):
                 for part in self.folder.glob(HALF_WRITTEN):  # of a process that was killed
                     part.unlink()
                 missing = [windows for windows in self.files if not self._is_whole(windows)]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.quality.conversations import read_conversations
 from surgeon.quality.data import (
     HELD_OUT_SHARE,
@@ -82,11 +82,11 @@ def check_texts(data: Any) -> str | dict[str, float]:
     if not isinstance(data, Mapping) or not data:
         example = "{a.jsonl: 0.7, b.txt: 0.3}"
         raise ValueError(
-            f"it must be a text, or several with their weights, as {example}, not {shown(data)}"
+            f"it must be a text, or several with their weights, as {example}, not {show_value(data)}"
         )
     for name, weight in data.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < inf:
-            raise ValueError(f"the weight of {name} must be a number above 0, not {shown(weight)}")
+            raise ValueError(f"the weight of {name} must be a number above 0, not {show_value(weight)}")
     return {str(name): float(weight) for name, weight in data.items()}
 
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from surgeon.checkpoint.stored import read_json
 from surgeon.errors import did_you_mean
 from surgeon.processes.files import (
-    locked,
+    lock_file,
     make_folder,
     publish,
     scratch,
@@ -44,8 +44,8 @@ from surgeon.quality.sources import (
     file_and_column,
     files_in,
     is_folder,
+    is_table,
 )
-from surgeon.quality.tables import is_table
 from surgeon.quality.text_files import Reading
 from surgeon.quality.tokens import TextTokens, Tokens, tokenizer_digest
 
@@ -288,7 +288,7 @@ class TextSource:
         name = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:32]
         folder = (cache or datasets.config.HF_DATASETS_CACHE / "surgeon") / name
         make_folder(folder.parent)
-        with locked(folder.with_suffix(".lock")):
+        with lock_file(folder.with_suffix(".lock")):
             path = folder / _KNOWN_FILE
             known = read_json(path) if path.is_file() else {"windows": 0, "ended": False}
             if known["windows"] < count and not known["ended"]:

@@ -32,7 +32,8 @@ from surgeon.checkpoint.stored import Checkpoint
 from surgeon.language.execute import State, land
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
-from surgeon.models.weights import ModelWeights, unit_bounds
+from surgeon.models.families.specs import unit_bounds
+from surgeon.models.weights import ModelWeights
 from surgeon.runtime.kernels.functions import Weighting
 from surgeon.runtime.kernels.triton.functions import Placing
 from surgeon.runtime.model.attending import Pass
@@ -42,8 +43,7 @@ from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.model.rotary import rotation
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.division import shared_units
-from surgeon.runtime.plan.placement import require_equal_heads
+from surgeon.runtime.plan.division import require_equal_heads, shared_units
 from surgeon.runtime.plan.specification import Plan
 from surgeon.vllm_plugin.configs import read_settings, reason_against, stage_nodes
 from surgeon.vllm_plugin.operations import place_, take_operations, turns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,12 @@ import torch
 from torch.nn import functional
 
 import surgeon
-from surgeon.analysis.cells import SCANNED, select
+from surgeon.analysis.cells import SCANNED, Cell, select, selected_cells
 from surgeon.analysis.engine.measure import measure
 from surgeon.analysis.scan import scan
 from surgeon.findings.scan import Scan
 from surgeon.language.program import Program
+from surgeon.language.sublayer import LayerShapes
 from surgeon.quality.data import Windows
 from tests.analysis.subjects import subject_of
 from tests.tiny_models import tiny_model
@@ -67,3 +68,14 @@ def stopping(after: int) -> Any:
             yield measured
 
     return stop
+
+
+def scan_cells(
+    operations: Sequence[str],
+    num_layers: int,
+    seed: int,
+    steps_per_layer: int = 2,
+    shapes: LayerShapes | None = None,
+) -> list[Cell]:
+    """All cells of these heatmaps, in the order of the table: by operation, first layer, last layer or value."""
+    return selected_cells([select(operations, num_layers)], num_layers, seed, steps_per_layer, shapes)

@@ -13,13 +13,13 @@ from surgeon.analysis.cells import (
     Selection,
     check_operations,
     permutation_seeds,
-    scan_cells,
     select,
     selected_cells,
 )
 from surgeon.language.operations import shuffle
 from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes
+from tests.analysis.scanning import scan_cells
 
 DENSE = "A0 F0 A1 F1 A2 F2 A3 F3"
 

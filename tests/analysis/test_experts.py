@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.analysis.engine import memory
+from surgeon.analysis.engine import machine
 from surgeon.analysis.importance import expert_use
 from surgeon.findings.scan import Scan
 from surgeon.language.program import Program
@@ -49,7 +49,7 @@ def expert(block: Any, number: int, x: Tensor) -> Tensor:
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_use_is_counted_token_by_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(memory.TOKENS_AT_ONCE, "cpu", 24)  # several walks
+    monkeypatch.setitem(machine.TOKENS_AT_ONCE, "cpu", 24)  # several walks
     model = tiny_model(family, 3)
     found = expert_use(model, TEXT)
     assert list(found) == ([0, 1] if family == "qwen3_moe" else [0, 1, 2])

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from surgeon.analysis import importance as importance_module
-from surgeon.analysis.engine import memory
+from surgeon.analysis.engine import machine
 from surgeon.analysis.importance import unit_importance
 from surgeon.checkpoint.load import load, load_streamed
 from surgeon.language.operations.width import Criterion
@@ -54,7 +54,7 @@ def by_inputs(family: str, model: Any, kind: str, layer: int, by: str) -> Array:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "phi3"])
 @pytest.mark.parametrize("by", ["activation", "wanda"])
 def test_units_by_what_they_give(family: str, by: Criterion, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(memory.TOKENS_AT_ONCE, "cpu", 48)  # two walks
+    monkeypatch.setitem(machine.TOKENS_AT_ONCE, "cpu", 48)  # two walks
     model = tiny_model(family, 2)
     found = importance(model, by)
     assert list(found) == PARTS

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 import surgeon
-from surgeon.analysis.cells import HEATMAPS, SCANNED, permutation_seeds, scan_cells
+from surgeon.analysis.cells import HEATMAPS, SCANNED, permutation_seeds
 from surgeon.analysis.importance import most_important
 from surgeon.analysis.scan import COLUMNS, PERMUTATION_COLUMNS
 from surgeon.language.operations.shuffle import permutation
@@ -23,7 +23,7 @@ from surgeon.models.edit import program_of
 from surgeon.models.families import family_of
 from surgeon.quality.data import Windows
 from surgeon.training.scratch.tracks import track_program
-from tests.analysis.scanning import LAYERS, plain_nll, run
+from tests.analysis.scanning import LAYERS, plain_nll, run, scan_cells
 from tests.reference import Reference
 from tests.selection import one_in
 from tests.tiny_models import tiny_model

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.analysis.cells import scan_cells
 from surgeon.analysis.engine import workers
 from surgeon.analysis.engine.measure import measure
 from surgeon.analysis.scan import JOURNAL
@@ -31,7 +30,7 @@ from surgeon.progress import TimeOver
 from surgeon.quality.data import Windows
 from surgeon.quality.text import logits_of, text_values
 from tests import warm
-from tests.analysis.scanning import LAYERS, Stopped, plain_nll, run, stopping
+from tests.analysis.scanning import LAYERS, Stopped, plain_nll, run, scan_cells, stopping
 from tests.selection import one_in
 from tests.tiny_models import save_checkpoint, tiny_model
 from tests.waiting import wait_until

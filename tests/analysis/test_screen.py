@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy import stats
 
-from surgeon.analysis.cells import scan_cells, select
+from surgeon.analysis.cells import select
 from surgeon.analysis.engine import workers
 from surgeon.analysis.scan import (
     HOPELESS,
@@ -29,7 +29,7 @@ from surgeon.analysis.scan import (
 from surgeon.findings.scan import Scan
 from surgeon.language.program import Program
 from surgeon.quality.data import Windows
-from tests.analysis.scanning import Stopped, plain_nll, stopping
+from tests.analysis.scanning import Stopped, plain_nll, scan_cells, stopping
 from tests.analysis.subjects import subject_of
 from tests.selection import one_in
 from tests.tiny_models import VOCABULARY, tiny_model

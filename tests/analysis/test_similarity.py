@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import surgeon
-from surgeon.analysis.engine import memory
+from surgeon.analysis.engine import machine
 from surgeon.analysis.similarity import CKA_COLUMNS, similarity
 from surgeon.checkpoint.load import load, load_streamed
 from surgeon.checkpoint.tensor_file import FileTensor
@@ -33,7 +33,7 @@ FAMILIES = ("llama", "opt", "gpt_neox")
 
 @pytest.fixture(autouse=True)
 def _two_windows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(memory.TOKENS_AT_ONCE, "cpu", 2 * TOKENS)
+    monkeypatch.setitem(machine.TOKENS_AT_ONCE, "cpu", 2 * TOKENS)
 
 
 class Plain:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import surgeon
-from surgeon.analysis.engine import memory
+from surgeon.analysis.engine import machine
 from surgeon.analysis.factors.program_run import ProgramRun
 from surgeon.analysis.spectrum import JOURNAL
 from surgeon.models.edit import program_of
@@ -188,7 +188,7 @@ def test_layers_before_the_changed_one_run_once(tmp_path: Path) -> None:
 def test_windows_in_parts_give_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("gemma2", LAYERS)
     whole = run(tmp_path / "whole", model)
-    monkeypatch.setattr(memory, "TOKENS_AT_ONCE", {"cpu": 24})
+    monkeypatch.setattr(machine, "TOKENS_AT_ONCE", {"cpu": 24})
     parts = run(tmp_path / "parts", model)
     assert len(ProgramRun(model, program_of(model), MEASURED.ids).parts) == 3
     pd.testing.assert_frame_equal(whole.matrices, parts.matrices, rtol=1e-5)

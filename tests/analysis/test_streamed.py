@@ -12,13 +12,13 @@ import torch
 
 import surgeon
 from surgeon.analysis.engine import measure as measure_module
-from surgeon.analysis.engine.measure import MeasureOptions, by_layer, measure, place
-from surgeon.analysis.engine.memory import windows_at_once
+from surgeon.analysis.engine.machine import windows_at_once
+from surgeon.analysis.engine.measure import MeasureOptions, by_layer, measure, turn_of
 from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, reads, share
 from surgeon.checkpoint.load import load, load_streamed, streamed_layers
 from surgeon.checkpoint.tensor_file import FileTensor
 from surgeon.language.operations import ladder, merge, pair, parallel, prune, shuffle
-from surgeon.language.program import Program, steps_of
+from surgeon.language.program import Program
 from surgeon.machine import resident_bytes
 from surgeon.models.families import family_of
 from tests.selection import case
@@ -86,15 +86,7 @@ def test_sweeps_run_what_needs_a_layer_together() -> None:
 
     def sweeps(tasks: Any) -> int:
         """How often the layers are gone through from the first one again."""
-        turns = [
-            place(
-                task.step.sublayers
-                if isinstance(task, RunStep)
-                else [s for t in steps_of(task.branch) for s in t.sublayers]
-            )
-            for task in tasks
-            if isinstance(task, RunStep | Extend)
-        ]
+        turns = [turn_of(task) for task in tasks if isinstance(task, RunStep | Extend)]
         return sum(later < earlier for earlier, later in pairwise(turns))
 
     only_prune = share(

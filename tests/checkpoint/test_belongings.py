@@ -18,7 +18,7 @@ from surgeon.checkpoint.stored import Checkpoint
 from surgeon.checkpoint.write import verify
 from surgeon.exports.adapters import export_with_adapter
 from surgeon.exports.in_memory import export_with_codas
-from surgeon.exports.unfuse import unfused
+from surgeon.exports.unfuse import unfuse
 from surgeon.models.edit import edit
 from surgeon.opened import open_model
 from tests.checkpoint.helpers import run_export
@@ -93,7 +93,7 @@ def test_a_fused_checkpoint_that_is_taken_apart_carries_on_what_it_has(
     furnished: Path, tmp_path: Path
 ) -> None:
     run_export(furnished, tmp_path / "fused", PROGRAMS["fused"])
-    surgeon.export(unfused(tmp_path / "fused"), tmp_path / "again")
+    surgeon.export(unfuse(tmp_path / "fused"), tmp_path / "again")
     kept = {path.relative_to(tmp_path / "fused") for path in (tmp_path / "fused").rglob("*")}
     assert {path.relative_to(tmp_path / "again") for path in (tmp_path / "again").rglob("*")} == kept
     assert left_by(json.loads((tmp_path / "again" / "surgeon.json").read_text())) == {}

@@ -11,7 +11,7 @@ import pytest
 
 import surgeon
 from surgeon.checkpoint.forms import FORMS, StoredLayer, form_of, lay_out, per_layer_lists
-from surgeon.commands.command import declared
+from surgeon.commands.command import declared_options
 from surgeon.commands.export import export
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
@@ -207,5 +207,5 @@ def test_a_form_is_asked_and_never_told_by_its_name() -> None:
 
 
 def test_the_command_offers_every_form() -> None:
-    (form,) = [one for one in declared(export) if one.name == "form"]
+    (form,) = [one for one in declared_options(export) if one.name == "form"]
     assert get_args(form.type) == ("auto", *FORMS)

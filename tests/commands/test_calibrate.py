@@ -44,7 +44,7 @@ def test_a_file_is_written_that_predictions_read(
             "{folder}/there.yaml is there already; remove it, or write another file",
         ),
         (["-o", "{folder}/nowhere/here.yaml"], "{folder}/nowhere/here.yaml: No such file or directory"),
-        (["--ranks", "1,3"], "3"),  # heads that do not divide
+        (["--ranks", "1,100"], "100 ranks cannot share this model"),
         (["--device", "cuda"], "ranks need a GPU each"),
     ],
 )

@@ -185,7 +185,7 @@ class Tried:
         assert logits_of(edit(surgeon.load(self.folder), program)).isfinite().all()
 
     def search(self, space: str) -> Sequence[Callable[[], Any]]:
-        mixture = Mixture(parse_spaces(space, RANKS), self.model, RANKS)
+        mixture = Mixture(parse_spaces(space, RANKS), self.model)
         if outcome(mixture.require_edits) is not None:
             return [mixture.require_edits]
         return [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from surgeon.commands.app import COMMANDS
-from surgeon.commands.command import Declaration, declared
+from surgeon.commands.command import Declaration, declared_options
 from surgeon.commands.heal import TrainFlags
 from surgeon.commands.options import DEFAULT_TOKENS, SamplingFlags, ServiceFlags
 from surgeon.quality import data
@@ -21,7 +21,7 @@ from surgeon.training.settings import TrainSettings
 
 def declarations(function: Callable[..., Any]) -> Iterator[Declaration]:
     """Of a command or of what makes a parameter of options."""
-    for one in declared(function):
+    for one in declared_options(function):
         if one.option.made_by is None:
             yield one.option
         else:
@@ -85,7 +85,9 @@ def test_options_have_the_defaults_of_what_they_are_passed_on_to(command: str, k
     fields = {
         name: one.default for name, one in inspect.signature(kind).parameters.items() if name not in own
     }
-    given = {one.name: one.default for one in declared(commands()[command]) if one.name in fields}
+    given = {
+        one.name: one.default for one in declared_options(commands()[command]) if one.name in fields
+    }
     expected = {name: fields[name] for name in given} | ({"ranks": 1} if kind is ServiceOptions else {})
     assert given | ({"repetition_penalty": 1.0} if kind is Sampling else {}) == expected
 

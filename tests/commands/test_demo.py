@@ -11,9 +11,7 @@ import pytest
 from surgeon.commands import app, demo, scan
 from surgeon.commands.app import main
 from surgeon.language.recipe import read_recipe
-from surgeon.opened import open_model
 from surgeon.words import WIDTH
-from tests.tiny_models import save_checkpoint
 
 
 @pytest.mark.long
@@ -52,15 +50,3 @@ def test_what_to_try_next_can_be_typed(command: str) -> None:
     name, *arguments = shlex.split(command)
     assert app._build_app(app.app).commands[name].make_context(name, arguments)
     assert len(f"  surgeon {command}") <= WIDTH
-
-
-@pytest.mark.parametrize(("heads", "ranks"), [(4, 2), (9, 3)])
-def test_as_many_ranks_as_can_share_the_model(tmp_path: Path, heads: int, ranks: int) -> None:
-    sizes = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "hidden_size": 72,
-        "intermediate_size": 36,
-    }
-    model = open_model(save_checkpoint(tmp_path / "model", **sizes))
-    assert demo._ranks_for(model) == ranks

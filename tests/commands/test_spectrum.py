@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from surgeon.analysis.factors.calibration import load_recorded
+from surgeon.analysis.subject import load_recorded
 from surgeon.checkpoint.config import open_stored
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe

@@ -23,7 +23,7 @@ from surgeon.cost.calibrate import (
     fit,
     hardware_text,
     matrices_of,
-    merged,
+    merge_rounds,
     short_plan,
 )
 from surgeon.cost.deployment import Deployment, Workload
@@ -187,7 +187,7 @@ def _times(one: Round, factor: float) -> Round:
 
 def test_a_round_in_place_of_several_has_what_is_typical_of_each() -> None:
     rounds = [_times(Round(products={1: 1.0}, passes={(WHOLE, 8): 2.0}), factor) for factor in (1, 5, 3)]
-    assert merged(rounds, sorted_middle) == Round(products={1: 3.0}, passes={(WHOLE, 8): 6.0})
+    assert merge_rounds(rounds, sorted_middle) == Round(products={1: 3.0}, passes={(WHOLE, 8): 6.0})
 
 
 def sorted_middle(values: Any) -> float:

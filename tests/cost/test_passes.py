@@ -113,7 +113,7 @@ FACTORED = "A0@q32,k16,v16,o32 F0@gate24,up24,down24"
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize(
     "program",
     [

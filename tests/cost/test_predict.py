@@ -283,3 +283,18 @@ def test_settings_are_checked() -> None:
         Deployment(0)
     with pytest.raises(ValueError, match="no figure of FLOP/s in float16; did you mean 'bfloat16'"):
         predicted(dtype="float16")
+
+
+def test_the_rank_with_most_heads_is_waited_for() -> None:
+    """Nine heads over three KV heads on two ranks: one has a KV group, the other two; neurons make up for it."""
+    sizes = {"hidden_size": 576, "head_dim": 64, "intermediate_size": 1536}
+    nine = shapes(num_attention_heads=9, num_key_value_heads=3, **sizes)
+
+    def computing(program: str, ranks: int) -> float:
+        found = predict(nine, Program.parse(program), hardware(), LOAD, Deployment(ranks)).decode
+        assert found is not None
+        return found.compute
+
+    assert computing("A0", 2) == pytest.approx(2 / 3 * computing("A0", 1), rel=0.05)
+    assert computing("F0", 2) == pytest.approx(1 / 2 * computing("F0", 1), rel=0.05)
+    assert computing("[A0 F0]", 2) < 0.95 * computing("A0 F0", 2)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.exports.export import staged
+from surgeon.exports.export import stage_folder
 from surgeon.processes import files
 from surgeon.processes.files import MARK, check_space, show_bytes
 from tests import warm
@@ -38,7 +38,7 @@ FILES = {"config.json", "surgeon.json"}
 
 
 def write_into(target: Path, text: str = "new", overwrite: bool = False) -> None:
-    with staged(target, overwrite) as folder:
+    with stage_folder(target, overwrite) as folder:
         (folder / "config.json").write_text(text)
         (folder / "surgeon.json").write_text(EXPORTED)
 
@@ -49,7 +49,7 @@ def names(folder: Path) -> set[str]:
 
 def test_the_folder_gets_its_name_at_the_end(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "down" / "target"
-    with staged(target) as folder:
+    with stage_folder(target) as folder:
         assert not target.exists()
         assert folder.parent == target.parent
         (folder / "config.json").write_text("new")
@@ -76,7 +76,7 @@ def test_whatever_is_raised_leaves_things_as_they_were(
         write_into(target, "old")
 
     def fails_halfway() -> None:
-        with staged(target, overwrite=True) as folder:
+        with stage_folder(target, overwrite=True) as folder:
             (folder / "config.json").write_text("half")
             raise error
 
@@ -114,7 +114,7 @@ def test_a_target_that_appears_meanwhile_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "target"
 
     def is_too_late() -> None:
-        with staged(target):
+        with stage_folder(target):
             target.mkdir()
             (target / "config.json").write_text("of somebody else")
 
@@ -155,7 +155,7 @@ def test_no_permission_is_said_with_the_folder(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Path, "mkdir", refuse)
     with (
         pytest.raises(PermissionError, match=f"no permission to write in {tmp_path}"),
-        staged(tmp_path / "target"),
+        stage_folder(tmp_path / "target"),
     ):
         pass
 

@@ -11,7 +11,7 @@ import torch
 
 import surgeon
 from surgeon.checkpoint.forms.fused import ORIGINAL_KEY
-from surgeon.exports.unfuse import unfused
+from surgeon.exports.unfuse import unfuse
 from surgeon.models.edit import program_of, restore
 from surgeon.models.families import FAMILIES
 from tests.checkpoint.helpers import BIASES, logits_of, relative_error, run_export, save_source
@@ -62,7 +62,7 @@ def test_it_computes_the_same_and_is_fused_again(
     save_source(tmp_path / "source", family, 6, **overrides)
     run_export(tmp_path / "source", tmp_path / "fused", program, form="fused")
     expected = logits_of(surgeon.load(tmp_path / "fused"))
-    model = unfused(tmp_path / "fused")
+    model = unfuse(tmp_path / "fused")
     assert not model.training
     assert model.config.model_type == family
     assert relative_error(logits_of(model), expected) < 1e-5
@@ -82,7 +82,7 @@ def test_pairs_have_layers_of_their_own(tmp_path: Path) -> None:
     """Neither layer of a pair is what it was, and all are trained alone: a norm each, heads that do not mix."""
     source = save_source(tmp_path / "source", "qwen3", 4)
     run_export(tmp_path / "source", tmp_path / "fused", "A3 F3 [A1 A0] [F0 F1]", form="fused")
-    model = unfused(tmp_path / "fused")
+    model = unfuse(tmp_path / "fused")
     assert str(program_of(model)) == "A0 F0 [A1 A2] [F1 F2]"
     layers = restore(model).model.layers
     for layer, of in ((layers[1], 1), (layers[2], 0)):
@@ -103,7 +103,7 @@ def test_what_lies_beside_the_weights_is_found_again(tmp_path: Path) -> None:
     (tmp_path / "source" / "LICENSE").write_text("Be kind.\n")
     (tmp_path / "source" / "generation_config.json").write_text('{"max_new_tokens": 7}')
     run_export(tmp_path / "source", tmp_path / "fused", "[A0 A1] [F0 F1]", dtype="bfloat16")
-    model = unfused(tmp_path / "fused")
+    model = unfuse(tmp_path / "fused")
     assert model.dtype == torch.float32  # as everything of 16 bits on a CPU
     surgeon.export(model, tmp_path / "again", dtype="bfloat16")
     assert (tmp_path / "again" / "LICENSE").exists()
@@ -135,23 +135,23 @@ def test_what_cannot_be_taken_apart_is_refused(
     with pytest.raises(
         ValueError, match=f"cannot be taken apart .*{said}.*; use the recipe and the original"
     ):
-        unfused(tmp_path / "fused")
+        unfuse(tmp_path / "fused")
 
 
 def test_only_fused_checkpoints_are_taken_apart(tmp_path: Path) -> None:
     save_source(tmp_path / "source", "llama", 2)
     with pytest.raises(ValueError, match="is not in the fused form; surgeon.load opens it"):
-        unfused(tmp_path / "source")
+        unfuse(tmp_path / "source")
     run_export(tmp_path / "source", tmp_path / "fused", "[A0 A1] [F0 F1]")
     config = json.loads((tmp_path / "fused" / "config.json").read_text())
     (tmp_path / "fused" / "config.json").write_text(json.dumps(config | {"embedding_scale": 2.0}))
     with pytest.raises(
         ValueError, match=r"Llama would have embedding_scale: 1.0 in the fused form, and .* has 2.0"
     ):
-        unfused(tmp_path / "fused")
+        unfuse(tmp_path / "fused")
     config.pop(ORIGINAL_KEY)  # as 0.2.0 wrote it
     (tmp_path / "fused" / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         ValueError, match=f"its config.json has no {ORIGINAL_KEY}.*; use the recipe and the original"
     ):
-        unfused(tmp_path / "fused")
+        unfuse(tmp_path / "fused")

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 import surgeon
 from surgeon.checkpoint.forms import lay_out
 from surgeon.exports.in_memory import stock_layers_of
-from surgeon.exports.unfuse import unfused
+from surgeon.exports.unfuse import unfuse
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
 from surgeon.models.families import family_of
@@ -138,4 +138,4 @@ def test_fused_pairs_of_narrow_layers_are_not_taken_apart(tmp_path: Path) -> Non
     save_source(tmp_path / "source", "llama", 2)
     run_export(tmp_path / "source", tmp_path / "fused", "[A0#1 A1#1] [F0#24 F1#24]")
     with pytest.raises(ValueError, match="cannot be taken apart .* use the recipe and the original"):
-        unfused(tmp_path / "fused")
+        unfuse(tmp_path / "fused")

@@ -64,9 +64,9 @@ def test_curves_and_knees_are_drawn(tmp_path: Path) -> None:
     assert quality.lines[0].get_xydata().tolist() == measured  # type: ignore[union-attr]
     assert quality.get_legend_handles_labels()[1] == ["pair", "drop", "all together", "knee"]
     assert quality.get_xlim() == (7.5, 4.5)
-    sure = {curve.name: curve.knee for curve in curves if curve.knee.cost is not None}
+    sure = [curve for curve in curves if curve.knee is not None]
     rows = written[written["knee"]].set_index("space")
-    assert {name: (knee.low, knee.high, knee.share) for name, knee in sure.items()} == {
+    assert {curve.name: (curve.low, curve.high, curve.share) for curve in sure} == {
         str(name): (row["knee_low"], row["knee_high"], row["knee_share"])
         for name, row in rows.iterrows()
     }

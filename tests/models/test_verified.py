@@ -13,7 +13,7 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
-from surgeon.models.verified import ROUND, NoVerifiedKeys, VerifiedKeys, draft_on_text, drafting
+from surgeon.models.verified import ROUND, NoVerifiedKeys, VerifiedKeys, draft_on_text, draft_with
 from surgeon.quality.text import logits_of, text_quality
 from tests.tiny_models import DENSE_FAMILIES, tiny_model
 
@@ -58,7 +58,7 @@ def test_text_in_one_pass_is_as_drafted(draft: str) -> None:
     torch.testing.assert_close(logits, original(input_ids=IDS).logits)
     with torch.no_grad():
         own = model(input_ids=IDS, use_cache=False).logits
-        with drafting(model, keys):
+        with draft_with(model, keys):
             found = model(input_ids=IDS, use_cache=False).logits
         again = model(input_ids=IDS, use_cache=False).logits
     torch.testing.assert_close(found, drafted(original, model, program), rtol=1e-4, atol=1e-4)
@@ -79,7 +79,7 @@ def test_the_models_own_program_predicts_as_the_model(family: str) -> None:
     original, model = (tiny_model(family).eval() for _ in range(2))
     edit(model, Program.dense(4, FAMILIES[family].steps_per_layer))
     logits, keys = VerifiedKeys.of(original, IDS)
-    with torch.no_grad(), drafting(model, keys):
+    with torch.no_grad(), draft_with(model, keys):
         torch.testing.assert_close(
             model(input_ids=IDS, use_cache=False).logits, logits, rtol=1e-3, atol=1e-3
         )
@@ -94,7 +94,7 @@ def test_gradients_when_passes_are_made_again() -> None:
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-        with drafting(model, VerifiedKeys.of(original.eval(), IDS)[1]):
+        with draft_with(model, VerifiedKeys.of(original.eval(), IDS)[1]):
             loss = model(input_ids=IDS, use_cache=False).logits.square().mean()
         loss.backward()
         grads.append(model.model.layers.layer(1).input_layernorm.weight.grad)
@@ -150,5 +150,5 @@ def test_what_is_refused() -> None:
         draft_on_text(tiny_model("llama"), Program.parse("A0 F0 A0 F0"))
     with pytest.raises(ValueError, match="attentions of GPT-Neo cannot be given keys"):
         VerifiedKeys.of(tiny_model("gpt_neo"), IDS)
-    with pytest.raises(ValueError, match="runs no program"), drafting(tiny_model("llama"), None):
+    with pytest.raises(ValueError, match="runs no program"), draft_with(tiny_model("llama"), None):
         pass

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from surgeon.processes import files
-from surgeon.processes.files import lock, locked, whole_file, write_json, write_table, write_text
+from surgeon.processes.files import lock, lock_file, whole_file, write_json, write_table, write_text
 
 
 def test_files_are_whole_or_what_they_were(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_what_is_to_last_is_on_the_disk_before_it_has_its_name(
 HOLD = """
 import sys
 from pathlib import Path
-from surgeon.processes.files import locked
-with locked(Path(sys.argv[1])):
+from surgeon.processes.files import lock_file
+with lock_file(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()
 """
@@ -99,7 +99,7 @@ def test_others_wait_and_a_kill_lets_them_go_on(tmp_path: Path) -> None:
         assert process.stdout.readline() == b"locked\n"
 
         def wait() -> None:
-            with locked(path):
+            with lock_file(path):
                 passed.append("locked")
 
         thread = Thread(target=wait)
@@ -116,5 +116,5 @@ def test_a_file_system_without_locks_says_so(tmp_path: Path, monkeypatch: pytest
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(OSError, match="No locks"), locked(tmp_path / ".lock"):
+    with pytest.raises(OSError, match="No locks"), lock_file(tmp_path / ".lock"):
         pass

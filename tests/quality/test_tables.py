@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from surgeon.quality import tables
+from surgeon.quality import sources
 from surgeon.quality.data import load_windows
-from surgeon.quality.tables import open_table, read_column
+from surgeon.quality.sources import open_table, read_column
 from surgeon.quality.text_files import Reading
 from tests.quality.written import Row, texts, write_jsonl
 from tests.tiny_models import tiny_tokenizer
@@ -91,7 +91,7 @@ def test_a_column_that_begins_late(
         with pytest.raises(ValueError, match="has several columns of text: content, note"):
             texts(path)
     assert texts(f"{path}:content", "##") == ["a", "b", "c"]
-    monkeypatch.setattr(tables, "_ROWS_LOOKED_AT", 3)
+    monkeypatch.setattr(sources, "_ROWS_LOOKED_AT", 3)
     where = rf"rows.jsonl:4: a column '{stranger}' begins here, and 'content' was the only one of text in .*rows.jsonl"
     with pytest.raises(
         ValueError, match=rf"{where} \(its first 3 rows\); say which one, as in {path}:{stranger}"
@@ -112,7 +112,7 @@ def test_a_column_that_begins_late(
 def test_long_rows_are_looked_at_no_further_than_need_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "_CHARACTERS_LOOKED_AT", 10)
+    monkeypatch.setattr(sources, "_CHARACTERS_LOOKED_AT", 10)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"content": "the quick brown fox"}\n' * 2 + "damaged")
     rows = read_column(open_table(path, None, Reading()), Reading())

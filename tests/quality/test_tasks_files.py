@@ -36,7 +36,7 @@ def test_the_form_follows_from_the_keys(tmp_path: Path, rows: list[Row], name: s
     form, read = read_rows(
         write_rows(tmp_path / "t.jsonl", [dict(row, id=i) for i, row in enumerate(rows)])
     )
-    assert (form.name, len(read)) == (name, len(rows))
+    assert (form, len(read)) == (name, len(rows))
 
 
 def own_template(task: str, file: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from surgeon.searches.mixture import Proposal, Trial
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import PricedQuestion, Question
 from surgeon.searches.search import SURGEON, Search, make_sampler
-from surgeon.searches.study import counted, run_trials
+from surgeon.searches.study import list_trials, run_trials
 from surgeon.searches.terms import Terms
 from tests.tiny_models import tiny_model
 
@@ -76,7 +76,7 @@ def try_programs(searching: Search, trials: int, sampler: str = SURGEON, seed: i
     directions = ["minimize"] * len(searching.question.settings.recorded)
     study = optuna.create_study(directions=directions, sampler=make_sampler(searching, sampler, seed))
     run_trials(study, searching.objective, trials, None, lambda _: None)
-    return searching.finished(counted(study))
+    return searching.finished(list_trials(study))
 
 
 def search(spaces: str, budget: str | None, objectives: str = "divergence") -> tuple[Search, Any]:

@@ -25,7 +25,7 @@ from surgeon.findings.result import RunResult
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of, restore
-from surgeon.models.verified import VerifiedKeys, drafting
+from surgeon.models.verified import VerifiedKeys, draft_with
 from surgeon.quality.data import Windows
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.summary import Quality, interval
@@ -68,7 +68,7 @@ def test_finalists_read_the_keys_of_the_model() -> None:
     equal, shared = [], []
     for window in ids:
         logits, keys = VerifiedKeys.of(restore(one), window[None])
-        with torch.no_grad(), drafting(edit(one, draft), keys):
+        with torch.no_grad(), draft_with(edit(one, draft), keys):
             p, q = (
                 each[0, :-1].softmax(-1)
                 for each in (logits, one(input_ids=window[None], use_cache=False).logits)
@@ -266,11 +266,11 @@ def test_edits_that_make_no_draft_are_refused_and_counted() -> None:
     assert mixture.refused == {}
     assert {edit.space for edit in mixture.edits} == {"pair", "drop"}
     model, repeats = small_model(layers=4), parse_spaces("repeat", 2)
-    (counted,) = Mixture(repeats, model, 2, draft_obstacle(model, 2)).refused["repeat"].items()
+    (counted,) = Mixture(repeats, model, draft_obstacle(model, 2)).refused["repeat"].items()
     assert counted[0].startswith("A0 of the draft has no keys and values of the model's to read")
-    assert counted[1] == len(Mixture(repeats, model, 2).edits) == 4 + 3
+    assert counted[1] == len(Mixture(repeats, model).edits) == 4 + 3
     said = iter(["layer 1 is late", "it is odd", "layer 2 is late", "layer 10 is late"])
-    refused = Mixture(parse_spaces("drop:layers", 2), model, 2, lambda *_: next(said)).refused
+    refused = Mixture(parse_spaces("drop:layers", 2), model, lambda *_: next(said)).refused
     assert refused == {"drop": {"layer 1 is late": 3, "it is odd": 1}}
 
 

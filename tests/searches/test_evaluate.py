@@ -276,7 +276,7 @@ def test_the_original_is_at_no_distance_from_itself() -> None:
 def test_states_give_way_to_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     held = 100 << 20
     monkeypatch.setattr(evaluate_module, "resident_bytes", lambda: held)
-    monkeypatch.setattr("surgeon.analysis.engine.memory.resident_bytes", lambda: held)
+    monkeypatch.setattr("surgeon.analysis.engine.machine.resident_bytes", lambda: held)
     roomy = evaluator(memory=1 << 30)
     roomy.measure(PROGRAMS)
     assert roomy.cache is not None

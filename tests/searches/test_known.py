@@ -20,7 +20,7 @@ from surgeon.language.program import Program
 from surgeon.models.weights import TruncatedSVD
 from surgeon.quality.summary import ACCEPTANCES
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.known import FEW, Known, KnownPass, measured_ranks, open_factors, read_known
+from surgeon.searches.known import FEW, Known, KnownPass, open_factors, read_known
 from surgeon.searches.question import Question
 from surgeon.searches.terms import TermsPlan
 from surgeon.testing.spaces import small_model
@@ -160,9 +160,7 @@ def test_a_spectrum_makes_ranks_those_of_single_matrices_with_its_factors(
     assert {(edit.first, edit.option) for edit in mixture.edits} == {
         (row.layer, f"{row.weight}:{row.rank}") for row in rows.itertuples()
     }
-    factors = open_factors(
-        subject, mixture.single_edits, measured_ranks(mixture), tmp_path / "factors", True
-    )
+    factors = open_factors(subject, mixture.single_edits, known.ranks, tmp_path / "factors", True)
     evaluator = Evaluator(subject.model, subject.windows, factors=factors)
     programs = [mixture.program((edit,)) for edit in mixture.edits]
     for program, measured in evaluator.measure(programs).items():

@@ -204,7 +204,7 @@ def test_what_can_be_reached(text: str, spaces: str, edits: int) -> None:
 
 def test_a_time_is_reached_with_as_few_edits_as_it_takes() -> None:
     dense = next(iter(budget("latency=1x@l4")[1].dense.values()))
-    one = budget("latency=1x@l4")[1].prices(PAIR)[0]
+    one = budget("latency=1x@l4")[1].price(Aspect("latency", "l4"), PAIR)
     found = require_reachable(
         *budget(f"latency={1e3 * (dense - 1.5 * (dense - one)):.6f}ms@l4"), mixture()
     )

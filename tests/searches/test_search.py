@@ -75,11 +75,13 @@ def test_without_a_budget_every_depth_is_looked_at() -> None:
     assert [point.cost for point in curves[0].points] == [10, *levels]
     ranked, why = choose(searching.question, trials, curves)
     assert searching.question.along == (DEPTH,)
-    price = searching.question.price(DEPTH, ranked[0])
-    assert curves[0].knee.cost is None
+    price = searching.question.pricing.price(DEPTH, ranked[0].program)
+    assert curves[0].knee is None
     most = 1.1 * searching.question.original.perplexity
     kept = [
-        searching.question.price(DEPTH, trial) for trial in trials if trial.measured.perplexity <= most
+        searching.question.pricing.price(DEPTH, trial.program)
+        for trial in trials
+        if trial.measured.perplexity <= most
     ]
     assert "there is no knee" in why
     assert price == (min(kept) if kept else 9)
@@ -211,7 +213,7 @@ def test_the_front_between_two_limits_is_looked_for_on_both_sides() -> None:
     searching, _ = search("pair,drop:layers", "depth=7,divergence<=0.6")
     question, trials = searching.question, [*try_programs(searching, 60)]
     assert question.traded == (Aspect("divergence"), DEPTH)
-    depths = [question.price(DEPTH, trial) for trial in trials]
+    depths = [question.pricing.price(DEPTH, trial.program) for trial in trials]
     good = [
         depth for depth, trial in zip(depths, trials, strict=True) if trial.measured.divergence <= 0.6
     ]
@@ -248,7 +250,9 @@ def test_two_costs_are_looked_along_in_one_search() -> None:
     dense = pricing.price(SIZE, question.mixture.model.program)
     for trial in trials:
         cost = DEPTH if trial.level in question.levels[DEPTH] else SIZE
-        assert question.price(cost, trial) <= trial.level < {DEPTH: 10, SIZE: dense}[cost]
+        assert (
+            question.pricing.price(cost, trial.program) <= trial.level < {DEPTH: 10, SIZE: dense}[cost]
+        )
 
 
 INSTALLED = [name for name in SAMPLERS if name != "cmaes" or find_spec("cmaes")]

@@ -14,7 +14,14 @@ import pytest
 from optuna.trial import TrialState
 
 from surgeon.searches.search import make_sampler
-from surgeon.searches.study import WORKER, counted, kept, open_storage, open_study, run_trials
+from surgeon.searches.study import (
+    WORKER,
+    compute_once,
+    list_trials,
+    open_storage,
+    open_study,
+    run_trials,
+)
 from tests.searches.made_up_search import search
 
 TRIALS = 14
@@ -109,7 +116,7 @@ def test_trials_that_a_notebook_asked_for_are_left_to_it(tmp_path: Path) -> None
     searching, study = opened(f"journal:{tmp_path}/study.log", tmp_path)
     trial = study.ask(searching.question.mixture.categories)
     run_trials(study, searching.objective, 4, None, lambda _: None)
-    assert len(counted(study)) == 4
+    assert len(list_trials(study)) == 4
     study.tell(trial, searching.objective(trial))
     assert all(WORKER not in one.user_attrs for one in study.trials[:1])
 
@@ -122,13 +129,13 @@ def test_other_settings_under_the_same_name_are_refused(address: str, tmp_path: 
 
 def test_what_all_need_is_computed_once(address: str, tmp_path: Path) -> None:
     _, study = opened(address, tmp_path)
-    assert kept(study, "terms", lambda: {"a": 0}) == {"a": 0}
+    assert compute_once(study, "terms", lambda: {"a": 0}) == {"a": 0}
     _, again = opened(address, tmp_path)
-    assert kept(again, "terms", lambda: {"a": 1}) == {"a": 0}
+    assert compute_once(again, "terms", lambda: {"a": 1}) == {"a": 0}
 
 
 def test_no_more_are_begun_when_the_time_is_over_but_for_the_first(tmp_path: Path) -> None:
     searching, study = opened(f"journal:{tmp_path}/study.log", tmp_path)
     for _ in range(2):
         run_trials(study, searching.objective, 5, 0.0, lambda _: None)
-        assert len(counted(study)) == 1
+        assert len(list_trials(study)) == 1

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import surgeon
 from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
-from surgeon.searches.front import Knee, QualityCurve
+from surgeon.searches.front import QualityCurve
 from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.winners import (
@@ -27,7 +28,7 @@ from surgeon.searches.winners import (
     against_most_salient,
     choose,
     compare,
-    ranked,
+    rank_trials,
 )
 from surgeon.testing.spaces import small_model
 from tests.searches.made_up_search import search, try_programs
@@ -240,7 +241,7 @@ def test_without_a_knee_perplexity_is_kept_or_as_little_as_can_be_is_changed() -
                 evaluator.measured(0.1 * (row + 1)), perplexity=times * question.original.perplexity
             )
             trials.append(Trial(key, "window", (), number=row, measured=found))
-        curve = QualityCurve(question.along[0], "pair", (), Knee(None, math.nan, math.nan, 0.0))
+        curve = QualityCurve(question.along[0], "pair", (), None, math.nan, math.nan, 0.0)
         best, why = choose(question, trials, [curve])
         return [one.number for one in best], why
 
@@ -258,8 +259,9 @@ def test_two_objectives_give_the_middle_of_their_front() -> None:
     trials = [*try_programs(searching, 30)]
     (winner,), why = choose(searching.question, trials, [])
     assert "nearest to the best of every objective" in why
-    values = [searching.question.costs(trial) for trial in trials]
-    first = searching.question.costs(winner)
+    costs = partial(searching.question.pricing.costs, searching.question.settings.objectives)
+    values = [costs(trial) for trial in trials]
+    first = costs(winner)
     assert not any(
         all(a <= b for a, b in zip(one, first, strict=True)) and one != first for one in values
     )
@@ -286,9 +288,9 @@ def test_a_ranking_has_whole_trials_of_different_programs_the_best_first() -> No
         trial(3, 0.4, other),
         trial(4, math.inf, other),
     ]
-    assert [each.number for each in ranked(searching.question, trials)] == [1, 3]
+    assert [each.number for each in rank_trials(searching.question, trials)] == [1, 3]
     with pytest.raises(ValueError, match="of 1 trials within the budget none has a finite divergence"):
-        ranked(searching.question, trials[4:])
+        rank_trials(searching.question, trials[4:])
 
 
 def test_of_those_that_cost_the_same_the_closest_comes_first() -> None:
@@ -306,4 +308,4 @@ def test_of_those_that_cost_the_same_the_closest_comes_first() -> None:
         )
         for number, (key, divergence) in enumerate(zip(keys, (0.3, 0.1, 0.2), strict=True))
     ]
-    assert [each.number for each in ranked(searching.question, trials)] == [1, 2, 0]
+    assert [each.number for each in rank_trials(searching.question, trials)] == [1, 2, 0]

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.analysis.engine.machine import PlanMachine, run_plan
-from surgeon.analysis.engine.memory import lanes_for, streaming_room
+from surgeon.analysis.engine.machine import PlanMachine, lanes_for, run_plan, streaming_room
 from surgeon.analysis.engine.prefixes import PlanStates, StateCache, States
 from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, SharedPlan, Task, reads
 from surgeon.analysis.engine.walk import raise_not_finite
@@ -68,7 +67,7 @@ def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
         for index in (index for register in written for index in followers[register]):
             missing[index] -= 1
             if not missing[index]:
-                turn = _turn(plan.tasks[index])
+                turn = turn_of(plan.tasks[index])
                 in_this_one = turn == _AT_ONCE or turn >= here
                 heapq.heappush(sweep if in_this_one else following, (turn, next(age), index))
         if not sweep:
@@ -91,17 +90,15 @@ def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
     return SharedPlan.of([*tasks, *early])
 
 
-def place(sublayers: Iterable[Sublayer]) -> int:
-    """The first turn of these sublayers in a sweep."""
-    return min(2 * min(sublayer.layers) + (sublayer.kind == FEED_FORWARD) for sublayer in sublayers)
-
-
-def _turn(task: Task) -> int:
+def turn_of(task: Task) -> int:
+    """The first turn of a task's sublayers in a sweep."""
+    sublayers: Sequence[Sublayer] = ()
     if isinstance(task, RunStep):
-        return place(task.step.sublayers)
-    if isinstance(task, Extend):
-        return place(sublayer for step in steps_of(task.branch) for sublayer in step.sublayers)
-    return _AT_ONCE
+        sublayers = task.step.sublayers
+    elif isinstance(task, Extend):
+        sublayers = [sublayer for step in steps_of(task.branch) for sublayer in step.sublayers]
+    turns = (2 * min(sublayer.layers) + (sublayer.kind == FEED_FORWARD) for sublayer in sublayers)
+    return min(turns, default=_AT_ONCE)
 
 
 T = TypeVar("T")
@@ -254,7 +251,7 @@ class _Run:
         if not all(part in self.options.references for part in parts):
             running = [self.original, *running]
         elif self.original in wanted:
-            known = [_on_cpu(self._with_blocks(self.options.references[part].quality)) for part in parts]
+            known = [self._with_blocks(self.options.references[part].quality) for part in parts]
             yield MeasuredWindows(self.original, windows.start, concatenate_windows(known))
         if running:
             self.plan_for(running)
@@ -276,7 +273,8 @@ class _Run:
     def _lane(self, windows: range, go_on: GoOn) -> Iterator[tuple[Program, ByWindow]]:
         chunk = self.ids[windows.start : windows.stop].to(self.model.device)
         for program, stream in self.streams(chunk, windows, go_on):
-            yield program, _on_cpu(self._quality(program, stream, chunk, windows))
+            found = self._quality(program, stream, chunk, windows)
+            yield program, {name: values.cpu() for name, values in found.items()}
 
     def streams(
         self, chunk: Tensor, windows: range, go_on: GoOn = lambda: None
@@ -319,13 +317,10 @@ class _Run:
     def _with_blocks(self, own: ByWindow) -> ByWindow:
         """The original's quality, which does not diverge from itself in any part of its windows."""
         blocks = self.options.blocks
+        found = {name: values.cpu() for name, values in own.items()}
         if blocks:
-            return own | {"blocks": own["nll"].new_zeros(len(own["nll"]), blocks)}
-        return own
-
-
-def _on_cpu(own: ByWindow) -> ByWindow:
-    return {name: values.cpu() for name, values in own.items()}
+            found["blocks"] = found["nll"].new_zeros(len(found["nll"]), blocks)
+        return found
 
 
 def parts_of(windows: range, count: int) -> list[range]:

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.analysis.engine.machine import PlanMachine
-from surgeon.checkpoint.load import streamed_layers
-from surgeon.errors import shown
+from surgeon.analysis.engine.machine import PlanMachine, cache_bytes
 from surgeon.language.execute import Branch, State, advance, land
-from surgeon.language.operations.within import parts_of, whole_runs
-from surgeon.language.program import Fork, Program
-from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer
+from surgeon.language.operations.within import parts_of
+from surgeon.language.program import Fork
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource
 
@@ -135,14 +133,6 @@ def raise_not_finite(model: PreTrainedModel, ids: Tensor) -> NoReturn:
     raise ValueError(HEAD_NOT_FINITE)
 
 
-def cache_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that a walk keeps of those read when needed: two neighbouring layers, used again and again."""
-    streamed = streamed_layers(model)
-    if streamed is None:
-        return 0
-    return 2 * sum(streamed.sublayer_bytes(kind) for kind in KINDS)
-
-
 @dataclass(frozen=True)
 class RunLayer:
     """A whole layer as a program reaches it.
@@ -160,19 +150,6 @@ class RunLayer:
     without: Tensor | None
 
 
-def runs_of(program: Program, steps_per_layer: int) -> list[range]:
-    """All runs, in the order of the program; ValueError if there is none."""
-    found = [run for run, _ in whole_runs(program.nodes, steps_per_layer)]
-    if not found:
-        raise ValueError(f"the model runs no layer whole: its program is {shown(str(program), 200)}")
-    return found
-
-
-def layers_run(walk: Walk, program: Program) -> Iterator[RunLayer]:
-    """Run a program on a walk's windows, and yield its whole layers as it comes to them."""
-    yield from _list_run(walk, program.nodes, State(walk.start), None)
-
-
 class _After(NamedTuple):
     """The end of a list of nodes.
 
@@ -185,11 +162,16 @@ class _After(NamedTuple):
     ended: tuple[Tensor | None, ...]
 
 
-def _list_run(
-    walk: Walk, nodes: Branch, state: State, before: Tensor | None
+def layers_run(
+    walk: Walk, nodes: Branch, state: State | None = None, before: Tensor | None = None
 ) -> Generator[RunLayer, None, _After]:
-    """The layers of a list of nodes; `before` is what the layer before them has added, if that is known."""
-    after = _After(state, (before,))
+    """Run a list of nodes on a walk's windows, and yield its whole layers as it comes to them.
+
+    Args:
+        state: before them; by default the embedded stream.
+        before: what the layer before them has added, if that is known.
+    """
+    after = _After(state or State(walk.start), (before,))
     for part in parts_of(nodes, 1 if walk.reads_same else 2):
         if isinstance(part, range):
             after = yield from _run(walk, part, after)
@@ -238,7 +220,7 @@ def _fork_run(walk: Walk, fork: Fork, after: _After) -> Generator[RunLayer, None
     ended = list[Tensor | None]()
     for branch, before in zip(fork.branches, known, strict=True):
         start = State(landed.stream, added=torch.zeros_like(landed.stream))
-        found = yield from _list_run(walk, branch, start, before)
+        found = yield from layers_run(walk, branch, start, before)
         added = land(found.state).added
         assert added is not None
         outputs.append(added)

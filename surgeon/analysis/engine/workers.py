@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgeon.analysis.engine.machine import windows_at_once
 from surgeon.analysis.engine.measure import MeasuredWindows, MeasureOptions, ProgramJournal, measure
-from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.analysis.subject import Subject, load_for_analysis
 from surgeon.language.program import Program
@@ -115,9 +115,6 @@ def measure_missing(
             advance(amount * part)
             stay_below(subject.memory)
 
-        def is_done(program: Program, some: range) -> bool:
-            return journal.is_done(program, windows[some.start : some.stop])
-
         dense, *others = left.programs
         if workers > 1 and others:  # workers measure the unedited model beside others only
             job = Job(
@@ -133,9 +130,13 @@ def measure_missing(
             )
             measured = measure_in_workers(job, workers, ran)
         else:
-            measured = measure(
-                subject.model, ids, left, replace(options, is_done=is_done, ran=ran, references={})
+            here = replace(
+                options,
+                is_done=lambda one, some: journal.is_done(one, windows[some.start : some.stop]),
+                ran=ran,
+                references={},
             )
+            measured = measure(subject.model, ids, left, here)
         journal.add_new(measured, windows)
 
 

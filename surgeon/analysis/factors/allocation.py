@@ -13,6 +13,7 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
 
@@ -174,8 +175,22 @@ def by_damage(curves: Sequence[Curve], budget: float, cost: Cost = parameters) -
             break
         chosen[matrices[index]] = after
         left -= needed
-    _spend(options, chosen, left)
-    return {matrix: option.rank for matrix, option in chosen.items()}
+    # The rest, less than the next step costs, goes for the largest spared damage that it pays for.
+    costs = {matrix: np.array([option.cost for option in some]) for matrix, some in options.items()}
+    least = {
+        matrix: list(accumulate(some, partial(min, key=lambda option: option.damage)))
+        for matrix, some in options.items()
+    }
+    while True:
+        affordable = {}
+        for matrix, some in least.items():
+            paid = np.searchsorted(costs[matrix], chosen[matrix].cost + left, side="right")
+            affordable[matrix] = some[int(paid) - 1]
+        best = max(options, key=lambda matrix: chosen[matrix].damage - affordable[matrix].damage)
+        if affordable[best].damage >= chosen[best].damage:
+            return {matrix: option.rank for matrix, option in chosen.items()}
+        left -= affordable[best].cost - chosen[best].cost
+        chosen[best] = affordable[best]
 
 
 def total_cost(
@@ -191,7 +206,7 @@ def foreseen_damage(curves: Sequence[Curve], ranks: Mapping[Matrix, int | None])
     return sum(float(curve.damage_by_rank()[rank]) for curve, rank in cut if rank is not None)
 
 
-def corrected(
+def correct_curves(
     curves: Sequence[Curve], ranks: Mapping[Matrix, int | None], together: Callable[[Ranks], float]
 ) -> list[Curve]:
     """The curves with each layer's damage as it is where all its matrices are truncated at once.
@@ -242,38 +257,14 @@ def _hull(options: Sequence[Option]) -> list[Option]:
             continue
         if hull and option.cost == hull[-1].cost:
             hull.pop()
-        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], option):
+        while len(hull) > 1:
+            *_, first, last = hull
+            step = (last.damage - first.damage) / (last.cost - first.cost)
+            if step < (option.damage - first.damage) / (option.cost - first.cost):
+                break
             hull.pop()
         hull.append(option)
     return hull
-
-
-def _slope(first: Option, second: Option) -> float:
-    return (second.damage - first.damage) / (second.cost - first.cost)
-
-
-def _spend(
-    options: Mapping[Matrix, Sequence[Option]], chosen: dict[Matrix, Option], left: float
-) -> None:
-    """Spend the rest, less than the next step of the hulls costs, on the largest spared damage that it pays for."""
-    costs = {matrix: np.array([option.cost for option in some]) for matrix, some in options.items()}
-
-    def better(one: Option, other: Option) -> Option:
-        return min(one, other, key=lambda option: option.damage)
-
-    least = {matrix: list(accumulate(some, better)) for matrix, some in options.items()}
-
-    def affordable(matrix: Matrix) -> Option:
-        paid = np.searchsorted(costs[matrix], chosen[matrix].cost + left, side="right")
-        return least[matrix][int(paid) - 1]
-
-    while True:
-        best = max(options, key=lambda matrix: chosen[matrix].damage - affordable(matrix).damage)
-        option = affordable(best)
-        if option.damage >= chosen[best].damage:
-            return
-        left -= option.cost - chosen[best].cost
-        chosen[best] = option
 
 
 def _too_small(budget: float, least: float) -> ValueError:

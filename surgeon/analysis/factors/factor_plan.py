@@ -240,9 +240,6 @@ class FactorJournal(Journal):
             return False
         return True
 
-    def add(self, matrix: Matrix, facts: FactorFacts) -> None:
-        self.keep({"sublayer": str(matrix.sublayer), "role": matrix.role, "made": vars(facts)})
-
     def take(self, line: Any) -> None:
         (sublayer,) = Program.parse(line["sublayer"]).sublayers()
         self.facts[Matrix(sublayer, line["role"])] = FactorFacts(**line["made"])

@@ -44,7 +44,7 @@ from surgeon.models.weights.decompose import (
     Statistics,
     decomposer,
     factors_by,
-    fitted,
+    fit_second_factor,
     truncation_loss,
 )
 from surgeon.processes.files import write_json
@@ -192,8 +192,31 @@ class _Work:
         for matrix in matrices:
             groups.setdefault(matrix.inputs, []).append(matrix)
         sums, states = self._collect(list(groups.values()), run_as)
+        weights = self.run.parts[0].machine.layers.weights()
         for group in groups.values():
-            self._factorise(group, sums.get(group[0]))
+            known = sums.get(group[0])
+            ways: dict[Making, Decomposer] = {}
+            for matrix in group:
+                making = self.plan.makings[matrix]
+                if making not in ways:
+                    statistics = Statistics()
+                    if known is not None:
+                        statistics = Statistics(known.moment, known.size / known.samples)
+                    ways[making] = decomposer(making.method, statistics, making.alpha)
+                stored = weights.matrix(replace(matrix.sublayer, ranks=()), matrix.role)
+                values = stored.whole(torch.promote_types(stored.dtype, torch.float32))
+                if not values.isfinite().all():
+                    raise ValueError(
+                        f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again"
+                    )
+                own = known if making.is_calibrated else None
+                factors, facts = self._factors(matrix, values, ways[making], own)
+                write_factors(self.journal.file(matrix), factors)
+                self.journal.keep(
+                    {"sublayer": str(matrix.sublayer), "role": matrix.role, "made": vars(facts)}
+                )
+                self.missing.remove(matrix)
+                stay_below(self.memory)
         return states
 
     def _stages(self, node: Node) -> Iterator[tuple[list[Matrix], Renaming]]:
@@ -205,7 +228,13 @@ class _Work:
             if first:
                 yield first, _without_ranks
             if behind:
-                yield behind, _with_first_ranks
+                # With the factors of those that read the stream.
+                yield (
+                    behind,
+                    lambda one: replace(
+                        one, ranks=tuple(entry for entry in one.ranks if entry[0] not in WRITING)
+                    ),
+                )
         elif matrices or not self.sequential:
             yield matrices, _without_ranks
 
@@ -244,31 +273,6 @@ class _Work:
             stay_below(self.memory)
         return sums, states
 
-    def _factorise(self, matrices: Sequence[Matrix], known: InputSums | None) -> None:
-        """Make the factors of matrices that get the same inputs."""
-        weights = self.run.parts[0].machine.layers.weights()
-        ways: dict[Making, Decomposer] = {}
-        for matrix in matrices:
-            making = self.plan.makings[matrix]
-            if making not in ways:
-                statistics = Statistics()
-                if known is not None:
-                    statistics = Statistics(known.moment, known.size / known.samples)
-                ways[making] = decomposer(making.method, statistics, making.alpha)
-            stored = weights.matrix(replace(matrix.sublayer, ranks=()), matrix.role)
-            values = stored.whole(torch.promote_types(stored.dtype, torch.float32))
-            if not values.isfinite().all():
-                raise ValueError(
-                    f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again"
-                )
-            factors, facts = self._factors(
-                matrix, values, ways[making], known if making.is_calibrated else None
-            )
-            write_factors(self.journal.file(matrix), factors)
-            self.journal.add(matrix, facts)
-            self.missing.remove(matrix)
-            stay_below(self.memory)
-
     def _factors(
         self, matrix: Matrix, values: Tensor, decompose: Decomposer, known: InputSums | None
     ) -> tuple[Factors, FactorFacts]:
@@ -280,7 +284,7 @@ class _Work:
         loss = None
         moment = None if known is None else known.moment
         if known is not None and moment is not None and self.update:
-            factors = fitted(values, factors, moment, known.cross, self.rounded_to)
+            factors = fit_second_factor(values, factors, moment, known.cross, self.rounded_to)
         factors = Factors(*(factor.float().cpu() for factor in factors))
         if moment is not None:
             nothing = Factors(torch.zeros_like(factors.first), torch.zeros_like(factors.second))
@@ -295,8 +299,3 @@ class _Work:
 
 def _without_ranks(sublayer: Sublayer) -> Sublayer:
     return replace(sublayer, ranks=())
-
-
-def _with_first_ranks(sublayer: Sublayer) -> Sublayer:
-    """Keep factors of matrices that read the stream only."""
-    return replace(sublayer, ranks=tuple(entry for entry in sublayer.ranks if entry[0] not in WRITING))

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from surgeon.errors import did_you_mean
-from surgeon.language.operations.base import show_range
 from surgeon.language.sublayer import KINDS, ROLES, WRITING, Sublayer
 from surgeon.models.edit import decoder_layers
-from surgeon.models.families import Family, Projection, family_of
+from surgeon.models.families import Family, family_of
 from surgeon.models.weights import Dense, ModelWeights, ModuleStore
 
 if TYPE_CHECKING:  # takes seconds, and who only names matrices does without
@@ -63,12 +62,10 @@ class Matrices:
         store = ModuleStore(layers, f"{self.family.layers}.")
         self.weights = ModelWeights(store, self.family, self.family.head_dim(model.config))
 
-    def projection(self, matrix: Matrix) -> Projection:
-        return self.family.spec(matrix.sublayer.kind, matrix.sublayer.layers[0]).projection(matrix.role)
-
     def module(self, matrix: Matrix) -> nn.Module:
         """The linear module that holds a matrix, perhaps with others packed beside it."""
-        return self.layers[matrix.layer].get_submodule(self.projection(matrix).path)
+        spec = self.family.spec(matrix.sublayer.kind, matrix.layer)
+        return self.layers[matrix.layer].get_submodule(spec.projection(matrix.role).path)
 
     def read(self, matrix: Matrix) -> Tensor:
         return self.stored(matrix).whole()
@@ -122,17 +119,6 @@ class Matrices:
         return weight
 
 
-def choose_layers(num_layers: int, layers: range | None) -> range:
-    """The layers asked for, or all; ValueError if they are not among the model's."""
-    if layers is None:
-        return range(num_layers)
-    if not layers or layers.start < 0 or layers.stop > num_layers:
-        raise ValueError(
-            f"layers {show_range(layers)} are out of range: the model's layers are 0:{num_layers}"
-        )
-    return layers
-
-
 def choose_weights(family: Family, names: Sequence[str] | None) -> tuple[str, ...]:
     """The roles asked for, in the order of programs, or all; ValueError if the family has no such one."""
     inside = {
@@ -159,8 +145,3 @@ def find_matrices(family: Family, layers: range, weights: Sequence[str]) -> list
         for projection in family.spec(kind, layer).projections
         if projection.role in weights and not projection.stacked
     ]
-
-
-def parse_weights(text: str) -> list[str]:
-    """Parse a list such as "q,k"."""
-    return [name.strip() for name in text.split(",") if name.strip()]

@@ -20,7 +20,7 @@ from surgeon.analysis.factors.allocation import (
     Curve,
     Ranks,
     allocate,
-    corrected,
+    correct_curves,
     foreseen_damage,
     parameters,
     total_cost,
@@ -133,31 +133,28 @@ def corrected_ranks(
     ids = subject.windows.ids
     first = budget.ranks(curves)
     with as_stored(model) as own:
-        plan = FactorPlan.all_by(Making(method), ranked(own, first))
+        plan = FactorPlan.all_by(Making(method), factorise_program(own, first))
         source = make_factors(model, plan, calibration, folder, model_hash=subject.opened.hash).source
         reference = ReferenceText(model, ProgramRun(model, own, ids))
         with progress("layers", len({curve.matrix.layer for curve in curves}), "layers") as ran:
 
             def together(ranks: Ranks) -> float:
                 ran(1)
-                changed = ProgramRun(model, ranked(own, ranks), ids, factors=source)
+                changed = ProgramRun(model, factorise_program(own, ranks), ids, factors=source)
                 return estimate(*reference.quality(changed)).divergence
 
-            return budget.ranks(corrected(curves, first, together))
+            return budget.ranks(correct_curves(curves, first, together))
 
 
-def ranked(own: Program, ranks: Mapping[Matrix, int | None]) -> Program:
+def factorise_program(own: Program, ranks: Mapping[Matrix, int | None]) -> Program:
     """Give a model's own program factors of these ranks; other matrices stay whole."""
     by_sublayer: dict[Sublayer, list[tuple[str, int]]] = {}
     for matrix, rank in ranks.items():
         if rank is not None:
             by_sublayer.setdefault(matrix.sublayer, []).append((matrix.role, rank))
-
-    def with_ranks(sublayer: Sublayer) -> Sublayer:
-        stored = Sublayer(sublayer.kind, sublayer.layers[:1])
-        return replace(sublayer, ranks=tuple(by_sublayer.get(stored, ())))
-
-    return own.renamed(with_ranks)
+    return own.renamed(
+        lambda one: replace(one, ranks=tuple(by_sublayer.get(Sublayer(one.kind, one.layers[:1]), ())))
+    )
 
 
 def write_recipe(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from surgeon.analysis.factors.factor_plan import WAYS, FactorPlan, plan_factors
-from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.width import CRITERIA, chosen_by
-from surgeon.models.weights import FactorSource, UnitsByLayer
+from surgeon.models.weights import FactorSource, ScoredUnits, UnitsByLayer
 from surgeon.opened import EditedModel
 
 
@@ -37,22 +34,23 @@ def with_factors(
     if not plan.is_calibrated:
         return with_units(edited, plan)
     # What makes them takes a second to import, which most recipes have no use for.
-    from surgeon.analysis.factors.calibration import load_recorded, recorded
     from surgeon.analysis.factors.make_factors import make_factors
-    from surgeon.analysis.importance import scored_units
-    from surgeon.analysis.subject import load_for_analysis
+    from surgeon.analysis.importance import unit_importance
+    from surgeon.analysis.subject import calibration_entry, load_for_analysis, load_recorded
 
     windows = load_recorded(model, plan.calibration)
     loaded = load_for_analysis(model, memory)
     notes = list(windows.notes)
-    used = recorded(windows, plan.calibration.get("after", 0))
-    scored = scored_units(loaded, plan.importance, windows, folder, model_hash=model.hash, memory=memory)
+    used = calibration_entry(windows, plan.calibration.get("after", 0))
+    by = plan.importance
+    found = unit_importance(loaded, by, windows, folder, model_hash=model.hash, memory=memory)
+    scored = {part: ScoredUnits(values, by[part]) for part, values in found.items()}
     units = {**plan.units, **scored}
     source: FactorSource = UnitsByLayer(units)
     if plan.has_calibrated_factors:
         ways = {way: True for way in WAYS if plan.calibration.get(way)}
         record = model.provenance(calibration_text={**used, **ways}) | {"model": recipe.model}
-        found = make_factors(
+        made = make_factors(
             loaded,
             plan,
             windows,
@@ -63,27 +61,25 @@ def with_factors(
             kept=kept or model.dtype,
             units=units,
         )
-        source = found.source
-        notes = [*notes, *found.notes]
+        source = made.source
+        notes = [*notes, *made.notes]
     for note in notes:
         warnings.warn(note, stacklevel=2)
     # The recipe names the text that was used; a file goes by its bare name, not by where it lies here.
     data = Path(used["data"])
     named = {**used, "data": data.name if data.is_absolute() else str(data)}
-    entries = (_with_calibration(entry, named) for entry in recipe.operations)
+    entries = []
+    for entry in recipe.operations:
+        given = entry.parameters
+        criterion = chosen_by(given) if entry.name == "width" else None
+        if given.get("method", "plain") == "plain" and criterion not in CRITERIA:
+            entries.append(entry)
+            continue
+        ways = {way: True for way in WAYS if given.get("calibration", {}).get(way)}
+        entries.append(replace(entry, parameters={**given, "calibration": {**named, **ways}}))
     published = replace(recipe, operations=tuple(entries))
     identity = plan.to_json() | {"calibration": windows.digest}
     return replace(edited, recipe=published, factors=source, factors_identity=identity)
-
-
-def _with_calibration(entry: AppliedOperation, text: Mapping[str, Any]) -> AppliedOperation:
-    """An entry of a recipe with the text that was used, if it goes by one."""
-    parameters = entry.parameters
-    by = chosen_by(parameters) if entry.name == "width" else None
-    if parameters.get("method", "plain") == "plain" and by not in CRITERIA:
-        return entry
-    ways = {way: True for way in WAYS if parameters.get("calibration", {}).get(way)}
-    return replace(entry, parameters={**parameters, "calibration": {**text, **ways}})
 
 
 def with_units(edited: EditedModel, plan: FactorPlan) -> EditedModel:

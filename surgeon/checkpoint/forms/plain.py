@@ -17,7 +17,7 @@ from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.program import Program
 from surgeon.models.families import Family
 from surgeon.models.routing import check_groups
-from surgeon.models.weights.layout import narrowed
+from surgeon.models.weights.layout import narrow_units
 
 
 class Plain(Form):
@@ -91,7 +91,7 @@ def _widths(layer: StoredLayer, family: Family, config: Any) -> dict[str, int]:
             raise Inexpressible(
                 f"all heads of {family.name} together are as wide as the stream, however many there are"
             )
-        units = narrowed(attention, {"heads": whole["heads"], "kv_heads": whole["kv_heads"]})
+        units = narrow_units(attention, {"heads": whole["heads"], "kv_heads": whole["kv_heads"]})
         entries |= {"num_attention_heads": units["heads"], "num_key_value_heads": units["kv_heads"]}
         entries["head_dim"] = family.head_dim(config)
     aliases = config.attribute_map

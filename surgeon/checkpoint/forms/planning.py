@@ -27,7 +27,7 @@ from surgeon.models.weights import (
     Tensors,
     WeightMatrix,
     mean,
-    packed,
+    pack_tensors,
 )
 from surgeon.models.weights.layers import StoredWeights
 from surgeon.models.weights.layout import modules_of, own_path, taken_apart
@@ -69,7 +69,7 @@ class PlannedTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def carried(files: TensorFiles, name: str) -> PlannedTensor:
+def plan_copy(files: TensorFiles, name: str) -> PlannedTensor:
     """Plan a tensor that is written as it is stored, byte for byte."""
     stored = files[name]
     return PlannedTensor(
@@ -238,7 +238,7 @@ class TensorPlanner:
             module = name.removesuffix(matrices[0].scheme.stands_for)
             parts = ((f"{module}{ending}", part) for ending, part in matrices[0].parts.items())
             return [
-                replace(carried(self.source.raw, part), name=written, part_of=name)
+                replace(plan_copy(self.source.raw, part), name=written, part_of=name)
                 for written, part in parts
             ]
         if isinstance(compute, OfExperts) and matrices and self.dtype is None:
@@ -249,7 +249,7 @@ class TensorPlanner:
         return [
             PlannedTensor(
                 name,
-                tuple(joined(outline).shape),
+                tuple(join_rows(outline).shape),
                 dtype,
                 rounded=torch.promote_types(outline[0].dtype, dtype) != dtype,
                 rows=lambda: _rows(compute(self.weights)),
@@ -417,7 +417,7 @@ def _pack(
         tensors |= {
             name: tensor[None] if projection.stacked else tensor for name, tensor in found.items()
         }
-    made = packed(tensors, spec, weights.unit_width(sublayer.kind))[path]
+    made = pack_tensors(tensors, spec, weights.unit_width(sublayer.kind))[path]
     if projections[0].stacked:
         return made[0]
     return made
@@ -458,7 +458,7 @@ def _rows(computed: Computed) -> Iterator[Tensor]:
     return computed
 
 
-def joined(rows: list[Tensor]) -> Tensor:
+def join_rows(rows: list[Tensor]) -> Tensor:
     """Join all rows of a tensor, without a copy where they come as one."""
     if len(rows) == 1:
         return rows[0]

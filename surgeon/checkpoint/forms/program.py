@@ -21,7 +21,7 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import KINDS
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
-from surgeon.models.weights import FactorSource, Groups, leave_out, make_room, unstored
+from surgeon.models.weights import FactorSource, Groups, absent_sublayers, leave_out, make_room
 
 
 class ProgramForm(Form):
@@ -137,7 +137,7 @@ class ProgramForm(Form):
     def model_class(self, stored: StoredModel) -> Any:
         stock: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)]
         as_wide = all(one.width is None and one.experts is None for one in stored.program.sublayers())
-        gone = unstored(stored.weights, stored.program, stored.num_layers)
+        gone = absent_sublayers(stored.weights, stored.program, stored.num_layers)
         if as_wide and not gone and not stored.weights.has_factors():
             return stock
 

@@ -10,7 +10,7 @@ from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights import indivisible
-from surgeon.models.weights.layout import narrowed, require_parts
+from surgeon.models.weights.layout import narrow_units, require_parts
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def require_divisible(sublayers: Iterable[Sublayer], family: Family, config: Any
         spec = family.spec(sublayer.kind, sublayer.layers[0])
         require_parts(sublayer, spec, family)
         own = {projection.unit: units[projection.unit] for projection in spec.projections}
-        reason = indivisible(sublayer, narrowed(sublayer, own))
+        reason = indivisible(sublayer, narrow_units(sublayer, own))
         if reason is not None:
             raise ValueError(reason)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.language.operations.declare import (
     HEATMAPS,
     VARIANTS,
@@ -233,12 +233,12 @@ def parse_range(text: Any) -> range:
     match = _LAYERS.fullmatch(str(text))
     if match is None or int(match[1]) >= int(match[2]):
         raise ValueError(
-            f'layers {shown(text)} are no range; write "4:30" for layers 4 to 29 (layers count from 0)'
+            f'layers {show_value(text)} are no range; write "4:30" for layers 4 to 29 (layers count from 0)'
         )
     return range(int(match[1]), int(match[2]))
 
 
-def averaged(sublayers: list[Sublayer]) -> Sublayer:
+def average_sublayers(sublayers: list[Sublayer]) -> Sublayer:
     """Make a sublayer with the average of several sublayers' weights."""
     return Sublayer(
         sublayers[0].kind, tuple(layer for sublayer in sublayers for layer in sublayer.layers)

@@ -17,7 +17,7 @@ from surgeon.language.sublayer import LayerShapes
 LAST = 1000  # the place of what does not say where it stands
 
 
-def _undeclared(*_: Any, **__: Any) -> Program:
+def _refuse_call(*_: Any, **__: Any) -> Program:
     raise AssertionError("a declaration is applied by its table's entry, which @operation makes")
 
 
@@ -59,7 +59,7 @@ class Heatmap:
     style: int = 0
     verb: str = ""
     note: str = ""
-    function: Callable[..., Program] = _undeclared
+    function: Callable[..., Program] = _refuse_call
 
     @property
     def seeded(self) -> bool:
@@ -104,7 +104,7 @@ class Variant:
     ranks: str | None = None
     over: str | None = None
     note: str = ""
-    function: Callable[..., Program] = _undeclared
+    function: Callable[..., Program] = _refuse_call
 
 
 HEATMAPS: dict[str, Heatmap] = {}
@@ -174,7 +174,7 @@ def _home(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def described(name: str, note: str) -> str:
+def describe_name(name: str, note: str) -> str:
     """A name as help texts list it."""
     if note:
         return f"{name} ({note})"

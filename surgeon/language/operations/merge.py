@@ -1,6 +1,6 @@
 """Run one layer with averaged weights in place of several."""
 
-from surgeon.language.operations.base import averaged, find_stretch, operation
+from surgeon.language.operations.base import average_sublayers, find_stretch, operation
 from surgeon.language.operations.declare import Heatmap
 from surgeon.language.program import Program, Step, steps_of
 
@@ -13,5 +13,5 @@ def merge(program: Program, layers: range) -> Program:
     # The layers' first steps, then their second ones.
     for steps in zip(*map(steps_of, stretch.layers), strict=True):
         same_place = zip(*(step.sublayers for step in steps), strict=True)
-        merged.append(Step(tuple(averaged(list(sublayers)) for sublayers in same_place)))
+        merged.append(Step(tuple(average_sublayers(list(sublayers)) for sublayers in same_place)))
     return stretch.replaced_by(*merged)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.language.operations.base import show_range
 from surgeon.language.program import Fork, Node, Program, layer_nodes, steps_of
 
@@ -80,7 +80,7 @@ def require_whole_layers(own: Program, num_layers: int) -> None:
     steps = len(list(steps_of(own.nodes)))
     if len(parts) * _steps_per_layer(own) != steps:
         raise ValueError(
-            f"it runs more than each of its {num_layers} layers once: its program is {shown(str(own), 200)}"
+            f"it runs more than each of its {num_layers} layers once: its program is {show_value(str(own), 200)}"
         )
 
 
@@ -103,7 +103,7 @@ def _parts(own: Program, layers: range) -> list[tuple[range, int]]:
         if len(here) != 1:
             raise ValueError(
                 f"layers {show_range(layers)}: the model does not run layer {layer} whole and once, so that nothing "
-                f"can be done to it: its program is {shown(str(own), 200)}"
+                f"can be done to it: its program is {show_value(str(own), 200)}"
             )
         ((run, depth),) = here
         found.append((range(layer, min(run.stop, layers.stop)), depth))

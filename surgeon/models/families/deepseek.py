@@ -57,7 +57,7 @@ def _shared_neurons(config: Any) -> int:
     return int(config.moe_intermediate_size * config.n_shared_experts)
 
 
-def _routing(config: Any) -> Routing:
+def _read_routing(config: Any) -> Routing:
     return Routing(
         int(config.num_experts_per_tok),
         "sigmoid",
@@ -79,7 +79,7 @@ def _routing_v2(config: Any) -> Routing:
     )
 
 
-def _unsupported(config: Any) -> str | None:
+def _reason_against(config: Any) -> str | None:
     if config.num_experts_per_tok is None:
         return "its configuration has no num_experts_per_tok"
     return None
@@ -103,7 +103,7 @@ def _follow_mlp(config: Any, sources: Sequence[int]) -> dict[str, Any]:
 _ROUTED = replace(
     ROUTED,
     count="n_routed_experts",
-    routing=_routing,
+    routing=_read_routing,
     correction="mlp.gate.e_score_correction_bias",
     shared=_shared_neurons,
 )
@@ -137,7 +137,7 @@ DEEPSEEK_V3 = replace(
     scales=Scales(attention=_scale),
     entries=ConfigEntries(follow_mlp=_follow_mlp),
     variant=_variant,
-    unsupported=_unsupported,
+    unsupported=_reason_against,
 )
 
 DEEPSEEK_V2 = replace(

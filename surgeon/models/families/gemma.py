@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.models.families.base import AttentionWindow, Norms, Scales
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.specs import HeadNorm, StreamNorm
@@ -19,7 +19,9 @@ def embedding_scale(config: Any) -> float:
 def _attention_scale(config: Any) -> float:
     scalar = config.query_pre_attn_scalar
     if not 0 < scalar < MOST_FEATURES:
-        raise ValueError(f"query_pre_attn_scalar in config.json must be above 0, not {shown(scalar)}")
+        raise ValueError(
+            f"query_pre_attn_scalar in config.json must be above 0, not {show_value(scalar)}"
+        )
     return float(scalar**-0.5)
 
 
@@ -53,7 +55,7 @@ GEMMA2 = replace(
 )
 
 
-def _unsupported(config: Any) -> str | None:
+def _reason_against(config: Any) -> str | None:
     if config.use_bidirectional_attention:
         return "its tokens look at those behind them, too (use_bidirectional_attention), as a language model's must not"
     return None
@@ -66,7 +68,7 @@ GEMMA = replace(
     summary="Llama's layout with gains stored as 1 + weight, embeddings times the root of their width.",
     norms=Norms(unit_offset=True),
     scales=Scales(embedding=embedding_scale),
-    unsupported=_unsupported,
+    unsupported=_reason_against,
 )
 
 
@@ -78,5 +80,5 @@ GEMMA3 = replace(
     attention=replace(GEMMA2.attention, heads=(HeadNorm(),)),
     # transformers caps no scores here, whatever attn_logit_softcapping says
     scales=replace(GEMMA2.scales, attention_cap=None),
-    unsupported=_unsupported,
+    unsupported=_reason_against,
 )

@@ -7,7 +7,7 @@ from typing import Any
 from surgeon.models.families.base import AttentionWindow
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
-from surgeon.models.families.specs import chosen
+from surgeon.models.families.specs import route_by_config
 
 
 def _clamped_gate(config: Any) -> tuple[float, float]:
@@ -32,7 +32,7 @@ GPT_OSS = replace(
             ROUTED,
             router="mlp.router",
             count="num_local_experts",
-            routing=partial(chosen, scores="softmax of chosen"),
+            routing=partial(route_by_config, scores="softmax of chosen"),
             counts=("mlp.experts.num_experts", "mlp.router.num_experts"),
             top_k=("mlp.router.top_k",),
             clamped_gate=_clamped_gate,

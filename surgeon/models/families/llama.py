@@ -9,7 +9,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.models.families.base import (
     AttentionWindow,
     ConfigEntries,
@@ -29,9 +29,9 @@ from surgeon.models.families.specs import (
     StreamNorm,
     SublayerSpec,
     attention_projections,
-    chosen,
     gated_projections,
     plain_projections,
+    route_by_config,
     shared_projections,
 )
 
@@ -83,7 +83,7 @@ def _granite_unsupported(config: Any) -> str | None:
     for name in _FACTORS:
         factor = getattr(config, name)
         if not math.isfinite(factor) or factor == 0:
-            return f"{name} must be a number other than 0, not {shown(factor)}"
+            return f"{name} must be a number other than 0, not {show_value(factor)}"
     return None
 
 
@@ -228,7 +228,7 @@ _MIXTURE: SublayerSpec = replace(
         router="feed_forward.router",
         experts="feed_forward.experts",
         count="num_local_experts",
-        routing=partial(chosen, scores="sigmoid"),
+        routing=partial(route_by_config, scores="sigmoid"),
         counts=(
             "feed_forward.num_experts",
             "feed_forward.experts.num_experts",

@@ -7,7 +7,7 @@ from surgeon.models.families.base import Positions
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mistral import MIXTRAL
 from surgeon.models.families.olmo import OLMOE
-from surgeon.models.families.specs import chosen
+from surgeon.models.families.specs import route_by_config
 
 assert MIXTRAL.mixture is not None
 MINIMAX_M2 = replace(
@@ -22,7 +22,7 @@ MINIMAX_M2 = replace(
         MIXTRAL.mlp,
         mixture=replace(
             MIXTRAL.mixture,
-            routing=partial(chosen, scores="sigmoid", normalise=True),
+            routing=partial(route_by_config, scores="sigmoid", normalise=True),
             correction="mlp.e_score_correction_bias",
         ),
     ),

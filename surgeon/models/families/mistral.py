@@ -7,7 +7,7 @@ from typing import Any
 from surgeon.models.families.base import AttentionWindow, Family
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED, stacked_experts
-from surgeon.models.families.specs import Growth, chosen
+from surgeon.models.families.specs import Growth, route_by_config
 
 MISTRAL = replace(
     LLAMA,
@@ -52,7 +52,9 @@ MIXTRAL = replace(
     mlp=replace(
         MIXTURE,
         projections=stacked_experts("w1", "w3", "w2"),
-        mixture=replace(ROUTED, count="num_local_experts", routing=partial(chosen, normalise=True)),
+        mixture=replace(
+            ROUTED, count="num_local_experts", routing=partial(route_by_config, normalise=True)
+        ),
     ),
     stored_names=(("mlp.", "block_sparse_moe."),),
     window=AttentionWindow("sliding_window"),

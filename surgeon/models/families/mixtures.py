@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from surgeon.models.families.llama import LLAMA
-from surgeon.models.families.specs import MixtureSpec, Projection, SublayerSpec, chosen
+from surgeon.models.families.specs import MixtureSpec, Projection, SublayerSpec, route_by_config
 
 
 def stacked_experts(
@@ -34,7 +34,7 @@ ROUTED = MixtureSpec(
     router="mlp.gate",
     experts="mlp.experts",
     count="num_experts",
-    routing=partial(chosen, normalise=None),
+    routing=partial(route_by_config, normalise=None),
     counts=("mlp.experts.num_experts", "mlp.gate.num_experts"),
     top_k=("mlp.gate.top_k",),
 )

@@ -50,7 +50,7 @@ OLMO3 = replace(
 )
 
 
-def _unsupported(config: Any) -> str | None:
+def _reason_against(config: Any) -> str | None:
     if config.clip_qkv is None:
         return None
     return f"clip_qkv {config.clip_qkv} bounds what its attentions project"
@@ -64,7 +64,7 @@ OLMOE = replace(
     attention=replace(LLAMA.attention, heads=(HeadNorm("together"),)),
     mlp=MIXTURE,
     heads_fill_stream=True,  # which is how wide those norms are
-    unsupported=_unsupported,
+    unsupported=_reason_against,
 )
 
 

@@ -12,7 +12,7 @@ from surgeon.models.families.specs import (
 )
 
 
-def _unsupported(config: Any) -> str | None:
+def _reason_against(config: Any) -> str | None:
     if not config.do_layer_norm_before:
         return "its norms come after the sublayers (do_layer_norm_before is false, as in OPT-350m)"
     if config._remove_final_layer_norm:
@@ -65,7 +65,7 @@ OPT = Family(
     dropout=Dropouts("dropout"),
     entries=ConfigEntries(follow_width=_follow_width),
     heads_fill_stream=True,
-    unsupported=_unsupported,
+    unsupported=_reason_against,
     unfusable=_unfusable,
     variant=_variant,
 )

@@ -8,7 +8,7 @@ from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.specs import attention_projections, gated_projections, plain_projections
 
 
-def _unsupported(config: Any) -> str | None:
+def _reason_against(config: Any) -> str | None:
     if config.qk_layernorm:
         return "its heads have layer norms with shifts (qk_layernorm is true, as in none of Phi-1, 1.5 and 2)"
     return None
@@ -31,7 +31,7 @@ PHI = replace(
     dropout=Dropouts("resid_pdrop", embedding="embd_pdrop"),
     head_bias=True,
     steps_per_layer=1,
-    unsupported=_unsupported,
+    unsupported=_reason_against,
 )
 
 

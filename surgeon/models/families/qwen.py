@@ -16,7 +16,7 @@ from surgeon.models.families.specs import (
     Projection,
     StreamNorm,
     SublayerSpec,
-    chosen,
+    route_by_config,
     shared_projections,
 )
 
@@ -177,7 +177,9 @@ QWEN3_5_MOE = replace(
     QWEN3_5,
     name="Qwen3.5-MoE",
     model_type="qwen3_5_moe_text",
-    mlp=replace(WEIGHED, mixture=replace(WEIGHED.mixture, routing=partial(chosen, normalise=True))),
+    mlp=replace(
+        WEIGHED, mixture=replace(WEIGHED.mixture, routing=partial(route_by_config, normalise=True))
+    ),
     intermediate="moe_intermediate_size",
 )
 

@@ -67,6 +67,50 @@ S = TypeVar("S")
 Unit = Literal["heads", "kv_heads", "neurons", "shared_neurons"]
 HEADS: Unit = "heads"
 NEURONS = ("neurons", "shared_neurons")  # units of one feature each
+Units = dict[Unit, int]
+Bounds = tuple[int, int]
+
+
+def unit_bounds(units: Units, unit: Unit, piece: Bounds | None, span: int = 1) -> Bounds:
+    """Return first and end of a slice's units of a kind, where slices are as equal as they can be.
+
+    KV groups stay whole where there are as many as slices. Otherwise each slice belongs to one group, whose heads its
+    slices share out; those that have some hold the group's KV head, so that several may. A slice may have no units.
+
+    Args:
+        units: of the sublayer before it is sliced.
+        piece: the slice, (index, count); None for all.
+        span: of how many slices, from this one on.
+    """
+    index, count = piece or (0, 1)
+    if span > 1:
+        first, _ = unit_bounds(units, unit, (index, count))
+        _, end = unit_bounds(units, unit, (index + span - 1, count))
+        return first, end
+    size = units[unit]
+    groups = size
+    if unit == "heads":
+        groups = units.get("kv_heads", size)
+    if count <= groups:
+        each = size // groups
+        return index * groups // count * each, (index + 1) * groups // count * each
+    group = index * groups // count
+    first_slice = -(-group * count // groups)
+    slices = -(-(group + 1) * count // groups) - first_slice
+    each = units.get("heads", size) // groups
+    first = group * each + (index - first_slice) * each // slices
+    end = group * each + (index - first_slice + 1) * each // slices
+    if unit == "kv_heads":
+        return group, group + (end > first)
+    return first, end
+
+
+def unit_share(units: Units, unit: Unit, piece: Bounds | None) -> float:
+    """Return a slice's part of all units of a kind, those that several slices hold in equal parts."""
+    first, end = unit_bounds(units, unit, piece)
+    _, count = piece or (0, 1)
+    holders = sum(unit_bounds(units, unit, (index, count)) == (first, end) for index in range(count))
+    return (end - first) / units[unit] / holders
 
 
 @dataclass(frozen=True)
@@ -166,7 +210,7 @@ def shared_projections(inside: str) -> tuple[Projection, ...]:
     )
 
 
-def chosen(config: Any, scores: Scores = "softmax", normalise: bool | None = False) -> Routing:
+def route_by_config(config: Any, scores: Scores = "softmax", normalise: bool | None = False) -> Routing:
     """Route to as many experts as most configurations say, which also say whether to normalise if that is None."""
     if normalise is None:
         normalise = bool(config.norm_topk_prob)

@@ -4,12 +4,13 @@
 The rules of packing, slicing and averaging stand here and nowhere else.
 """
 
+from surgeon.models.families.specs import unit_bounds, unit_share
 from surgeon.models.weights.decompose import TruncatedSVD
 from surgeon.models.weights.derive import (
     derive_sublayer,
     is_whole_in_slices,
     module_with,
-    packed,
+    pack_tensors,
     share_undivided,
     stored_tensors,
 )
@@ -19,17 +20,15 @@ from surgeon.models.weights.layout import (
     holds_output_bias,
     indivisible,
     require_sliceable,
-    unit_bounds,
     unit_features,
-    unit_share,
 )
 from surgeon.models.weights.modules import (
     FactoredLinear,
     TakenApart,
+    absent_sublayers,
     leave_out,
     make_room,
     take_experts_apart,
-    unstored,
 )
 from surgeon.models.weights.store import (
     Averaged,
@@ -49,7 +48,7 @@ from surgeon.models.weights.units import (
     UnitsByLayer,
     UnitSource,
     Untold,
-    descending,
+    rank_scores,
     unit_source,
 )
 from surgeon.models.weights.view import ModelWeights
@@ -80,8 +79,8 @@ __all__ = [
     "UnitsByLayer",
     "Untold",
     "WeightMatrix",
+    "absent_sublayers",
     "derive_sublayer",
-    "descending",
     "holds_output_bias",
     "indivisible",
     "is_whole_in_slices",
@@ -89,7 +88,8 @@ __all__ = [
     "make_room",
     "mean",
     "module_with",
-    "packed",
+    "pack_tensors",
+    "rank_scores",
     "require_sliceable",
     "share_undivided",
     "stored_tensors",
@@ -98,5 +98,4 @@ __all__ = [
     "unit_features",
     "unit_share",
     "unit_source",
-    "unstored",
 ]

@@ -373,7 +373,7 @@ class TruncatedSVD:
         return Factors(first.to(kept), second.to(kept))
 
 
-def fitted(
+def fit_second_factor(
     matrix: Tensor,
     factors: Factors,
     moment: SecondMoment,

@@ -173,10 +173,10 @@ def stored_tensors(sublayer: Sublayer, weights: ModelWeights) -> Tensors:
         by_role |= {
             name: torch.zeros_like(tensor) for name, tensor in biases.items() if name not in by_role
         }
-    return packed(by_role, spec, weights.unit_width(sublayer.kind))
+    return pack_tensors(by_role, spec, weights.unit_width(sublayer.kind))
 
 
-def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
+def pack_tensors(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
     """Invert `ModelWeights.by_role`, or a part of it: tensors by path from the layer, in their own memory.
 
     Args:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.families import Family, Projection
+from surgeon.models.families.specs import Bounds, Units
 from surgeon.models.weights.factors import Factored
-from surgeon.models.weights.layout import Bounds, Units, modules_of, own_path, unit_features, units_in
+from surgeon.models.weights.layout import modules_of, own_path, unit_features, units_in
 from surgeon.models.weights.store import Dense, Store
 
 Kept = slice | Tensor  # of features, to be indexed with

@@ -15,10 +15,7 @@ from torch import Tensor
 
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer, require_width
 from surgeon.models.families import Family, Projection, SublayerSpec
-from surgeon.models.families.specs import Unit
-
-Bounds = tuple[int, int]
-Units = dict[Unit, int]
+from surgeon.models.families.specs import Units
 
 
 @cache
@@ -93,55 +90,13 @@ def units_in(kind: str, units: Units) -> int:
     return units.get("kv_heads", units.get("heads", 0))
 
 
-def narrowed(sublayer: Sublayer, units: Units) -> Units:
+def narrow_units(sublayer: Sublayer, units: Units) -> Units:
     """Count a sublayer's heads or neurons of those of its layer; refuse more than there are."""
     if sublayer.width is None:
         return units
     whole = units_in(sublayer.kind, units)
     require_width(sublayer, whole)
     return {unit: count * sublayer.width // whole for unit, count in units.items()}
-
-
-def unit_bounds(units: Units, unit: Unit, piece: Bounds | None, span: int = 1) -> Bounds:
-    """Return first and end of a slice's units of a kind, where slices are as equal as they can be.
-
-    KV groups stay whole where there are as many as slices. Otherwise each slice belongs to one group, whose heads its
-    slices share out; those that have some hold the group's KV head, so that several may. A slice may have no units.
-
-    Args:
-        units: of the sublayer before it is sliced.
-        piece: the slice, (index, count); None for all.
-        span: of how many slices, from this one on.
-    """
-    index, count = piece or (0, 1)
-    if span > 1:
-        first, _ = unit_bounds(units, unit, (index, count))
-        _, end = unit_bounds(units, unit, (index + span - 1, count))
-        return first, end
-    size = units[unit]
-    groups = size
-    if unit == "heads":
-        groups = units.get("kv_heads", size)
-    if count <= groups:
-        each = size // groups
-        return index * groups // count * each, (index + 1) * groups // count * each
-    group = index * groups // count
-    first_slice = -(-group * count // groups)
-    slices = -(-(group + 1) * count // groups) - first_slice
-    each = units.get("heads", size) // groups
-    first = group * each + (index - first_slice) * each // slices
-    end = group * each + (index - first_slice + 1) * each // slices
-    if unit == "kv_heads":
-        return group, group + (end > first)
-    return first, end
-
-
-def unit_share(units: Units, unit: Unit, piece: Bounds | None) -> float:
-    """Return a slice's part of all units of a kind, those that several slices hold in equal parts."""
-    first, end = unit_bounds(units, unit, piece)
-    _, count = piece or (0, 1)
-    holders = sum(unit_bounds(units, unit, (index, count)) == (first, end) for index in range(count))
-    return (end - first) / units[unit] / holders
 
 
 def holds_output_bias(sublayer: Sublayer) -> bool:

@@ -91,11 +91,11 @@ class FactoredExperts(nn.Module):
             together = torch.stack(outputs, -1).flatten(-2)
         else:
             together = torch.cat(outputs, -1)
-        written: Tensor = writing(gated(self.like[0], together), expert)
+        written: Tensor = writing(combine_gates(self.like[0], together), expert)
         return written
 
 
-def gated(experts: Any, gates_values: Tensor) -> Tensor:
+def combine_gates(experts: Any, gates_values: Tensor) -> Tensor:
     """Combine gates and values by an architecture's own module, (..., 2 * neurons) to (..., neurons)."""
     if hasattr(experts, "_apply_gate"):
         combined: Tensor = experts._apply_gate(gates_values)
@@ -188,14 +188,14 @@ def replaced_modules(
 def leave_out(model: Any, weights: ModelWeights, program: Program) -> None:
     """Take modules out of a causal language model's layers that its own program does not run, and files do not have."""
     layers = len(model.get_submodule(weights.family.layers))
-    for index, kind in unstored(weights, program, layers):
+    for index, kind in absent_sublayers(weights, program, layers):
         layer = model.get_submodule(f"{weights.family.layers}.{index}")
         spec = weights.family.spec(kind, index)
         for root in {path.partition(".")[0] for path in spec.stages}:
             delattr(layer, root)
 
 
-def unstored(weights: ModelWeights, program: Program, num_layers: int) -> list[tuple[int, str]]:
+def absent_sublayers(weights: ModelWeights, program: Program, num_layers: int) -> list[tuple[int, str]]:
     """Return layers, with a kind, whose attention or MLP a model's program does not run and its files do not have."""
     used = {(layer, sublayer.kind) for sublayer in program.sublayers() for layer in sublayer.layers}
     unused = {(layer, kind) for layer in range(num_layers) for kind in KINDS} - used

@@ -40,7 +40,7 @@ class Magnitude:
 
     def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         """Order units; equal ones, and those of no numbers, stay in order."""
-        return descending(magnitudes(kind, layer, weights))
+        return rank_scores(magnitudes(kind, layer, weights))
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class ScoredUnits:
             raise ValueError(
                 f"there are scores of {len(self.scores)} units of {kind}{layer}, which has {count}"
             )
-        return descending(self.scores)
+        return rank_scores(self.scores)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def magnitudes(kind: str, layer: int, weights: StoredWeights) -> Tensor:
     return total
 
 
-def descending(scores: Tensor) -> Tensor:
+def rank_scores(scores: Tensor) -> Tensor:
     """Return the places of scores, (units,), the highest first; equal ones stay in order."""
     return scores.argsort(descending=True, stable=True)
 

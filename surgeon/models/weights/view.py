@@ -9,18 +9,16 @@ from torch import Tensor
 
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, NO_WIDTH, ROLES, Sublayer, require_experts
 from surgeon.models.families import Family, Projection, SublayerSpec
+from surgeon.models.families.specs import Bounds, Units, unit_bounds
 from surgeon.models.weights.decompose import TruncatedSVD
 from surgeon.models.weights.factors import Factored, Factorised, FactorSource
 from surgeon.models.weights.layers import Kept, StoredWeights
 from surgeon.models.weights.layout import (
-    Bounds,
-    Units,
     holds_output_bias,
     modules_of,
-    narrowed,
+    narrow_units,
     own_path,
     require_parts,
-    unit_bounds,
     units_in,
 )
 from surgeon.models.weights.store import Averaged, Store, Tensors, WeightMatrix, mean, read_features
@@ -60,7 +58,7 @@ class ModelWeights(StoredWeights):
         counts = [self.stored_units(sublayer.kind, layer) for layer in sublayer.layers]
         if any(count != counts[0] for count in counts):
             raise ValueError(f"{sublayer} cannot be averaged: its layers differ in width ({counts})")
-        return narrowed(sublayer, counts[0])
+        return narrow_units(sublayer, counts[0])
 
     def each_expert(self, sublayer: Sublayer) -> tuple[Sublayer, ...]:
         """Return a mixture's experts one by one, as sublayers that have one each.

@@ -154,16 +154,12 @@ class BlockTable:
         """Count the blocks of all tokens, those that are gone among them."""
         return self.gone + len(self.blocks)
 
-    def cut(self, length: int) -> list[int]:
-        """Take off and return the blocks behind the first so many."""
-        kept = max(0, length - self.gone)
-        return self._keep(self.gone, self.blocks[:kept], self.blocks[kept:])
-
-    def leave(self, gone: int) -> list[int]:
-        """Take off and return the blocks before the one of this number."""
-        return self._keep(gone, self.blocks[gone - self.gone :], self.blocks[: gone - self.gone])
-
-    def _keep(self, gone: int, kept: list[int], taken: list[int]) -> list[int]:
+    def keep(self, gone: int, length: int) -> list[int]:
+        """Take off and return the blocks before the one of this number, and those behind the first so many."""
+        first = gone - self.gone
+        end = max(first, length - self.gone)
+        kept = self.blocks[first:end]
+        taken = self.blocks[:first] + self.blocks[end:]
         self.gone = gone
         self.blocks = []
         self.runs = [(GONE, gone)] if gone else []
@@ -376,14 +372,16 @@ class BlockPool:
         assert own.known <= length, f"{length} blocks are to stay and {own.known} are known"
         for table in own.tables:
             if length < table.length:
-                self._give_back(table.cut(length))
+                self._give_back(table.keep(table.gone, length))
 
     def leave_behind(self, own: SequenceBlocks, computed: int) -> None:
         """Give back what no window reaches when so many tokens have been computed, and made known."""
         for table, window in zip(own.tables, self.windows, strict=True):
             first = first_block(computed, window, self.block_tokens)
             if first > table.gone:
-                self._give_back(reversed(table.leave(first)))  # later ones are shared further on
+                self._give_back(
+                    reversed(table.keep(first, table.length))
+                )  # later ones are shared further on
 
     def _give_back(self, blocks: Iterable[int]) -> None:
         """Take blocks from one who used them; the last ones are the first to go."""

@@ -121,15 +121,9 @@ class BySize(Around):
     def around(self, inner: Collectives) -> Collectives:
         return self._wrapped(inner)
 
-    def _way(self, tensor: Tensor) -> SymmetricSum | None:
-        way = next((way for size, way in self.chosen if tensor.nbytes <= size), None)
-        if way is not None and tensor.is_contiguous() and way.fits(tensor):
-            return way
-        return None
-
     def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
-        way = self._way(tensor)
-        if way is None:
+        way = next((way for size, way in self.chosen if tensor.nbytes <= size), None)
+        if way is None or not tensor.is_contiguous() or not way.fits(tensor):
             return self.inner._all_reduce(tensor, at_once)
         if at_once:
             way(tensor, False)
@@ -156,7 +150,9 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
     reached = all(
         torch.cuda.can_device_access_peer(device, other) for other in gpus if other != device.index
     )
-    if not _holds_everywhere(inner, device, allowed(os.environ) and len(gpus) >= len(group) and reached):
+    if not _holds_everywhere(
+        inner, device, is_allowed(os.environ) and len(gpus) >= len(group) and reached
+    ):
         return inner
     ways = ways_through_memory(inner, device)
     if not ways:
@@ -173,7 +169,7 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
     return found
 
 
-def allowed(environment: Mapping[str, str]) -> bool:
+def is_allowed(environment: Mapping[str, str]) -> bool:
     """Tell whether GPUs may reach each other's memory, and may sum through it."""
     peers = (
         environment.get("NCCL_P2P_DISABLE", "0") == "0" and environment.get("NCCL_P2P_LEVEL") != "LOC"

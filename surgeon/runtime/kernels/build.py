@@ -56,7 +56,7 @@ def triton_used_on(device: str) -> bool:
 
 
 @cache
-def built() -> Built:
+def load_kernels() -> Built:
     """Load the kernels, compiled now if they are not in the cache; the same for the whole process."""
     if switched_off():
         return Built(None)

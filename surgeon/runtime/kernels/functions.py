@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surgeon.machine import usable_cores
 from surgeon.models.routing import Routed, Routing
-from surgeon.runtime.kernels.build import built
+from surgeon.runtime.kernels.build import load_kernels
 from surgeon.runtime.kernels.library import Library
 
 GATED = {
@@ -33,7 +33,7 @@ def kernels() -> Kernels | None:
     None, too, where this thread is bound to fewer cores than PyTorch has threads, as vLLM binds each of its threads to
     one: new threads would all be on this one's.
     """
-    library = built().library
+    library = load_kernels().library
     if library is None or usable_cores() < torch.get_num_threads():
         return None
     made = Kernels(Library(library))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.runtime.kernels.build import SWITCH, built, switched_off, triton_missing
+from surgeon.runtime.kernels.build import SWITCH, load_kernels, switched_off, triton_missing
 
 KINDS = {"p": c_void_p, "n": c_int64, "f": c_float}
 # What functions take, in order: pointers, numbers, floats.
@@ -58,7 +58,7 @@ NOTES: ContextVar[Any] = ContextVar("notes", default=None)
 
 
 @contextmanager
-def noting(notes: Any) -> Iterator[None]:
+def note_calls(notes: Any) -> Iterator[None]:
     """Have this thread's calls noted besides being made; nowhere for None."""
     before = NOTES.set(notes)
     try:
@@ -129,4 +129,4 @@ def _problem(device: str, dtype: str) -> str | None:
         return f"those for CPUs compute in float32, not in {dtype}"
     if switched_off():
         return f"{SWITCH}=off"
-    return built().problem
+    return load_kernels().problem

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from surgeon.runtime.kernels.functions import Kernels
-from surgeon.runtime.kernels.library import NOTES, RECORDABLE, Call, noting
+from surgeon.runtime.kernels.library import NOTES, RECORDABLE, Call, note_calls
 
 Replay = Callable[[bool], list[float]]
 LEAST = 64  # numbers of a buffer
@@ -68,7 +68,7 @@ class Recording(TorchDispatchMode):
 
     Attributes:
         problem: an operation that cannot be recorded and has been computed, if any.
-        spans: of calls, as `spanned` has noted them.
+        spans: of calls, as `mark_calls` has noted them.
     """
 
     def __init__(self, kernels: Kernels, arena: Arena) -> None:
@@ -87,13 +87,13 @@ class Recording(TorchDispatchMode):
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        with noting(self), self:
+        with note_calls(self), self:
             yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Record nothing inside."""
-        with noting(None), _disable_current_modes():
+        with note_calls(None), _disable_current_modes():
             yield
 
     def note(self, name: str, *arguments: Any) -> None:
@@ -192,7 +192,7 @@ class Recording(TorchDispatchMode):
 
 
 @contextmanager
-def spanned(what: Any) -> Iterator[None]:
+def mark_calls(what: Any) -> Iterator[None]:
     """Note which calls are made inside, where they are being recorded."""
     recording = NOTES.get()
     if not isinstance(recording, Recording):

@@ -109,7 +109,7 @@ class Filtered(NamedTuple):
         return token.where(self.enough, WIDER)
 
 
-def filtered(scores: Tensor, texts: Sequence[Sampling], look: Look) -> Filtered:
+def filter_probabilities(scores: Tensor, texts: Sequence[Sampling], look: Look) -> Filtered:
     """Filter the probabilities of each row by temperature, top_k, top_p and min_p, where tokens are drawn.
 
     Args:
@@ -182,9 +182,9 @@ def distribution(scores: Tensor, texts: Sequence[Sampling], look: Look) -> Tenso
     chances = torch.zeros(scores.shape, dtype=torch.float64, device=scores.device)
     if look.tokens == 1:
         return chances.scatter_(-1, likeliest(scores), 1)
-    left = filtered(scores, texts, look)
+    left = filter_probabilities(scores, texts, look)
     if left.enough is not None and not left.enough.all():
-        left = filtered(scores, texts, look._replace(tokens=scores.shape[-1]))
+        left = filter_probabilities(scores, texts, look._replace(tokens=scores.shape[-1]))
     weights = left.weights / left.weights.sum(-1, keepdim=True)
     if left.tokens is None:
         return weights

@@ -190,7 +190,10 @@ class Attention:
         self.rebuild: Rebuild | None = None
         self.joins_heads = spec.joins_heads
         self.sharing = sharing
-        self.shares = shares
+        # A number alone can be recorded (runtime/kernels/recording.py).
+        self.shares: float | Tensor = shares[0]
+        if shares[0] != shares[1]:
+            self.shares = torch.tensor(shares, device=next(iter(tensors.values())).device)
         gains = self._head_gains(tensors, spec, plan)
         if {"k", "v"} <= maps.later:
             self.rebuild = Rebuild(tensors, plan, gains[1] if gains else None, rotary, self.bound)
@@ -251,7 +254,7 @@ class Attention:
             own = mean_squares(qkv, self.heads * self.head_dim, self.kv_heads * self.head_dim)
         if self.sharing is None:
             return own
-        return self.sharing.sum(own * own.new_tensor(self.shares), exactly=True)
+        return self.sharing.sum(own * self.shares, exactly=True)
 
 
 class Rebuild:

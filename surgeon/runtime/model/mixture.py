@@ -64,7 +64,7 @@ class MixtureOfExperts:
             self.route = self.kernels.route
         else:
             if plan.arithmetic.clamped_gate is not None:
-                combine: Combine = partial(clamped, *plan.arithmetic.clamped_gate)
+                combine: Combine = partial(combine_clamped, *plan.arithmetic.clamped_gate)
             else:
                 act = activation(plan.arithmetic.activation)
                 combine = lambda gates, values: act(gates) * values  # noqa: E731
@@ -261,7 +261,7 @@ def pack_experts(tensors: Tensors, first: int, plan: Plan, kernels: Kernels) -> 
     )
 
 
-def clamped(alpha: float, limit: float, gates: Tensor, values: Tensor) -> Tensor:
+def combine_clamped(alpha: float, limit: float, gates: Tensor, values: Tensor) -> Tensor:
     """Multiply gates, up to a limit, by a sigmoid of alpha times them, and by bounded values and 1 more (gpt-oss)."""
     gates = gates.clamp(max=limit)
     return gates * (alpha * gates).sigmoid() * (values.clamp(-limit, limit) + 1)

@@ -18,7 +18,8 @@ from surgeon.language.execute import Branch, Machine, Partial, Pending, State, i
 from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families import Projection
-from surgeon.models.weights import ModelWeights, Tensors, unit_share
+from surgeon.models.families.specs import unit_share
+from surgeon.models.weights import ModelWeights, Tensors
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder, Recording
@@ -30,8 +31,8 @@ from surgeon.runtime.model.linear import Linear, LinearMap, Maps, Sharing, count
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
 from surgeon.runtime.model.peers import Peers, Phase
-from surgeon.runtime.model.rotary import centred, in_halves
-from surgeon.runtime.plan.division import WholeExperts
+from surgeon.runtime.model.rotary import centre_heads, in_halves
+from surgeon.runtime.plan.balance import WholeExperts
 from surgeon.runtime.plan.placement import (
     Group,
     Part,
@@ -76,7 +77,7 @@ class RankProgram:
         self.work = work_of(plan, peers.rank)
         parts = (part for work in self.work for part in work.parts if part.slot is not None)
         self.slots = sorted(parts, key=lambda part: part.slot or 0)
-        self.travelling = frozenset(travelling(self.nodes))
+        self.travelling = frozenset(steps_in_flight(self.nodes))
         self.sublayers: dict[PartKey, Made] = {}
         self.norms: dict[Sublayer, Norm] = {}
         self.outputs: dict[Step, StepOutputs] = {}  # of steps that this rank has slices of
@@ -189,7 +190,7 @@ class RankProgram:
             and family.attention.head_norm.gains == "each"
             and family.norms.kind != "rms"
         ):
-            tensors = centred(tensors, self.plan.head_dim)
+            tensors = centre_heads(tensors, self.plan.head_dim)
         if sublayer.kind == ATTENTION and family.positions.neighbours and self.plan.arithmetic.rotaries:
             return in_halves(tensors, self.plan.arithmetic.rotaries[0].width, self.plan.head_dim)
         return tensors
@@ -356,14 +357,14 @@ def _of_places(state: State, places: list[int]) -> State:
     )
 
 
-def travelling(nodes: Branch) -> Iterator[Node]:
+def steps_in_flight(nodes: Branch) -> Iterator[Node]:
     """Late steps and the nodes before them: their sums are under way when something else is computed or sent."""
     for node, following in zip_longest(nodes, nodes[1:]):
         if any(isinstance(one, Step) and one.late for one in (node, following)):
             yield node
         if isinstance(node, Fork):
             for branch in node.branches:
-                yield from travelling(branch)
+                yield from steps_in_flight(branch)
 
 
 class WorkAhead(Iterator[Work]):

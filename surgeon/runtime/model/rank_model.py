@@ -28,7 +28,7 @@ from surgeon.runtime.model.paged_cache import PagedCache, angles_at
 from surgeon.runtime.model.paged_layout import PagedLayout, as_index
 from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
-from surgeon.runtime.model.rotary import AllAngles, rotation, turned
+from surgeon.runtime.model.rotary import AllAngles, rotate_angles, rotation
 from surgeon.runtime.plan.specification import CodaPlan, Plan
 
 
@@ -170,7 +170,7 @@ class RankModel:
         places = [place for span in spans for place in span]
         both = torch.tensor([places, lengths], device=self.device)
         return tuple(
-            turned(rotary, both[0], both[1], self.vocabulary.like)
+            rotate_angles(rotary, both[0], both[1], self.vocabulary.like)
             for rotary in self.plan.arithmetic.rotaries
         )
 

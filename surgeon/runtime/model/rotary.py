@@ -92,7 +92,7 @@ def in_halves(tensors: Tensors, width: int, head_dim: int) -> Tensors:
     return found
 
 
-def centred(tensors: Tensors, head_dim: int) -> Tensors:
+def centre_heads(tensors: Tensors, head_dim: int) -> Tensors:
     """Centre the features of each head of an attention's queries and keys: means of 0."""
     found = dict(tensors)
     for name in (f"{role}{part}" for role in "qk" for part in (".weight", ".second.weight", ".bias")):
@@ -105,10 +105,10 @@ def centred(tensors: Tensors, head_dim: int) -> Tensors:
 def rotation(rotary: Rotary, tokens: int, like: Tensor) -> Angles:
     """Cosine and signed sine, (tokens, 1, features that turn) each, of the first positions, each as a text's last."""
     positions = torch.arange(tokens, device=like.device)
-    return turned(rotary, positions, positions + 1, like)
+    return rotate_angles(rotary, positions, positions + 1, like)
 
 
-def turned(rotary: Rotary, positions: Tensor, lengths: Tensor, like: Tensor) -> Angles:
+def rotate_angles(rotary: Rotary, positions: Tensor, lengths: Tensor, like: Tensor) -> Angles:
     """Cosine and signed sine of any tokens, by their positions, (T,), and the lengths of their texts, (T,)."""
     frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
     if rotary.longer is not None:

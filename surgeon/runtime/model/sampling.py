@@ -31,7 +31,7 @@ from surgeon.runtime.model.filters import (
     Look,
     column,
     distribution,
-    filtered,
+    filter_probabilities,
     likeliest,
     of_rows,
     penalise,
@@ -131,7 +131,7 @@ class Sampler:
             else:
                 if whole:
                     look = look._replace(tokens=self._vocabulary)
-                left = filtered(scores, [text.sampling for text in some], look)
+                left = filter_probabilities(scores, [text.sampling for text in some], look)
                 keys = None
                 if some[0].again:
                     keys = [text.key() for text in some]
@@ -144,7 +144,7 @@ class Sampler:
         chosen: list[Choice] = [(UNDEFINED, None)] * len(texts)
         for rows, table in batches:
             for row in rows:
-                chosen[row] = reported([*islice(found, table.shape[1])], texts[row].sampling.logprobs)
+                chosen[row] = read_report([*islice(found, table.shape[1])], texts[row].sampling.logprobs)
         return chosen
 
     def _pick(self, weights: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ class Sampler:
         tops = [text.sampling.logprobs for text in those]
         table = report(known, own[places(shown, own)], tops).tolist()
         for at, text, top, told in zip(shown, those, tops, table, strict=True):
-            choices[judged[at][0]].append(text.add(reported(told, top)))
+            choices[judged[at][0]].append(text.add(read_report(told, top)))
 
         left = [number for number in range(len(texts)) if number not in rejected]
         if not left:
@@ -319,7 +319,7 @@ def verdicts(
     return ends, rejected
 
 
-def reported(numbers: Sequence[float], top: int | None) -> Choice:
+def read_report(numbers: Sequence[float], top: int | None) -> Choice:
     """A token that comes next and its report, by a row of `filters.report`."""
     token, highest, *more = numbers
     if not math.isfinite(highest):  # NaN is higher than any number

@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.stored import StoredModel, read_json
-from surgeon.errors import did_you_mean, first_line, shown
+from surgeon.errors import did_you_mean, first_line, show_value
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS
 from surgeon.models.edit import check_layers
@@ -33,15 +33,8 @@ from surgeon.models.families.positions import (
 )
 from surgeon.models.families.specs import Growth
 from surgeon.models.weights import ModelWeights, require_sliceable
-from surgeon.runtime.plan.division import (
-    Balance,
-    Mixtures,
-    MixtureSize,
-    balance_of,
-    cached_latent,
-    check_division,
-    shared_units,
-)
+from surgeon.runtime.plan.balance import Balance, Mixtures, MixtureSize, balance_of
+from surgeon.runtime.plan.division import cached_latent, check_division, shared_units
 from surgeon.runtime.plan.specification import (
     OWN_ACTIVATIONS,
     Arithmetic,
@@ -383,9 +376,10 @@ def _rotary(config: Any, family: Family, max_tokens: int, kind: str | None) -> R
     scaling = rope["rope_type"]
     if scaling not in ROPE_TYPES:
         raise ValueError(
-            f"rope_type in config.json must be known, not {shown(scaling)}; {did_you_mean(str(scaling), ROPE_TYPES)}"
+            f"rope_type in config.json must be known, not {show_value(scaling)}; "
+            f"{did_you_mean(str(scaling), ROPE_TYPES)}"
         )
-    described = f"config.json describes no rotary positions: rope_parameters are {shown(rope, 200)}"
+    described = f"config.json describes no rotary positions: rope_parameters are {show_value(rope, 200)}"
     try:
         rotary = Rotary(*rotary_angles(family, config, kind))
         longer = long_rotary_angles(family, config, kind)
@@ -413,6 +407,6 @@ def _end_tokens(folder: Path, config: Any) -> tuple[int, ...]:
     for end in found:
         if type(end) is not int:
             raise ValueError(
-                f"{path}: eos_token_id must be a token's number, or a list of them, not {shown(ends)}"
+                f"{path}: eos_token_id must be a token's number, or a list of them, not {show_value(ends)}"
             )
     return tuple(found)

@@ -19,7 +19,7 @@ from surgeon.checkpoint.codas import INDEX, read_codas
 from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import TensorFiles
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.language.operations.declare import VARIANTS
 from surgeon.language.operations.variants import RUN_OTHERWISE, is_variant, variant_of
 from surgeon.language.program import Program, Step
@@ -28,8 +28,9 @@ from surgeon.models.families import family_of
 from surgeon.models.families.positions import attention_windows
 from surgeon.models.weights import ModelWeights
 from surgeon.named import is_program
+from surgeon.runtime.plan.balance import Mixtures
 from surgeon.runtime.plan.checks import make_plan, mixture_size, places_among, rotaries_by_layer
-from surgeon.runtime.plan.division import Mixtures, check_division
+from surgeon.runtime.plan.division import check_division
 from surgeon.runtime.plan.memory import Sizes, kv_heads
 from surgeon.runtime.plan.placement import computed_of, work_of
 from surgeon.runtime.plan.specification import CodaPlan, DraftPlan, KvMode, Plan, Ways
@@ -79,7 +80,7 @@ def named_draft(text: str) -> str:
     if is_program(text) or (is_variant(text) and text not in RUN_OTHERWISE):
         return text
     raise ValueError(
-        f"there are no drafts {shown(text)}; give a program over the model's weights, as in "
+        f"there are no drafts {show_value(text)}; give a program over the model's weights, as in "
         f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model ({", ".join(VARIANTS)}); where it runs, lookup and coda '
         "draft, too"
     )

@@ -20,8 +20,9 @@ from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.language.program import Program, Step
 from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.machine import free_bytes, show_size
+from surgeon.models.families.specs import unit_bounds
 from surgeon.models.shapes import ModelShapes
-from surgeon.models.weights import ModelWeights, unit_bounds
+from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.blocks import (
     BLOCK_TOKENS,
     PASS_TOKENS,

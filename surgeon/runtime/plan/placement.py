@@ -13,7 +13,7 @@ from functools import cached_property
 
 from surgeon.language.program import Fork, Node, Program, Step, ranks_of_branches
 from surgeon.language.sublayer import ATTENTION, Sublayer
-from surgeon.runtime.plan.division import Balance, UnitsOf, WholeExperts
+from surgeon.runtime.plan.balance import Balance, WholeExperts
 from surgeon.runtime.plan.specification import Plan
 
 Group = tuple[int, ...]  # ranks that share a piece of work, in ascending order
@@ -101,35 +101,17 @@ def norm_sums(plan: Plan) -> int:
     """
     if not plan.family.attention.joins_heads:
         return 0
-
-    def shared(work: Work, part: Part) -> bool:
-        return (
+    works = (work_of(plan, rank) for rank in range(plan.ranks))
+    return max(
+        sum(
             part.slot is not None
             and len(part.sharers) > 1
             and computed_of(plan, work, part) == part.sublayer
+            for work in own
+            for part in work.parts
         )
-
-    works = (work_of(plan, rank) for rank in range(plan.ranks))
-    return max(sum(shared(work, part) for work in own for part in work.parts) for own in works)
-
-
-def require_equal_heads(plan: Plan, units_of: UnitsOf) -> None:
-    """Refuse ranks that would have unequal parts of an attention; vLLM's ranks have caches of one shape."""
-    for part in (
-        part for rank in range(plan.ranks) for work in work_of(plan, rank) for part in work.parts
-    ):
-        if part.slot is None:
-            continue
-        units = units_of(part.sublayer)
-        heads = units["heads"]
-        kv_heads = units.get("kv_heads", heads)
-        _, count = part.sublayer.piece or (0, 1)
-        if heads % count or (kv_heads % count and count % kv_heads):
-            raise ValueError(
-                f"vLLM has equal parts of an attention on its ranks, and {heads} heads over {kv_heads} KV heads "
-                f"({replace(part.sublayer, piece=None, ranks=())}) do not divide into {count}; set another "
-                "--tensor-parallel-size, or let surgeon serve run it"
-            )
+        for own in works
+    )
 
 
 def placed_parts(
@@ -150,7 +132,7 @@ def placed_parts(
         index = member // each
         part = _slice(sublayers[index], member % each, each)
         if balance is not None and step.late:
-            part = _balanced(part, balance.cut(1, 1, each), member % each)
+            part = _balance_neurons(part, balance.cut(1, 1, each), member % each)
         return ((index, part),), range(index * each, (index + 1) * each)
     if alike and count % members == 0:
         each = count // members
@@ -161,7 +143,7 @@ def placed_parts(
         attentions = sum(one.kind == ATTENTION for one in sublayers)
         if 0 < attentions < count:
             ends = balance.cut(attentions, count - attentions, members)
-    parts = (_balanced(_slice(one, member, members), ends, member) for one in sublayers)
+    parts = (_balance_neurons(_slice(one, member, members), ends, member) for one in sublayers)
     return tuple(enumerate(parts)), range(members)
 
 
@@ -201,7 +183,7 @@ def _slice(sublayer: Sublayer, index: int, count: int) -> Sublayer:
     return replace(sublayer, piece=(outer_index * count + index, outer_count * count))
 
 
-def _balanced(part: Sublayer, ends: tuple[int, ...] | None, member: int) -> Sublayer:
+def _balance_neurons(part: Sublayer, ends: tuple[int, ...] | None, member: int) -> Sublayer:
     """Return a member's neurons of a whole feed-forward in place of an equal part."""
     if ends is None or part.kind == ATTENTION or part.piece != (member, len(ends)):
         return part

@@ -15,7 +15,7 @@ from surgeon.models.routing import Routing
 from surgeon.runtime.batching.blocks import blocks_for, power_of_two
 from surgeon.runtime.batching.sequence import LongTexts
 from surgeon.runtime.kernels.build import triton_used_on
-from surgeon.runtime.plan.division import NO_MIXTURES, Balance, Mixtures
+from surgeon.runtime.plan.balance import NO_MIXTURES, Balance, Mixtures
 
 # Decode passes are computed like all others (dynamic) or in a few fixed shapes (static); auto is dynamic on CPUs, and
 # static on GPUs, where such passes are recorded as CUDA graphs if the collectives can be.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -36,6 +37,7 @@ _SLICES = {ATTENTION: "the slices of the attention", FEED_FORWARD: "the slices o
 _LATE = {ATTENTION: "the lateness of the attention", FEED_FORWARD: "the lateness of the MLP"}
 
 
+@dataclass(eq=False)
 class Space(ABC):
     """Edits of one kind; operations and claims follow from the arguments alone.
 
@@ -49,7 +51,10 @@ class Space(ABC):
         of_two_steps: whether its edits are of layers whose attention and MLP are steps of their own.
         of_mixtures: whether they are of mixtures of experts.
         serves: names of the quantities for which it is searched where a user names no space; `DEEPER` is more depth.
+        arguments: what can stand behind the colon (`drop:mlp`).
         ranks: tensor-parallel ones, that programs are to run on.
+        argument: one of `arguments`.
+        text: of a search, as recipes name it.
     """
 
     name: ClassVar[str]
@@ -58,9 +63,10 @@ class Space(ABC):
     of_two_steps: ClassVar[bool] = False
     of_mixtures: ClassVar[bool] = False
     serves: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, ranks: int = 2) -> None:
-        self.ranks = ranks
+    arguments: ClassVar[Collection[str]] = ("",)
+    ranks: int = 2
+    argument: str = ""
+    text: Calibration | None = None
 
     @classmethod
     def read(cls, argument: str) -> dict[str, Any]:
@@ -69,15 +75,14 @@ class Space(ABC):
         Raises:
             ValueError: if it takes no such argument.
         """
-        if argument:
+        if argument in cls.arguments:
+            return {"argument": argument}
+        *names, last = (f"{cls.name}:{one}".removesuffix(":") for one in cls.arguments)
+        if not names:
             raise ValueError(
                 f"the space {cls.name} takes no argument; write {cls.name}, not {cls.name}:{argument}"
             )
-        return {}
-
-    def on_text(self, text: Calibration) -> Space:  # noqa: ARG002
-        """The space in a search on a text, as recipes name it."""
-        return self
+        raise ValueError(f"there is no {cls.name}:{argument}; write {', '.join(names)} or {last}")
 
     def sizes(self, model: Model) -> Iterable[int]:  # noqa: ARG002
         """Numbers of layers that an edit can have."""
@@ -116,7 +121,8 @@ class Space(ABC):
         """
         ways = sorted({_way(edit) for edit in edits})
         return tuple(
-            self.operation(joined(e.layers for e in edits if _way(e) == way), *way) for way in ways
+            self.operation(join_stretches(e.layers for e in edits if _way(e) == way), *way)
+            for way in ways
         )
 
     def operation(self, layers: tuple[range, ...], option: str, size: int) -> AppliedOperation:
@@ -149,24 +155,20 @@ class Space(ABC):
                 yield stretch
 
 
+@dataclass(eq=False)
 class SizedSpace(Space):
     """A space of edits of several sizes; a whole number behind the colon is the largest (`pair:4`).
 
     Attributes:
         largest: the most layers of an edit.
-        usual: the same where no number is given.
         least: the smallest number that makes sense.
         example, asked: a number and its meaning, for messages.
     """
 
-    usual: ClassVar[int] = 2
     least: ClassVar[int] = 2
     example: ClassVar[int] = 4
     asked: ClassVar[str]
-
-    def __init__(self, largest: int | None = None, ranks: int = 2) -> None:
-        super().__init__(ranks)
-        self.largest = largest or self.usual
+    largest: int = 2
 
     @classmethod
     def read(cls, argument: str) -> dict[str, Any]:
@@ -179,7 +181,7 @@ class SizedSpace(Space):
         return {"largest": int(argument)}
 
     def sizes(self, model: Model) -> Iterable[int]:
-        return range(2, min(self.largest, model.num_layers) + 1)
+        return range(self.least, min(self.largest, model.num_layers) + 1)
 
 
 def _way(edit: Edit) -> tuple[str, int]:
@@ -209,7 +211,7 @@ def claims_of_slices(edit: Edit, kind: str) -> frozenset[Claim]:
     return frozenset((_SLICES[kind], layer) for layer in edit.layers)
 
 
-def joined(stretches: Iterable[range]) -> tuple[range, ...]:
+def join_stretches(stretches: Iterable[range]) -> tuple[range, ...]:
     """Put stretches in order, those that touch as one."""
     found: list[range] = []
     for stretch in sorted(stretches, key=lambda each: each.start):
@@ -222,7 +224,7 @@ def joined(stretches: Iterable[range]) -> tuple[range, ...]:
 
 def layers_joined(layers: Iterable[int]) -> tuple[range, ...]:
     """Join layers into stretches."""
-    return joined(range(layer, layer + 1) for layer in layers)
+    return join_stretches(range(layer, layer + 1) for layer in layers)
 
 
 def from_every_layer(edits: Iterable[Edit]) -> Iterator[list[Edit]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
@@ -41,20 +41,8 @@ class Drops(Space):
         "mlp": ("mlp",),
     }
 
-    def __init__(self, what: str = "", ranks: int = 2) -> None:
-        super().__init__(ranks)
-        self.what = what
-
-    @classmethod
-    def read(cls, argument: str) -> dict[str, Any]:
-        if argument not in cls.arguments:
-            raise ValueError(
-                f"there is no drop:{argument}; write drop, drop:layers, drop:attention or drop:mlp"
-            )
-        return {"what": argument}
-
     def options(self, model: Model) -> Sequence[str]:  # noqa: ARG002
-        return self.arguments[self.what]
+        return self.arguments[self.argument]
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
         kinds = HALVES[edit.option]

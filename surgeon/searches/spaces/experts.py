@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ EDGE = 2
 
 
 @register
+@dataclass(eq=False)
 class KeptExperts(Space):
     """A mixture that keeps some experts: an edit's option has their numbers.
 
@@ -48,13 +50,8 @@ class KeptExperts(Space):
     place = 57
     of_mixtures = True
     serves = ("experts", *WEIGHTS, *TIMES)
-
-    def __init__(
-        self, kept: Sequence[int] | None = None, ranks: int = 2, orders: Orders | None = None
-    ) -> None:
-        super().__init__(ranks)
-        self.kept = None if kept is None else tuple(sorted(set(kept), reverse=True))
-        self.orders = orders or {}
+    kept: tuple[int, ...] | None = None
+    orders: Orders = field(default_factory=dict)
 
     @classmethod
     def read(cls, argument: str) -> dict[str, Any]:
@@ -66,19 +63,22 @@ class KeptExperts(Space):
                 f"{cls.name}:{argument} should say how many experts a mixture keeps, as in {cls.name}:4 or "
                 f"{cls.name}:6/4"
             )
-        return {"kept": [int(one) for one in numbers]}
-
-    def by_saliency(self, orders: Orders) -> KeptExperts:
-        return KeptExperts(self.kept, self.ranks, orders)
+        return {"kept": tuple(sorted({int(one) for one in numbers}, reverse=True))}
 
     def edits(self, model: Model) -> Iterator[Edit]:
         for layer in range(model.num_layers):
             mixture = model.shapes.layer_shapes.of(Sublayer(FEED_FORWARD, (layer,))).mixture
             count = 0 if mixture is None else mixture.experts
             wanted = self.kept or dict.fromkeys(max(1, round(share * count)) for share in SHARES)
+            order = [*self.orders.get(layer, range(count))]
             for kept in (number for number in wanted if number < count):
-                for chosen in _choices(self.orders.get(layer, range(count)), kept):
-                    yield Edit(layer, layer + 1, self.name, ",".join(map(str, chosen)))
+                first = order[:kept]
+                # The first ones of the order, then these with one near the edge exchanged.
+                chosen = [first]
+                for gone, come in product(reversed(first[-EDGE:]), order[kept : kept + EDGE]):
+                    chosen.append([come, *(one for one in first if one != gone)])
+                for experts in chosen:
+                    yield Edit(layer, layer + 1, self.name, ",".join(map(str, sorted(experts))))
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_ranks(edit, FEED_FORWARD) | {("the experts", edit.first)}
@@ -113,13 +113,3 @@ class KeptExperts(Space):
         if most:
             return f"its mixtures have {most} experts"
         return "none of its layers is a mixture of experts"
-
-
-def _choices(order: Iterable[int], kept: int) -> Iterator[list[int]]:
-    """The first ones of an order, ascending, then these with one near the edge exchanged, each once."""
-    ordered = list(order)
-    first = ordered[:kept]
-    rest = ordered[kept:]
-    yield sorted(first)
-    for gone, come in product(reversed(first[-EDGE:]), rest[:EDGE]):
-        yield sorted([come, *(one for one in first if one != gone)])

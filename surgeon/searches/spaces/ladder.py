@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
@@ -36,29 +36,17 @@ class Ladder(Space):
     summary = "layers that read the stream late (ladder:sublayers: attentions and MLPs; ladder:ranges: whole ranges)"
     place = 50
     serves = TIMES
-    arguments: ClassVar[tuple[str, ...]] = ("", "sublayers", "ranges")
-
-    def __init__(self, what: str = "", ranks: int = 2) -> None:
-        super().__init__(ranks)
-        self.what = what
-
-    @classmethod
-    def read(cls, argument: str) -> dict[str, Any]:
-        if argument not in cls.arguments:
-            raise ValueError(
-                f"there is no ladder:{argument}; write ladder, ladder:sublayers or ladder:ranges"
-            )
-        return {"what": argument}
+    arguments = ("", "sublayers", "ranges")
 
     def options(self, model: Model) -> Sequence[str]:
         # Where a layer is one step, its halves are late together.
-        halves = self.what == "sublayers" and model.family.steps_per_layer > 1
+        halves = self.argument == "sublayers" and model.family.steps_per_layer > 1
         if halves:
             return ("attention", "mlp")
         return ("",)
 
     def sizes(self, model: Model) -> range:
-        return range(1, model.num_layers + 1 if self.what == "ranges" else 2)
+        return range(1, model.num_layers + 1 if self.argument == "ranges" else 2)
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return frozenset().union(*(claims_of_late(edit, kind) for kind in HALVES[edit.option]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from surgeon.findings.edit import Edit
@@ -65,9 +65,6 @@ class Repeats(SizedSpace):
     serves = (DEEPER,)
     least = 1
     asked = "how many layers are repeated together at most, 1 or more"
-
-    def sizes(self, model: Model) -> Iterable[int]:
-        return range(1, min(self.largest, model.num_layers) + 1)
 
     def operations(
         self,

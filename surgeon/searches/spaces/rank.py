@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from surgeon.findings.edit import Edit
@@ -19,7 +19,7 @@ from surgeon.searches.spaces.base import (
     Space,
     claims_of_ranks,
     from_every_layer,
-    joined,
+    join_stretches,
     register,
 )
 from surgeon.searches.spaces.shares import ShareSpace
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 @register
+@dataclass(eq=False)
 class LowRanks(ShareSpace):
     """The matrices of a layer's attention or MLP as two factors each, with a share of their parameters: mlp:0.6.
 
@@ -41,8 +42,9 @@ class LowRanks(ShareSpace):
     summary = "attentions and MLPs of low rank, with 0.8, 0.6 or 0.4 of their parameters (rank:0.9/0.5: with others)"
     place = 60
     serves = ("wire_bytes", *WEIGHTS, *TIMES)
-    usual = (0.8, 0.6, 0.4)
     of_what = "parameters"
+    needless = "two factors with such shares of its matrices' parameters save nothing"
+    shares: tuple[float, ...] = (0.8, 0.6, 0.4)
 
     def kept(self, model: Model, kind: str, share: float) -> tuple[tuple[str, int], ...]:
         """Ranks of the matrices that two factors are smaller than."""
@@ -57,9 +59,6 @@ class LowRanks(ShareSpace):
     ) -> AppliedOperation:
         roles = [role for role, _ in self.kept(model, kind, share)]
         return AppliedOperation("lowrank", layers, {"weights": roles, "keep": share})
-
-    def obstacle(self, model: Model) -> str:  # noqa: ARG002
-        return "two factors with such shares of its matrices' parameters save nothing"
 
 
 @dataclass(frozen=True)
@@ -83,16 +82,14 @@ class MeasuredRanks:
         return {"method": self.method, **text}
 
 
+@dataclass(eq=False)
 class MatrixRanks(Space):
     """The space `rank` where a spectrum is known: edits are of one matrix and one rank, down:96."""
 
     name = LowRanks.name
     summary = LowRanks.summary
     place = LowRanks.place
-
-    def __init__(self, measured: MeasuredRanks, ranks: int = 2) -> None:
-        super().__init__(ranks)
-        self.measured = measured
+    measured: MeasuredRanks = field(kw_only=True)
 
     def edits(self, model: Model) -> Iterator[Edit]:  # noqa: ARG002
         for (layer, role), ranks in self.measured.ranks.items():
@@ -111,7 +108,7 @@ class MatrixRanks(Space):
         """One for each unbroken stretch of layers."""
         chosen = {(edit.first, role): rank for edit in edits for role, rank in [_read(edit)]}
         found = []
-        for stretch in joined({edit.layers for edit in edits}):
+        for stretch in join_stretches({edit.layers for edit in edits}):
             there = {role for layer, role in chosen if layer in stretch}
             roles = [role for roles in ROLES.values() for role in roles if role in there]
             ranks = {role: [chosen.get((layer, role)) for layer in stretch] for role in roles}

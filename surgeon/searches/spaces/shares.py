@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
-from surgeon.searches.spaces.base import HALVES, Claim, Space, claims_of_ranks, from_every_layer, joined
+from surgeon.searches.spaces.base import (
+    HALVES,
+    Claim,
+    Space,
+    claims_of_ranks,
+    from_every_layer,
+    join_stretches,
+)
 
 if TYPE_CHECKING:
     from surgeon.opened import Model
@@ -17,21 +25,19 @@ if TYPE_CHECKING:
 KEEPING = ("attention", "mlp")
 
 
+@dataclass(eq=False)
 class ShareSpace(Space):
     """A space of attentions and MLPs that keep a share: mlp:0.6. Numbers behind the colon name others (rank:0.9/0.5).
 
     Attributes:
-        usual: the shares where none are named.
         of_what: they are shares, for messages.
+        needless: the reason why a model has no edits, likewise.
         shares: those that are searched, the largest first.
     """
 
-    usual: ClassVar[tuple[float, ...]]
     of_what: ClassVar[str]
-
-    def __init__(self, shares: Sequence[float] | None = None, ranks: int = 2) -> None:
-        super().__init__(ranks)
-        self.shares = tuple(sorted(set(shares or self.usual), reverse=True))
+    needless: ClassVar[str]
+    shares: tuple[float, ...] = ()
 
     @classmethod
     def read(cls, argument: str) -> dict[str, Any]:
@@ -46,7 +52,7 @@ class ShareSpace(Space):
                 f"{cls.name}:{argument} should name the shares of {cls.of_what} that are kept, more than 0 and less "
                 f"than 1, as in {cls.name}:0.9/0.7/0.5"
             )
-        return {"shares": shares}
+        return {"shares": tuple(sorted(set(shares), reverse=True))}
 
     @abstractmethod
     def kept(self, model: Model, kind: str, share: float) -> Hashable:
@@ -76,9 +82,12 @@ class ShareSpace(Space):
         """One for attentions and one for MLPs, of each share."""
         found = []
         for kind, share in sorted({_read(edit) for edit in edits}):
-            layers = joined(edit.layers for edit in edits if _read(edit) == (kind, share))
+            layers = join_stretches(edit.layers for edit in edits if _read(edit) == (kind, share))
             found.append(self.of_share(layers, kind, share, model))
         return tuple(found)
+
+    def obstacle(self, model: Model) -> str:  # noqa: ARG002
+        return self.needless
 
     def stretches(self, model: Model) -> Iterator[list[Edit]]:
         """One share for all, from every layer on: of attentions, of MLPs, and of both."""

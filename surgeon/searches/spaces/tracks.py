@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from surgeon.findings.edit import Edit
@@ -24,47 +25,45 @@ if TYPE_CHECKING:
 class SlicedSpace(Space):
     """A space whose edits have a slice of the layers for each rank."""
 
-    def why_no_slices(self, model: Model) -> str | None:
-        """The reason why no layer has a slice for each rank, if none has."""
+    def why_whole(self, model: Model) -> list[str]:
+        """List the reasons why layers have no slice for each rank; empty where one has."""
         if model.own is not None:
-            return "the model runs a program of its own, whose branches ranks share already"
+            why = "the model runs a program of its own, whose branches ranks share already"
+            return [why] * model.num_layers
         if self.ranks < 2:
-            return "it has a slice of the layers for each rank, and one rank has nothing to share; use two or more"
-        reasons = [self._why_whole(model, layer) for layer in range(model.num_layers)]
-        if None in reasons:
-            return None
-        return reasons[0]
-
-    def _why_whole(self, model: Model, layer: int) -> str | None:
-        """The reason why a layer has no slice for each rank, if it has none."""
+            why = "it has a slice of the layers for each rank, and one rank has nothing to share; use two or more"
+            return [why] * model.num_layers
         from surgeon.models.weights.layout import indivisible, require_sliceable  # which imports torch
 
-        for kind in KINDS:
-            try:
-                require_sliceable(model.family.spec(kind, layer), model.family)
-            except ValueError as error:
-                return str(error)
-            reason = indivisible(
-                Sublayer(kind, (layer,), (0, self.ranks)), model.shapes.units(Sublayer(kind, (layer,)))
-            )
-            if reason is not None:
-                return reason
-        return None
+        reasons = []
+        for layer in range(model.num_layers):
+            reason = None
+            for sublayer in (Sublayer(kind, (layer,)) for kind in KINDS):
+                try:
+                    require_sliceable(model.family.spec(sublayer.kind, layer), model.family)
+                    piece = replace(sublayer, piece=(0, self.ranks))
+                    reason = reason or indivisible(piece, model.shapes.units(sublayer))
+                except ValueError as error:
+                    reason = reason or str(error)
+            reasons.append(reason or "")
+        return reasons
 
     def edits(self, model: Model) -> Iterator[Edit]:
-        if self.why_no_slices(model):
-            return iter(())
-        whole = {layer for layer in range(model.num_layers) if self._why_whole(model, layer)}
+        whole = {layer for layer, reason in enumerate(self.why_whole(model)) if reason}
         return (edit for edit in super().edits(model) if whole.isdisjoint(edit.layers))
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_shape(edit, late=True).union(*(claims_of_slices(edit, kind) for kind in KINDS))
 
     def obstacle(self, model: Model) -> str:
-        return self.why_no_slices(model) or super().obstacle(model)
+        reasons = self.why_whole(model)
+        if all(reasons):
+            return reasons[0]
+        return super().obstacle(model)
 
 
 @register
+@dataclass(eq=False)
 class Tracks(SlicedSpace, SizedSpace):
     """Parallel Track's stretches: between two meetings, every rank runs its slice of some layers alone.
 
@@ -78,10 +77,10 @@ class Tracks(SlicedSpace, SizedSpace):
     )
     place = 10
     serves = ("draft_pass",)
-    usual = 4
     least = 1
     example = 8
     asked = "how many layers the tracks run at most before they meet"
+    largest: int = 4
 
     def sizes(self, model: Model) -> list[int]:
         powers = [1 << exponent for exponent in range(self.largest.bit_length())]
@@ -94,7 +93,7 @@ class Tracks(SlicedSpace, SizedSpace):
 
     def stretches(self, model: Model) -> Iterator[list[Edit]]:
         """Tracks of one depth from every layer on; the last ones are as deep as the layers that are left allow."""
-        depths = [] if self.why_no_slices(model) else self.sizes(model)
+        depths = self.sizes(model)
         there = set(self.edits(model))
         for number, depth in enumerate(depths):
             for start in range(model.num_layers - depth + 1):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.operations.width import USUAL, count_of
 from surgeon.language.sublayer import Sublayer
 from surgeon.searches.spaces.base import HALVES, TIMES, WEIGHTS, Claim, claims_of_slices, register
@@ -18,32 +18,22 @@ if TYPE_CHECKING:
 
 
 @register
+@dataclass(eq=False)
 class Widths(ShareSpace):
     """A layer's attention or MLP with a share of its KV groups or neurons: mlp:0.5.
 
     Those are kept that matter most on the text of the search, by Wanda's criterion; the recipe names the text. Where
     there are enough of them, ranks get equally many. A narrowed part has no ranks, and no slices, which might not
     divide.
-
-    Attributes:
-        text: of the search, as recipes name it.
     """
 
     name = "width"
     summary = "attentions and MLPs with 0.75, 0.5 or 0.25 of their KV groups and neurons (width:0.8/0.6: with others)"
     place = 55
     serves = ("kv_bytes", *WEIGHTS, *TIMES)
-    usual = (0.75, 0.5, 0.25)
     of_what = "KV groups and neurons"
-
-    def __init__(
-        self, shares: Sequence[float] | None = None, ranks: int = 2, text: Calibration | None = None
-    ) -> None:
-        super().__init__(shares, ranks)
-        self.text = text
-
-    def on_text(self, text: Calibration) -> Widths:
-        return Widths(self.shares, self.ranks, text)
+    needless = "such shares of its KV groups and neurons are all of them"
+    shares: tuple[float, ...] = (0.75, 0.5, 0.25)
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return super().claims(edit) | claims_of_slices(edit, kind_of(edit))
@@ -77,6 +67,3 @@ class Widths(ShareSpace):
         )
         what = {"attention": "heads", "mlp": "neurons"}[kind]
         return AppliedOperation("width", layers, {what: self.kept(model, kind, share), **parameters})
-
-    def obstacle(self, model: Model) -> str:  # noqa: ARG002
-        return "such shares of its KV groups and neurons are all of them"

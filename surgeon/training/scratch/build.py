@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 
 from surgeon.checkpoint.random_weights import RandomFactors
 from surgeon.checkpoint.texts import SPECIAL_IDS, read_tokenizer, rows_needed
-from surgeon.errors import did_you_mean, shown
+from surgeon.errors import did_you_mean, show_value
 from surgeon.language.operations.width import chosen_by
 from surgeon.language.program import Program
 from surgeon.models.edit import check_layers, edit, recipe_program
@@ -184,7 +184,7 @@ def _make_architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfi
         )
     if model_type not in FAMILIES:
         raise config.error(
-            f"model: model_type {shown(model_type)} is not supported; {did_you_mean(str(model_type), FAMILIES)}",
+            f"model: model_type {show_value(model_type)} is not supported; {did_you_mean(str(model_type), FAMILIES)}",
             *("model", "model_type"),
         )
     config_class: Any = CONFIG_MAPPING[model_type]
@@ -195,7 +195,7 @@ def _make_architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfi
     for name, value in given.items():
         if name not in known:
             raise config.error(
-                f"model: {of_family.name} has no entry {shown(name)}; {did_you_mean(str(name), known)}",
+                f"model: {of_family.name} has no entry {show_value(name)}; {did_you_mean(str(name), known)}",
                 "model",
                 name,
             )
@@ -203,7 +203,7 @@ def _make_architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfi
         is_size = {name, own_name} & {*SIZES, of_family.intermediate}
         if is_size and value is not None and (type(value) is not int or value < 1):
             raise config.error(
-                f"model: {name} must be a whole number above 0, not {shown(value)}", "model", name
+                f"model: {name} must be a whole number above 0, not {show_value(value)}", "model", name
             )
     defaults = {"vocab_size": rows_needed(tokenizer)} | {
         name: getattr(tokenizer, name, None) for name in SPECIAL_IDS

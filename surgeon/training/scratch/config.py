@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, PlainValidator, Strict
 from transformers import CONFIG_MAPPING
 
-from surgeon.errors import did_you_mean, shown
+from surgeon.errors import did_you_mean, show_value
 from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.program import Program
 from surgeon.language.recipe import FORMAT, DocumentReader, Recipe, read_document
@@ -201,12 +201,14 @@ class ConfigReader(DocumentReader):
         )
         given = document.get("training", {})
         if not isinstance(given, dict):
-            raise self.error(self.lines["training",], f"training must be a mapping, not {shown(given)}")
+            raise self.error(
+                self.lines["training",], f"training must be a mapping, not {show_value(given)}"
+            )
         known = [each.name for each in fields(TrainSettings) if each.name not in _OF_HEALING]
         for name in (name for name in given if name not in known):
             raise self.error(
                 self.lines["training", name],
-                f"unknown key {shown(name)}; {did_you_mean(str(name), known)}",
+                f"unknown key {show_value(name)}; {did_you_mean(str(name), known)}",
             )
         arguments = given.get("arguments", {})
         for name, value in arguments.items() if isinstance(arguments, dict) else ():
@@ -259,7 +261,9 @@ def parse_scale(text: str) -> float:
     except (ValueError, ZeroDivisionError):
         scale = 0.0
     if not 0 < scale <= 1:
-        raise ValueError(f"a scale is above 0 and at most 1, such as 1/64 or 0.125, not {shown(text)}")
+        raise ValueError(
+            f"a scale is above 0 and at most 1, such as 1/64 or 0.125, not {show_value(text)}"
+        )
     return scale
 
 
@@ -294,7 +298,7 @@ def scale_config(config: ScratchConfig, scale: float, steps: int | None = None) 
     with config.under("model"):
         if model_type not in FAMILIES:
             raise ValueError(
-                f"model_type {shown(model_type)} is not known, and so not what its widths are called"
+                f"model_type {show_value(model_type)} is not known, and so not what its widths are called"
             )
         family = FAMILIES[model_type]
         try:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.analysis.cells import scan_cells
-from surgeon.analysis.engine import memory
+from surgeon.analysis.engine import machine
+from surgeon.analysis.engine.machine import lanes_for
 from surgeon.analysis.engine.measure import GoOn, MeasureOptions, measure, parts_of, side_by_side
-from surgeon.analysis.engine.memory import lanes_for
 from surgeon.analysis.engine.prefixes import StateCache
 from surgeon.analysis.engine.sharing import share
 from surgeon.language.program import Program
 from surgeon.quality.head import OutputHead
+from tests.analysis.scanning import scan_cells
 from tests.tiny_models import VOCABULARY, tiny_model
 
 LAYERS = 4
@@ -25,7 +25,7 @@ A, B = Program.parse("A0 F0"), Program.parse("A1 F1")
 
 @pytest.fixture
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(memory, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(machine, "LEAST_TOKENS", 16)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield

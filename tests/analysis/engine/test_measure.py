@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.analysis.cells import scan_cells
-from surgeon.analysis.engine import memory
+from surgeon.analysis.engine import machine
+from surgeon.analysis.engine.machine import streaming_room, windows_at_once, working_bytes
 from surgeon.analysis.engine.measure import MeasureOptions, measure
-from surgeon.analysis.engine.memory import streaming_room, windows_at_once, working_bytes
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.checkpoint.load import load_streamed, streamed_layers
 from surgeon.language.program import Program
 from surgeon.machine import FREE_SHARE
 from surgeon.quality.head import ByWindow, OutputHead
+from tests.analysis.scanning import scan_cells
 from tests.pretended import pretended_gpus
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -26,7 +26,7 @@ HELD = 100 << 20
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(memory, "resident_bytes", lambda: HELD)
+    monkeypatch.setattr(machine, "resident_bytes", lambda: HELD)
     return tiny_model("llama", LAYERS)
 
 
@@ -173,7 +173,7 @@ def test_layers_that_are_read_one_by_one_go_by_the_room_of_their_gpu(
         assert streamed is not None
         for windows in (1, 3, 6):
             tokens = 16 * windows
-            needed = memory._task_bytes(model, streamed, tokens) + memory._least_states(model, tokens)
+            needed = machine.streaming_bytes(model, streamed, plan, tokens)
             torch.cuda.mem_get_info = lambda _, needed=needed: (needed / FREE_SHARE + 2, 80 << 30)
             assert windows_at_once(model, plan, ids, memory=1) == windows
             assert sum(streaming_room(model, plan, tokens, memory=1)) in range(needed)

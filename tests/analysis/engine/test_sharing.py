@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from surgeon.analysis.cells import SCANNED, check_operations, scan_cells, select
+from surgeon.analysis.cells import SCANNED, check_operations, select
 from surgeon.analysis.engine.sharing import (
     Extend,
     Join,
@@ -19,6 +19,7 @@ from surgeon.analysis.engine.sharing import (
     sublayers_in,
 )
 from surgeon.language.program import Program
+from tests.analysis.scanning import scan_cells
 
 # Layer evaluations of 32 layers: a plain loop over the cells, and at most this many with sharing.
 LAYER_EVALUATIONS = {

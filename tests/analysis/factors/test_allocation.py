@@ -12,7 +12,7 @@ from surgeon.analysis.factors.allocation import (
     Ranks,
     allocate,
     by_damage,
-    corrected,
+    correct_curves,
     effective_rank,
     energy_rank,
     foreseen_damage,
@@ -143,12 +143,12 @@ def test_what_layers_do_together_moves_ranks() -> None:
             9.0 if layer == 0 else 1.0
         )
 
-    again = corrected(CURVES, before, together)
+    again = correct_curves(CURVES, before, together)
     assert [one.weight for one in again] == pytest.approx([9, 9, 1, 1])
     assert asked == [{m: before[m] for m in before if m.layer == layer} for layer in (0, 1)]
-    assert [one.weight for one in corrected(again, before, together)] == pytest.approx([9, 9, 1, 1]), (
-        "not twice"
-    )
+    assert [one.weight for one in correct_curves(again, before, together)] == pytest.approx(
+        [9, 9, 1, 1]
+    ), "not twice"
     after = allocate(again, "damage", budget)
     assert total_cost(CURVES[:2], after) > total_cost(CURVES[:2], before)
 

@@ -15,7 +15,7 @@ from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
-from surgeon.analysis.factors.rank_recipe import RankBudget, corrected_ranks, ranked
+from surgeon.analysis.factors.rank_recipe import RankBudget, corrected_ranks, factorise_program
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of, restore
@@ -36,7 +36,7 @@ def divergence(model: Any, program: Program, factors: Any) -> float:
 def test_programs_with_factors_are_measured_as_they_run(tmp_path: Path) -> None:
     model = tiny_model("llama", 3)
     ranks = {Matrix.of(0, "q"): 6, Matrix.of(1, "down"): 7, Matrix.of(2, "k"): None}
-    program = ranked(program_of(model), ranks)
+    program = factorise_program(program_of(model), ranks)
     assert str(program) == "A0@q6 F0 A1 F1@down7 A2 F2"
     found = make_factors(
         model,
@@ -68,7 +68,7 @@ def test_layers_are_weighed_by_what_their_matrices_do_together(tmp_path: Path) -
             for curve in curves
             if (rank := own.get(curve.matrix)) is not None
         )
-        weights[layer] = divergence(model, ranked(program_of(model), own), source) / alone
+        weights[layer] = divergence(model, factorise_program(program_of(model), own), source) / alone
     assert np.ptp(list(weights.values())) > 0.01
     again = [_weighed(curve, weights[curve.matrix.layer]) for curve in curves]
     assert found == allocate(again, "damage", budget)

@@ -10,11 +10,10 @@ import torch
 
 from surgeon.analysis.factors.matrices import (
     Matrices,
-    choose_layers,
     choose_weights,
     find_matrices,
-    parse_weights,
 )
+from surgeon.analysis.spectrum import request
 from surgeon.findings.spectrum import TargetRank, parse_ranks
 from surgeon.models.families import FAMILIES, family_of
 from tests.tiny_models import DENSE_FAMILIES, tiny_model
@@ -61,13 +60,13 @@ def test_what_is_no_rank(text: str, message: str) -> None:
 
 def test_weights_and_layers() -> None:
     llama = FAMILIES["llama"]
-    assert parse_weights("up, q,,down") == ["up", "q", "down"]
     assert choose_weights(llama, ["up", "q", "up"]) == ("q", "up")
     assert choose_weights(FAMILIES["gpt_neox"], None) == ("q", "k", "v", "o", "up", "down")
-    assert choose_layers(4, None) == range(4)
+    config = tiny_model("llama", 4).config
+    assert request(config).layers == range(4)
     for wrong in (range(2, 2), range(3, 5), range(-1, 2)):
         with pytest.raises(ValueError, match="out of range: the model's layers are 0:4"):
-            choose_layers(4, wrong)
+            request(config, layers=wrong)
     found = find_matrices(llama, range(1, 3), ("o", "gate"))
     assert [str(matrix) for matrix in found] == [
         "o of layer 1", "gate of layer 1", "o of layer 2", "gate of layer 2"

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from surgeon.analysis.factors.allocation import Curve
-from surgeon.analysis.factors.calibration import load_calibration, load_recorded, recorded
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.rank_recipe import RankBudget, as_operation, parse_budget
+from surgeon.analysis.subject import calibration_entry, load_calibration, load_recorded
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.language.sublayer import LayerShapes
@@ -42,7 +42,7 @@ def test_ranks_become_an_entry_of_a_recipe() -> None:
 
 def test_what_follows_measured_text_is_found_again(tiny_checkpoint: Path, tiny_text: Path) -> None:
     found = load_calibration(str(tiny_checkpoint), str(tiny_text), tokens=130, wanted=96, window=32)
-    named = recorded(found, after=128)
+    named = calibration_entry(found, after=128)
     assert named["data"] == str(tiny_text.resolve())
     again = load_recorded(open_model(tiny_checkpoint), named)
     assert again.ids.equal(found.ids)

@@ -12,9 +12,8 @@ import pandas as pd
 import pytest
 
 import surgeon.language.operations
-from surgeon.analysis.cells import SCANNED, check_operations, scan_cells, select, selected_cells
+from surgeon.analysis.cells import SCANNED, check_operations, select, selected_cells
 from surgeon.analysis.proxies import readers
-from surgeon.analysis.scan import order_of
 from surgeon.findings.scan import Scan
 from surgeon.findings.tolerance import changed_layers
 from surgeon.language.operations.base import OPERATIONS, find_stretch, operation
@@ -22,6 +21,7 @@ from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Var
 from surgeon.language.operations.variants import is_variant, variant, variant_names
 from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
+from tests.analysis.scanning import scan_cells
 from tests.findings.read_page import page_of
 from tests.findings.run_folders import make_scan
 
@@ -133,7 +133,7 @@ def test_one_declaration_is_all_a_scan_needs() -> None:
     selection = select(["rotate"], 3, permutations=3)
     (whole,) = (c for c in selected_cells([selection], 3, seed=1) if (c.first, c.last) == (0, 2))
     assert len(whole.seeds) == len(whole.programs) == 3
-    assert order_of(whole.programs[0], whole.layers) == "2 0 1"
+    assert str(whole.program) == "A2 F2 A0 F0 A1 F1"
     assert readers("rotate-pairs", 0, 2, 4) == [1]
     assert (HEATMAPS["rotate-pairs"].group, changed_layers("rotate-pairs", 0, 2)) == (2, 2)
 

@@ -13,7 +13,7 @@ from surgeon.checkpoint.forms import lay_out
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, restore
 from surgeon.models.families import family_of
-from surgeon.runtime.model.rotary import centred
+from surgeon.runtime.model.rotary import centre_heads
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
@@ -89,7 +89,7 @@ def test_centred_matrices_norm_as_layer_norms_do() -> None:
     model = command_r_plus()
     attention, x = model.model.layers[0].self_attn, torch.randn(3, 32)
     heads = attention.q_proj(x).unflatten(-1, (-1, 8))
-    made = centred({"q.weight": attention.q_proj.weight, "q.bias": attention.q_proj.bias}, 8)
+    made = centre_heads({"q.weight": attention.q_proj.weight, "q.bias": attention.q_proj.bias}, 8)
     own = (x @ made["q.weight"].T + made["q.bias"]).unflatten(-1, (-1, 8))
     normed = (
         own

@@ -26,7 +26,7 @@ from surgeon.models.weights.decompose import (
     decomposer,
     factorise,
     factors_by,
-    fitted,
+    fit_second_factor,
     truncate,
     truncation_loss,
     whiten,
@@ -314,13 +314,15 @@ def test_nothing_of_the_same_rank_loses_less_than_whitened_factors(size: tuple[i
         noise = draw(rank, size[1], seed=seed)
         for first in (noise, best.first + 0.01 * noise):
             assert (
-                truncation_loss(matrix, fitted(matrix, Factors(first, best.second), moment), moment)
+                truncation_loss(
+                    matrix, fit_second_factor(matrix, Factors(first, best.second), moment), moment
+                )
                 > loss
             )
     second = draw(size[0], rank, seed=3)
     for _ in range(300):
         first = torch.linalg.lstsq(second, matrix).solution
-        second = fitted(matrix, Factors(first, second), moment).second
+        second = fit_second_factor(matrix, Factors(first, second), moment).second
     assert loss * (1 - 1e-9) < truncation_loss(matrix, Factors(first, second), moment) < 1.01 * loss
 
 
@@ -338,7 +340,7 @@ def test_the_second_factor_is_fitted_by_least_squares(size: tuple[int, int], tok
     factors = factorise(matrix, 5, "plain")
     for seen, cross in ((samples, None), (others, samples.T @ others)):
         best = by_hand(seen @ factors.first.T, samples @ matrix.T)
-        found = fitted(matrix, factors, moment_of(seen), cross)
+        found = fit_second_factor(matrix, factors, moment_of(seen), cross)
         torch.testing.assert_close(found.first, factors.first, rtol=0, atol=0)
         outputs = seen @ factors.first.T
         scale = float((samples @ matrix.T).abs().max())
@@ -401,7 +403,7 @@ def test_an_update_is_never_worse_than_none(
     moment.add(seen)
     statistics = Statistics(moment, seen.double().abs().mean(0))
     factors = factorise(matrix, case["rank"], case["method"], statistics)
-    updated = fitted(matrix, factors, moment, original.T @ seen.double(), kept)
+    updated = fit_second_factor(matrix, factors, moment, original.T @ seen.double(), kept)
 
     def error(of: Factors) -> float:
         first, second = (factor.to(kept).double() for factor in of)
@@ -428,7 +430,9 @@ def test_what_rounding_adds_to_inputs_is_no_direction(dtype: torch.dtype, least:
 def test_whitened_factors_are_fitted_already() -> None:
     matrix, samples = draw(12, 20), inputs(50, 20)
     factors = factorise(matrix, 5, "whitened", statistics_of(samples))
-    torch.testing.assert_close(fitted(matrix, factors, moment_of(samples)).second, factors.second)
+    torch.testing.assert_close(
+        fit_second_factor(matrix, factors, moment_of(samples)).second, factors.second
+    )
 
 
 @pytest.mark.parametrize("method", ["activation", "whitened"])

@@ -15,16 +15,8 @@ from surgeon.checkpoint.stored import Checkpoint
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import FAMILIES, family_of
-from surgeon.models.weights import (
-    ModelWeights,
-    ModuleStore,
-    NamedTensors,
-    indivisible,
-    stored_tensors,
-    unit_bounds,
-    unit_share,
-)
-from surgeon.models.weights.layout import Units
+from surgeon.models.families.specs import Units, unit_bounds, unit_share
+from surgeon.models.weights import ModelWeights, ModuleStore, NamedTensors, indivisible, stored_tensors
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from surgeon.runtime.comm.symmetric_memory import (
     ONE_SHOT_BYTES,
     OPERATIONS,
     SymmetricSum,
-    allowed,
     bounds,
+    is_allowed,
 )
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
@@ -90,8 +90,8 @@ def test_ranks_agree_before_they_wait_for_each_other(ranks: Ranks, fails: str, a
 
 
 def test_memory_of_others_is_left_alone_where_nccl_leaves_it() -> None:
-    assert allowed({})
-    assert allowed({"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "NVL"})
-    assert not allowed({"NCCL_P2P_DISABLE": "1"})
-    assert not allowed({"NCCL_P2P_LEVEL": "LOC"})
-    assert not allowed({"SURGEON_SYMMETRIC_MEMORY": "off"})
+    assert is_allowed({})
+    assert is_allowed({"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "NVL"})
+    assert not is_allowed({"NCCL_P2P_DISABLE": "1"})
+    assert not is_allowed({"NCCL_P2P_LEVEL": "LOC"})
+    assert not is_allowed({"SURGEON_SYMMETRIC_MEMORY": "off"})

@@ -17,7 +17,7 @@ from surgeon.runtime.kernels.library import kernels_used, warn_without_kernels
 
 COMPILER = find_compiler()
 SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }'
-build_again = build.built.__wrapped__  # what a process would find that starts now
+build_again = build.load_kernels.__wrapped__  # what a process would find that starts now
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler here")
 
 
@@ -109,7 +109,7 @@ def test_what_does_not_compile(small_source: Path) -> None:
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build_again() == (None, "there is no C++ compiler (no-such-compiler)")
-    monkeypatch.setattr(library, "built", build_again)
+    monkeypatch.setattr(library, "load_kernels", build_again)
     with pytest.warns(
         UserWarning, match=r"more than twice as long: there is no C\+\+ compiler \(no-such-compiler\)"
     ):
@@ -141,7 +141,7 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsR
     """Nothing is compiled, and nothing said."""
     monkeypatch.setenv(SWITCH, "off")
     assert build_again() == (None, None)
-    monkeypatch.setattr(library, "built", build_again)
+    monkeypatch.setattr(library, "load_kernels", build_again)
     for device in ("cpu", "cuda"):
         warn_without_kernels(device, "float32")
         assert kernels_used(device, "float32") == "none (SURGEON_KERNELS=off)"
@@ -152,7 +152,7 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsR
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm lists what a library needs")
 def test_it_brings_no_openmp() -> None:
     """The threads are its own: PyTorch's would wait for each other."""
-    library = build.built().library
+    library = build.load_kernels().library
     assert library is not None
     listed = subprocess.run(
         ["nm", "-D", library._name], capture_output=True, text=True, check=True

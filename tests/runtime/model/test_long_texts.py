@@ -18,7 +18,7 @@ from surgeon.models.edit import edit
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.model.rotary import turned
+from surgeon.runtime.model.rotary import rotate_angles
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
@@ -133,7 +133,7 @@ def test_angles_up_to_the_full_length(name: str, tmp_path: Path) -> None:
     for length in (first // 2, first, first + 1, longest):
         places = torch.tensor([0, 1, first // 3, length // 2, length - 1])
         cosine, sine = model.model.rotary_emb(torch.ones(1), position_ids=places[None])
-        found = turned(
+        found = rotate_angles(
             plan.arithmetic.rotaries[0], places, torch.full_like(places, length), torch.ones(1)
         )
         # transformers computes dynamic frequencies in another order, and a turn is many thousand positions.

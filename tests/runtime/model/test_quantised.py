@@ -20,9 +20,9 @@ PROGRAMS = ("A0 F0 A1 F1", "[A0 A1] [F0 F1]", "A0~A1 F0/2:1 >F1@up8")
 IDS = torch.randint(2, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Ranks:
-    with Ranks(RankOptions(2)) as started:
+@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    with Ranks(RankOptions(request.param)) as started:
         yield started  # type: ignore[misc]
 
 
@@ -36,7 +36,7 @@ def test_parity(ranks: Ranks, scheme: str, tmp_path: Path) -> None:
     folder = quantise_folder(tmp_path / "quantised", scheme, tmp_path / "dense")
     dense = load(tmp_path / "dense")
     for program in PROGRAMS:
-        plan = make_plan(folder, 2, 20, program)
+        plan = make_plan(folder, len(ranks.pids), 20, program)
         logits, *_ = ranks.call(logits_in_chunks, plan, [IDS[:, :6], IDS[:, 6:]])[0]
         with torch.no_grad():
             expected = edit(dense, program)(input_ids=IDS, use_cache=False).logits

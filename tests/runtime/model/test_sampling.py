@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from surgeon.runtime.batching.request import Choice, Request, Sampling
 from surgeon.runtime.model import filters
 from surgeon.runtime.model import sampling as module
-from surgeon.runtime.model.filters import Look, column, filtered, penalise, pick
+from surgeon.runtime.model.filters import Look, column, filter_probabilities, penalise, pick
 from surgeon.runtime.model.sampling import Sampler
 
 CPU = torch.device("cpu")
@@ -51,9 +51,9 @@ def draw(scores: torch.Tensor, sampling: Sampling, *numbers: float) -> list[int]
     if not sampling.draws:
         return [int(scores.argmax())] * len(numbers)
     look, rows = Look.of(sampling, len(scores)), scores.expand(len(numbers), -1)
-    left = filtered(rows, [sampling] * len(numbers), look)
+    left = filter_probabilities(rows, [sampling] * len(numbers), look)
     if left.enough is not None and not left.enough.all():
-        left = filtered(rows, [sampling] * len(numbers), look._replace(tokens=len(scores)))
+        left = filter_probabilities(rows, [sampling] * len(numbers), look._replace(tokens=len(scores)))
     tokens = left.at(pick(left.weights, column(numbers, left.weights)))
     found: list[int] = tokens[:, 0].tolist()
     return found

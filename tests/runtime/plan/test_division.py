@@ -12,12 +12,15 @@ from transformers import AutoConfig
 from surgeon.cost.plans import plan_on_paper
 from surgeon.language.program import Program, Step
 from surgeon.language.sublayer import Sublayer
+from surgeon.models.families import FAMILIES
+from surgeon.models.families.specs import Units, unit_bounds
 from surgeon.models.shapes import ModelShapes
-from surgeon.models.weights import unit_bounds
+from surgeon.runtime.plan.balance import Balance
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.division import Balance
+from surgeon.runtime.plan.division import require_equal_heads
 from surgeon.runtime.plan.memory import imbalance
 from surgeon.runtime.plan.placement import placed_parts
+from surgeon.runtime.plan.specification import Plan
 from tests.tiny_models import tiny_model
 
 # SmolLM2-135M: 9 heads of 64 features, 3 KV heads, 1,536 neurons, 576 features of the stream.
@@ -107,3 +110,25 @@ def test_that_of_a_configuration_is_that_of_the_weights(nine_heads: Path) -> Non
     plan = make_plan(nine_heads, 2, 16, str(program))
     assert on_paper.balance == plan.balance
     assert imbalance(on_paper, shapes) == imbalance(plan)
+
+
+@pytest.mark.parametrize(
+    ("program", "ranks", "units", "divide"),
+    [
+        ("A0 F0", 2, {"heads": 4, "kv_heads": 2}, True),
+        ("A0 F0", 4, {"heads": 4, "kv_heads": 2}, True),  # two ranks have each KV head
+        ("A0 F0", 2, {"heads": 9, "kv_heads": 3}, False),
+        ("A0 F0", 2, {"heads": 6, "kv_heads": 3}, False),
+        ("[A0 A1] F0", 2, {"heads": 9, "kv_heads": 3}, True),  # a whole attention each
+        ("A0 F0", 3, {"heads": 4}, False),
+    ],
+)
+def test_heads_that_vllm_can_share(
+    program: str, ranks: int, units: Units, divide: bool, tmp_path: Path
+) -> None:
+    plan = Plan(tmp_path, FAMILIES["llama"], program, ranks, 8, 32, 97, 2, 16, False, "float32")
+    if divide:
+        require_equal_heads(plan, lambda _: units)
+        return
+    with pytest.raises(ValueError, match=f"heads .*A0.* do not divide into {ranks}"):
+        require_equal_heads(plan, lambda _: units)

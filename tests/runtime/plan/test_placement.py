@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from surgeon.language.program import Program, Step, steps_of
 from surgeon.language.sublayer import Sublayer
-from surgeon.models.families import FAMILIES
-from surgeon.models.weights.layout import Units
 from surgeon.runtime.plan.placement import (
     assigned_branches,
     groups_within,
     placed_parts,
     rank_work,
-    require_equal_heads,
 )
-from surgeon.runtime.plan.specification import Plan
 
 
 def parts(text: str, ranks: int) -> list[str]:
@@ -133,25 +127,3 @@ def test_ranks_visit_the_steps_in_the_programs_order(found: list[Step], ranks: i
     program = Program(tuple(found))
     for rank in range(ranks):
         assert [entry.step for entry in rank_work(program, rank, ranks)] == list(steps_of(program.nodes))
-
-
-@pytest.mark.parametrize(
-    ("program", "ranks", "units", "divide"),
-    [
-        ("A0 F0", 2, {"heads": 4, "kv_heads": 2}, True),
-        ("A0 F0", 4, {"heads": 4, "kv_heads": 2}, True),  # two ranks have each KV head
-        ("A0 F0", 2, {"heads": 9, "kv_heads": 3}, False),
-        ("A0 F0", 2, {"heads": 6, "kv_heads": 3}, False),
-        ("[A0 A1] F0", 2, {"heads": 9, "kv_heads": 3}, True),  # a whole attention each
-        ("A0 F0", 3, {"heads": 4}, False),
-    ],
-)
-def test_heads_that_vllm_can_share(
-    program: str, ranks: int, units: Units, divide: bool, tmp_path: Path
-) -> None:
-    plan = Plan(tmp_path, FAMILIES["llama"], program, ranks, 8, 32, 97, 2, 16, False, "float32")
-    if divide:
-        require_equal_heads(plan, lambda _: units)
-        return
-    with pytest.raises(ValueError, match=f"heads .*A0.* do not divide into {ranks}"):
-        require_equal_heads(plan, lambda _: units)

@@ -13,7 +13,7 @@ from surgeon.testing.spaces import small_model
 
 
 def mixture(spaces: str, family: str = "llama", layers: int = 4, ranks: int = 2) -> Mixture:
-    return Mixture(parse_spaces(spaces, ranks), small_model(family, layers), ranks)
+    return Mixture(parse_spaces(spaces, ranks), small_model(family, layers))
 
 
 def shown(edits: Iterable[Edit]) -> list[str]:

@@ -16,7 +16,7 @@ def mixture(
     spaces: str, ranks: int = 2, heads: int = 8, kv_heads: int = 4, neurons: int = 48
 ) -> Mixture:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": neurons}
-    return Mixture(parse_spaces(spaces, ranks), small_model(layers=3, **sizes), ranks)
+    return Mixture(parse_spaces(spaces, ranks), small_model(layers=3, **sizes))
 
 
 def ways(found: Mixture) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.models.weights.quantised.matrix import (
     FLOATS,
     Along,
@@ -19,7 +19,7 @@ from surgeon.models.weights.quantised.matrix import (
     Quantised,
     Scheme,
 )
-from surgeon.models.weights.quantised.unpack import pairs_of, scaled
+from surgeon.models.weights.quantised.unpack import pairs_of, scale_values
 from surgeon.models.weights.store import Tensors
 
 WEIGHT = ".weight"
@@ -49,10 +49,10 @@ def state_of(stored: Tensor) -> dict[str, Any]:
         ) from error
     is_whole = all(type(one) is int and one > 0 for one in numbers) and len(said["shape"]) == 2
     if not is_whole or not isinstance(offset, float | int) or not isinstance(found, str):
-        raise ValueError(f"is no quant_state as bitsandbytes writes it, but {shown(said, 200)}")
+        raise ValueError(f"is no quant_state as bitsandbytes writes it, but {show_value(said, 200)}")
     if unknown := sorted(said.keys() - _STATE):
         raise ValueError(
-            f"has {unknown[0]} {shown(said[unknown[0]])}, which is not known in a quant_state"
+            f"has {unknown[0]} {show_value(said[unknown[0]])}, which is not known in a quant_state"
         )
     return said
 
@@ -89,7 +89,7 @@ class FourBits(Scheme):
             raise matrix.fault(state, str(error)) from error
         if said["quant_type"] != self.table:
             raise matrix.fault(
-                state, f"says {shown(said['quant_type'])} of what is {self.table} by its name"
+                state, f"says {show_value(said['quant_type'])} of what is {self.table} by its name"
             )
         rows, columns = said["shape"]
         half = 2 * matrix.store.dtype(matrix.parts[WEIGHT]).itemsize
@@ -153,9 +153,9 @@ class Int8(Scheme):
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002
         """Multiply each value by a 127th of its row's scale."""
-        return scaled(tensors[WEIGHT], tensors[SCALES].float() / INT8_RANGE, (1, 0))
+        return scale_values(tensors[WEIGHT], tensors[SCALES].float() / INT8_RANGE, (1, 0))
 
 
 def _in_blocks(values: Tensor, scales: Tensor, block: int) -> Tensor:
     """Multiply values in one row by the scales of their blocks, of which the last may be cut off."""
-    return scaled(values[None], scales.float()[None], (1, block))[0]
+    return scale_values(values[None], scales.float()[None], (1, block))[0]

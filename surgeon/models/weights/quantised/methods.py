@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.models.weights.quantised.bitsandbytes import FourBits, Int8
 from surgeon.models.weights.quantised.matrix import Scheme
 from surgeon.models.weights.quantised.packed import Awq, Gptq
@@ -71,7 +71,8 @@ def rules_of(config: Any) -> list[Rule]:
     method = METHODS.get(name) if isinstance(name, str) else None
     if method is None:
         raise ValueError(
-            f"weights quantised by {shown(name)} are not supported (known: {', '.join(METHODS)}); use the model that "
+            f"weights quantised by {show_value(name)} are not supported (known: {', '.join(METHODS)}); use the model "
+            "that "
             "it was made of"
         )
     _check(said, method.only, ("quant_method", *method.others), str(name))
@@ -87,13 +88,14 @@ def _check(
             continue
         if key not in only and key not in others:
             raise ValueError(
-                f"{WHERE} has {key} {shown(value)}, which is not known for {what}: it may say that the stored numbers "
+                f"{WHERE} has {key} {show_value(value)}, which is not known for {what}: it may say that the stored "
+                "numbers "
                 "stand for others; if it does not, remove it, else use the model that it was made of"
             )
         if key in only and (value.lower() if isinstance(value, str) else value) not in only[key]:
             known = f" (known: {', '.join(map(str, only[key]))})" if only[key] else ""
             raise ValueError(
-                f"{what} with {key} {shown(value)} is not supported{known}; use the model that it was made of"
+                f"{what} with {key} {show_value(value)} is not supported{known}; use the model that it was made of"
             )
 
 
@@ -105,7 +107,7 @@ def _is_empty(value: Any) -> bool:
 
 def _object(value: Any, what: str) -> Entries:
     if not isinstance(value, dict):
-        raise ValueError(f"{what} must be an object, not {shown(value)}")
+        raise ValueError(f"{what} must be an object, not {show_value(value)}")
     return value
 
 
@@ -116,7 +118,7 @@ def _number(said: Entries, *names: str, all_in_one: bool = False) -> int:
     if type(value) is not int or (value < 1 and not (all_in_one and value == -1)):
         also = ", or -1 for all in one" if all_in_one else ""
         raise ValueError(
-            f"{WHERE} has {name} {shown(value)}, and it has to be a whole number above 0{also}"
+            f"{WHERE} has {name} {show_value(value)}, and it has to be a whole number above 0{also}"
         )
     return value
 
@@ -131,12 +133,12 @@ def _block(said: Entries, name: str) -> Block:
         or not all(str(one).isdecimal() for one in sizes)
     ):
         raise ValueError(
-            f"{WHERE} has {name} {shown(value)}, and it has to be two whole numbers: rows and columns"
+            f"{WHERE} has {name} {show_value(value)}, and it has to be two whole numbers: rows and columns"
         )
     rows, columns = map(int, sizes)
     if not rows or not columns:
         raise ValueError(
-            f"{WHERE} has {name} {shown(value)}, and blocks have at least one row and one column"
+            f"{WHERE} has {name} {show_value(value)}, and blocks have at least one row and one column"
         )
     return rows, columns
 
@@ -167,7 +169,7 @@ def _compressed_tensors(said: Entries) -> Iterator[Rule]:
             targets = group.get("targets") or []
             if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
                 raise ValueError(
-                    f"{where} has targets {shown(targets)}, and they have to be names of modules"
+                    f"{where} has targets {show_value(targets)}, and they have to be names of modules"
                 )
             weights = _object(group["weights"], f"weights of {where}")
             yield Rule(_group_scheme(weights, group.get("format") or said.get("format")), tuple(targets))
@@ -226,7 +228,8 @@ def _check_dynamic(said: Entries) -> None:
     for pattern, own in _object(said.get("dynamic") or {}, f"dynamic of {WHERE}").items():
         if own and not pattern.startswith("-:"):
             raise ValueError(
-                f"{said['quant_method']} in another way in some modules (dynamic {pattern!r}: {shown(own)}) is not "
+                f"{said['quant_method']} in another way in some modules (dynamic {pattern!r}: {show_value(own)}) is "
+                "not "
                 "supported; use the model that it was made of"
             )
 

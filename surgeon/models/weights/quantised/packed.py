@@ -18,7 +18,7 @@ from surgeon.models.weights.quantised.matrix import (
     Quantised,
     Scheme,
 )
-from surgeon.models.weights.quantised.unpack import WORD, codes_of, scaled
+from surgeon.models.weights.quantised.unpack import WORD, codes_of, scale_values
 from surgeon.models.weights.store import Tensors
 
 WORDS = ".qweight"
@@ -148,5 +148,7 @@ def _of_groups(
         group: inputs of one, that lie side by side where no index says which group each is of.
     """
     if index is None:
-        return scaled(codes[:inputs].T.contiguous(), scales.T, (1, max(0, group)), zeros.T)
-    return scaled(codes[:inputs].T.contiguous(), scales[index.long()].T, (1, 1), zeros[index.long()].T)
+        return scale_values(codes[:inputs].T.contiguous(), scales.T, (1, max(0, group)), zeros.T)
+    return scale_values(
+        codes[:inputs].T.contiguous(), scales[index.long()].T, (1, 1), zeros[index.long()].T
+    )

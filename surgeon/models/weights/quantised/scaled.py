@@ -9,7 +9,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from surgeon.errors import shown
+from surgeon.errors import show_value
 from surgeon.models.weights.quantised.matrix import (
     FLOATS,
     INDICES,
@@ -19,7 +19,7 @@ from surgeon.models.weights.quantised.matrix import (
     Quantised,
     Scheme,
 )
-from surgeon.models.weights.quantised.unpack import WORD, codes_of, mxfp4, scaled, scales_of
+from surgeon.models.weights.quantised.unpack import WORD, codes_of, mxfp4, scale_values, scales_of
 from surgeon.models.weights.store import Tensors
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -76,7 +76,7 @@ class Fp8(Scheme):
         return Arrangement(matrix.size(WEIGHT, 2), WEIGHT, parts)
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002
-        return scaled(tensors[WEIGHT], scales_of(tensors[self.needed[1]]), self.block)
+        return scale_values(tensors[WEIGHT], scales_of(tensors[self.needed[1]]), self.block)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Grouped(Scheme):
             and all(type(one) is int and one > 0 for one in said)
         ):
             raise matrix.fault(
-                SHAPE, f"holds {shown(said)}, and should hold the numbers of rows and columns"
+                SHAPE, f"holds {show_value(said)}, and should hold the numbers of rows and columns"
             )
         return said[0], said[1]
 
@@ -187,7 +187,7 @@ class Grouped(Scheme):
             scales = scales[:, index]
             zeros = None if zeros is None else zeros[:, index]
             block = (1, 1)
-        return scaled(values, scales, block, zeros)
+        return scale_values(values, scales, block, zeros)
 
 
 BLOCKS = "_blocks"

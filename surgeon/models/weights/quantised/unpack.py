@@ -47,7 +47,7 @@ def scales_of(stored: Tensor) -> Tensor:
     return stored.float()
 
 
-def scaled(
+def scale_values(
     values: Tensor, scales: Tensor, block: tuple[int, int], zeros: Tensor | None = None
 ) -> Tensor:
     """Compute (values - zeros) * scales of a matrix, in float32, with a scale and a zero point for each of its blocks.

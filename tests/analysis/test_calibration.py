@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from surgeon.analysis.factors.calibration import load_calibration, load_recorded, recorded
+from surgeon.analysis.subject import calibration_entry, load_calibration, load_recorded
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.opened import open_model
 from surgeon.quality.data import load_windows
@@ -47,7 +47,7 @@ def test_a_recipe_names_a_file_by_its_whole_path(
     tokenizer = open_tokenizer(tiny_checkpoint)
     for named, whole in (("rows.jsonl:more", "rows.jsonl:more"), ("plain.txt", "plain.txt")):
         windows = load_windows(tokenizer, named, 16, 64)
-        record = recorded(windows)
+        record = calibration_entry(windows)
         assert record["data"] == f"{tmp_path.resolve()}/{whole}"
         monkeypatch.chdir("/")
         assert load_recorded(open_model(tiny_checkpoint), record).digest == windows.digest
