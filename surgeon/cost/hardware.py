@@ -97,14 +97,12 @@ def _several(ranks: int) -> int:
 
 def _table(number: Any) -> GetPydanticSchema:
     """Read a figure: one number for every size, or a table."""
-
-    def read(table: dict[float, float]) -> Figure:
-        return Figure(tuple(table.items()))
-
     several = BeforeValidator(lambda value: value if isinstance(value, dict) else {1.0: value})
     kind = Annotated[dict[Positive, number], several]
     return GetPydanticSchema(
-        lambda _, schema_of: no_info_after_validator_function(read, schema_of(kind))
+        lambda _, schema_of: no_info_after_validator_function(
+            lambda table: Figure(tuple(table.items())), schema_of(kind)
+        )
     )
 
 

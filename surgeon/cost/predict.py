@@ -97,13 +97,12 @@ class PredictedRanks:
 
     def forward(self, forward: Forward, graphs: bool) -> PassCost:
         """Predict one pass, in halves where they are deployed and possible; halves are no captured graph."""
-        in_halves = self.deployment.halves == "on" and self.plan.ranks > 1
-        halves = forward.in_halves(LEAST_IN_HALF) if in_halves else None
-        if halves is None:
-            return self._forward(forward, [forward], graphs)
-        return self._forward(forward, halves, graphs=False)
-
-    def _forward(self, forward: Forward, parts: Sequence[Forward], graphs: bool) -> PassCost:
+        parts: Sequence[Forward] = [forward]
+        if self.deployment.halves == "on" and self.plan.ranks > 1:
+            halves = forward.in_halves(LEAST_IN_HALF)
+            if halves is not None:
+                parts = halves
+                graphs = False
         ends, *costs = (PassCosts(self, one, graphs, self.gathers) for one in (forward, *parts))
         start = self.speed.host.forward.at(forward.texts)
         clocks = [RankClock(now=start, host=start, launches=start) for _ in range(self.plan.ranks)]

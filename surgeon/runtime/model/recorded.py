@@ -67,15 +67,6 @@ class RecordedPass:
         self.numbers.numpy()[:] = _numbers(rows)
         return True
 
-    def read(self, rows: Sequence[Row], key: Reading) -> Runs:
-        """Runs that such attentions read, with room for some more than now."""
-        if key not in self.reads:
-            runs, ends = runs_of(rows, *key)
-            room = torch.zeros(2 * power_of_two(len(runs)), 2, dtype=torch.int64)
-            room[: len(runs)] = torch.tensor(runs)
-            self.reads[key] = Runs(room, torch.tensor(ends))
-        return self.reads[key]
-
 
 def _numbers(rows: Sequence[Row]) -> list[list[int]]:
     """Token, position, and place in each group of the cache; in slots of another that knows the token, none."""
@@ -156,11 +147,16 @@ class RecordedDecode(Way):
             """Attend over the cache through inputs that a replay finds again."""
             group = cache.group_of[slot]
             pair = cache.pairs[slot]
+            key = group, weighting.window
             with recording.paused():
-                read = recorded.read(rows, (group, weighting.window))
+                if key not in recorded.reads:  # with room for some runs more than now
+                    runs, ends = runs_of(rows, *key)
+                    room = torch.zeros(2 * power_of_two(len(runs)), 2, dtype=torch.int64)
+                    room[: len(runs)] = torch.tensor(runs)
+                    recorded.reads[key] = Runs(room, torch.tensor(ends))
             where = group + (len(rows[0].runs) if slot in cache.borrowed else 0)
             self._kernels.keep(kept, recorded.numbers[PLACE + where], pair)
-            return self._kernels.attend(queries, pair, read, weighting)
+            return self._kernels.attend(queries, pair, recorded.reads[key], weighting)
 
         with phase.apart() as sent, model.peers.recorded(recording), recording.during():
             logits = model.next_logits(
