@@ -60,9 +60,11 @@ def plan_on_paper(
     by_layer = list[MixtureSize | None]()
     for layer in range(shapes.layers):
         own = shapes.layer_shapes.of(Sublayer(FEED_FORWARD, (layer,)))
-        experts = None if own.mixture is None else own.mixture.experts
-        by_layer.append(None if experts is None else MixtureSize(experts, own.units[FEED_FORWARD]))
-    mixtures = Mixtures(tuple(by_layer) if any(by_layer) else ())
+        size = None
+        if own.mixture is not None:
+            size = MixtureSize(own.mixture.experts, own.units[FEED_FORWARD])
+        by_layer.append(size)
+    mixtures = Mixtures.of(by_layer.__getitem__, shapes.layers)
     check_slices(program, shared_units(shapes.units, shapes.latent))
     # Not of the program: it may be a part of one, of attentions alone.
     mixture = shapes.layer_shapes.mixture

@@ -314,7 +314,9 @@ class RankWork:
         matrices = {role: self.shapes.matrix(of, role).shape for role in ("gate", "up", "down")}
         for role, (outputs, inputs) in matrices.items():
             rank = of.rank(role)
-            shapes = [(outputs, inputs)] if rank is None else [(rank, inputs), (outputs, rank)]
+            shapes = [(outputs, inputs)]
+            if rank is not None:
+                shapes = [(rank, inputs), (outputs, rank)]
             for width, depth in shapes:
                 if copied:
                     yield self.numbers.copy("copies", 2 * load.hit * width * depth)

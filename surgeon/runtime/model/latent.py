@@ -84,7 +84,9 @@ class LatentMaps:
         self.key_gain = stored["kv_a_layernorm.weight"]
         firsts = [compressed[rows]]
         bias = stored.get("kv_a_proj_with_mqa.bias")
-        biases: list[Tensor | None] = [None if bias is None else bias[rows]]
+        if bias is not None:
+            bias = bias[rows]
+        biases: list[Tensor | None] = [bias]
         self.query_gain: Tensor | None = None
         if through:
             self.query_gain = stored["q_a_layernorm.weight"]

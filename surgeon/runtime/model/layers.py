@@ -222,7 +222,9 @@ class Attention:
         if self.bound is not None:
             here = qkv if self.rebuild is None else qkv[:, : self.heads * self.head_dim]
             here.clamp_(-self.bound, self.bound)
-        squares = self._squares(qkv) if self.joins_heads else None
+        squares = None
+        if self.joins_heads:
+            squares = self._squares(qkv)
         if not self.heads:
             return self.o(qkv[:, :0])
         angles = None if self.rotary is None else forward.angles[self.rotary]

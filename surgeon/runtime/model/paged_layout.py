@@ -64,7 +64,10 @@ class PagedLayout:
         """
         cache = self.cache
         group = cache.group_of[slot]
-        tokens, places, numbers = self._newly if slot in cache.borrowed else self._written
+        written = self._written
+        if slot in cache.borrowed:
+            written = self._newly
+        tokens, places, numbers = written
         new = kept if tokens is None else kept[tokens]
         if slot in cache.rebuilds:
             cache.low_rank[slot][places[group]] = new
@@ -98,11 +101,12 @@ def _written(rows: Sequence[Row], cache: PagedCache, begins: Sequence[int]) -> W
         all_ = all_ and not left_out
     indexes = [as_index(places, cache.device) for places in found]
     numbers = list[Tensor]()
-    for index in indexes if cache.kernels is not None or cache.triton is not None else ():
-        if isinstance(index, slice):
-            numbers.append(torch.arange(index.start, index.stop, device=cache.device))
-        else:
-            numbers.append(index)
+    if cache.kernels is not None or cache.triton is not None:
+        for index in indexes:
+            if isinstance(index, slice):
+                numbers.append(torch.arange(index.start, index.stop, device=cache.device))
+            else:
+                numbers.append(index)
     return None if all_ else as_index(some, cache.device), indexes, numbers
 
 
