@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class HandClock:
-    """A clock of links (`surgeon.runtime.comm.link.SystemClock`), which stands for the module `time`, too."""
+    """A clock of links (`surgeon.runtime.comm.collectives.SystemClock`), which stands for the module `time`, too."""
 
     def __init__(self) -> None:
         self.seconds = 100.0

@@ -29,7 +29,7 @@ from surgeon.models.edit import program_of, restore
 from surgeon.models.families import family_of
 from surgeon.opened import open_model
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error
 from tests.drawn import DTYPES, Case, cases

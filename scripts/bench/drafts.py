@@ -43,10 +43,10 @@ from surgeon.commands.opening import draft_program
 from surgeon.language.operations import ladder, pair, prune, tracks
 from surgeon.opened import Model, open_model
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.comm.link import Link, parse_seconds
+from surgeon.runtime.comm.collectives import Link, parse_seconds
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_coda, with_draft
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import load
 

@@ -46,11 +46,11 @@ from scripts.bench.rooflines import Rates, Rooflines
 from scripts.markdown import format_table, spread
 from scripts.vllm.engine import Measurer, vllm_python
 from surgeon.benchmarks.measure import RankBench
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Workload
 from surgeon.progress import progress
-from surgeon.runtime.batching.windows import PASS_TOKENS
+from surgeon.runtime.batching.blocks import PASS_TOKENS
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 
 CACHE_GIGABYTES = 3  # vLLM's; 32 texts of 1,024 tokens need 1.7

@@ -30,7 +30,7 @@ from scripts.markdown import print_table
 from surgeon.machine import show_size
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import load
 

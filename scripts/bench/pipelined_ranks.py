@@ -7,9 +7,9 @@ all ranks together, as in one process (a sum of one number over the ranks in eve
 What stages send each other goes through an emulated link, is counted and traced. All schedules post their messages with
 `torch.distributed.pipelining.schedules._batch_p2p` and wait for what it returns. That is where the link stands: a
 message takes its time from when it is posted, on a line for each neighbour and direction, as
-`surgeon.runtime.comm.link` has it; it travels by gloo meanwhile, which does not keep the rank from computing. A sender
-that waits for its message waits until the last byte has left, a receiver until it has arrived. When that is, the
-receiver reads from memory that the ranks share, written before the message is posted.
+`surgeon.runtime.comm.collectives` has it; it travels by gloo meanwhile, which does not keep the rank from computing. A
+sender that waits for its message waits until the last byte has left, a receiver until it has arrived. When that is,
+the receiver reads from memory that the ranks share, written before the message is posted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from scripts.bench.rack_model import Optimisation, cut, load_stretch, next_token_loss, whole_name
 from surgeon.checkpoint.stored import read_json
 from surgeon.processes.files import write_json
-from surgeon.runtime.comm.link import Line, Link, SystemClock
+from surgeon.runtime.comm.collectives import Line, Link, SystemClock
 
 COLUMNS = ["start", "end", "what", "part", "micro_batch", "step"]
 REMEMBERED = 4096  # messages from one rank to another whose arrival is still known

@@ -47,7 +47,7 @@ from scripts.markdown import print_table
 from surgeon.checkpoint.stored import read_json
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Link
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.rack_log import TIMELINE_FILE, TRAFFIC_FILE, RackPace
 from surgeon.training.racks.run_files import (

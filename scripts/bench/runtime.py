@@ -49,15 +49,15 @@ from scripts.markdown import format_table
 from surgeon.benchmarks.measure import RankBench, Result, bench_record, bench_table
 from surgeon.benchmarks.timing import PassTiming, RankRun
 from surgeon.cost.clocks import Burst, Costs, RankClock, Transfer, meet, pass_seconds
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Workload
 from surgeon.language.program import Fork, Program, Step
 from surgeon.progress import progress
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Link
 from surgeon.runtime.comm.wires import WIRES
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import Group, rank_work
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 
 UPPER_BOUND = "upper bound"

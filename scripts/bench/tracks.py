@@ -37,14 +37,14 @@ from scripts.bench.decoding import DENSE, add_options, llama_config, parse, writ
 from scripts.commands import add_defaults, make_parser
 from scripts.markdown import format_table
 from surgeon.benchmarks.measure import RankBench, Result, bench_record, bench_table, summarise
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Workload
 from surgeon.language.operations import tracks
 from surgeon.language.program import Program
 from surgeon.machine import threads_per_rank, usable_cores
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Link
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.training.scratch.tracks import count_parameters, narrow, track_program
 

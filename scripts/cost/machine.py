@@ -50,7 +50,7 @@ from surgeon.machine import threads_per_rank
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 
 MODELS = ("demo", "random")

@@ -40,7 +40,7 @@ from scripts.gpu.speeds import Load, continued, open_engine
 from surgeon.benchmarks.drafting import decode_together
 from surgeon.benchmarks.measure import Needs, RankBench, bench_table
 from surgeon.commands.app import main as surgeon_command
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Workload
 from surgeon.demo import demo_model
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
@@ -48,7 +48,7 @@ from surgeon.machine import avoid_cudnn_attention
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.kernels.build import SWITCH
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import load
 

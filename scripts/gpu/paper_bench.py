@@ -26,7 +26,7 @@ from surgeon.machine import free_bytes, show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Plan, Ways
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import RankFailed, Ranks
 from surgeon.runtime.worker.worker import forget_cache, unload
 

@@ -22,9 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.commands import add_defaults, make_parser
 from scripts.search.run import Known
 from surgeon.analysis.subject import open_subject
-from surgeon.cost.deployment import Deployment
-from surgeon.cost.workload import Workload
-from surgeon.runtime.comm.link import parse_link
+from surgeon.cost.deployment import Deployment, Workload
+from surgeon.runtime.comm.collectives import parse_link
 from surgeon.searches.mixture import Trial
 from surgeon.searches.pricing import open_pricing
 from surgeon.searches.quantities import Aspect

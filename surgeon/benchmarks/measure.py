@@ -32,15 +32,15 @@ from surgeon.benchmarks.timing import (
 )
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.cost.candidates import Candidate
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Workload
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.processes.files import finite
 from surgeon.quality.data import load_windows
 from surgeon.quality.summary import Values, known_interval, mean_divergence
+from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import UndefinedLogits
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts
 from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
 from surgeon.runtime.plan.checks import make_plan

@@ -25,8 +25,7 @@ from surgeon.processes.files import whole_file
 from surgeon.runtime.batching.request import Request, UndefinedLogits
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
-from surgeon.runtime.comm.collectives import Around, Collectives, Counts, Unconnected
-from surgeon.runtime.comm.link import EmulatedLink, Link
+from surgeon.runtime.comm.collectives import Around, Collectives, Counts, EmulatedLink, Link, Unconnected
 from surgeon.runtime.kernels.recording import mark_calls
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.engine import Figures, RankEngine, ways_through

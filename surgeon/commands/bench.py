@@ -100,13 +100,13 @@ def bench(
     )
     from surgeon.commands.opening import as_list, as_range, as_several, name_of
     from surgeon.cost.candidates import open_candidates
-    from surgeon.cost.workload import Workload
+    from surgeon.cost.deployment import Workload
     from surgeon.findings.bench import Benchmark
     from surgeon.processes.files import make_folder
     from surgeon.progress import progress
     from surgeon.quality.summary import mean_divergence
     from surgeon.runtime.kernels.library import kernels_used
-    from surgeon.runtime.worker.options import RankOptions
+    from surgeon.runtime.worker.rank import RankOptions
     from surgeon.runtime.worker.ranks import Ranks as RunningRanks
     from surgeon.words import plural
 

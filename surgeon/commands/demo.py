@@ -228,7 +228,7 @@ class DemoSteps:
         from surgeon.commands.bench import bench
         from surgeon.findings.result import Table
         from surgeon.opened import open_edited
-        from surgeon.runtime.worker.options import RankOptions
+        from surgeon.runtime.worker.rank import RankOptions
         from surgeon.searches.evaluate import Evaluator
 
         effort = self.effort

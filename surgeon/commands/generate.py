@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from surgeon.commands.generation import GeneratedText, Generation
     from surgeon.opened import Model
     from surgeon.runtime.batching.request import Event, Sampling
-    from surgeon.runtime.worker.options import RankOptions
+    from surgeon.runtime.worker.rank import RankOptions
 
 SHOWN_CHARACTERS = 60  # of a prompt, above its text
 
@@ -156,7 +156,7 @@ def generate(
         FileNotFoundError, ValueError: if model or options cannot be used, or a prompt is empty, too long or not text.
         RankFailed: if a rank fails.
     """
-    from surgeon.runtime.worker.options import RankOptions
+    from surgeon.runtime.worker.rank import RankOptions
     from surgeon.runtime.worker.ranks import early_ranks
 
     if system is not None and not chat:

@@ -15,7 +15,7 @@ from surgeon.runtime.model.peers import Phase
 from surgeon.runtime.plan.placement import norm_sums
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.stream import Answer
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.words import hang_indent, plural
 
 _KEY = 9  # columns of what stands before a line

@@ -18,8 +18,8 @@ from surgeon.language.recipe import read_recipe
 from surgeon.machine import parse_size
 from surgeon.named import is_gguf, is_recipe, on_disk
 from surgeon.opened import EditedModel, Model, open_model
-from surgeon.runtime.service_options import CODA, LOOKUP, ServiceOptions
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.service import CODA, LOOKUP, ServiceOptions
+from surgeon.runtime.worker.rank import RankOptions
 
 
 def as_range(layers: range | str | None) -> range | None:

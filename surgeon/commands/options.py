@@ -20,7 +20,7 @@ from surgeon.words import join_words
 if TYPE_CHECKING:
     from surgeon.language.program import Program
     from surgeon.opened import EditedModel, Model
-    from surgeon.runtime.worker.options import RankOptions
+    from surgeon.runtime.worker.rank import RankOptions
 
 
 DATA_HELP = (
@@ -220,8 +220,8 @@ def ranks_of(
     compress: Compress = None,
 ) -> RankOptions:
     """The ranks that a command line asks for."""
-    from surgeon.runtime.comm.link import parse_link
-    from surgeon.runtime.worker.options import RankOptions, choose_device
+    from surgeon.runtime.comm.collectives import parse_link
+    from surgeon.runtime.worker.rank import RankOptions, choose_device
 
     return RankOptions(
         tp, choose_device(device, tp), collectives, parse_link(link_delay, link_bandwidth), compress

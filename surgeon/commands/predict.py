@@ -70,7 +70,7 @@ def deployment_of(
 ) -> Deployment:
     """The spread of a model over hardware."""
     from surgeon.cost.deployment import Deployment
-    from surgeon.runtime.comm.link import parse_link
+    from surgeon.runtime.comm.collectives import parse_link
 
     return Deployment(
         ranks=ranks,

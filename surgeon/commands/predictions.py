@@ -12,12 +12,11 @@ import pandas as pd
 
 from surgeon.commands.opening import as_list, as_several, draft_program
 from surgeon.cost.candidates import Candidate, open_candidates
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.drafts import draft_cells
 from surgeon.cost.hardware import Hardware, write_hardware
 from surgeon.cost.sweep import SweepCell, parse_sweep
 from surgeon.cost.sweep import sweep as _sweep
-from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.findings.prediction import AXES, DRAFT_COLUMNS, words_of
 from surgeon.language.program import Program

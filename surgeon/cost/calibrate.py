@@ -25,7 +25,7 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import (
     Algorithm,
     Device,
@@ -41,16 +41,15 @@ from surgeon.cost.hardware import (
 )
 from surgeon.cost.predict import PredictedRanks
 from surgeon.cost.work import Forward, RankWork
-from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.machine import threads_per_rank, usable_cores
 from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model, open_model
 from surgeon.progress import progress
 from surgeon.provenance import command_line, versions
+from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
-from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.linear import Linear
@@ -59,8 +58,7 @@ from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import work_of
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.options import RankOptions, choose_device
-from surgeon.runtime.worker.rank import Rank
+from surgeon.runtime.worker.rank import Rank, RankOptions, choose_device
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import complete, keep
 from surgeon.words import plural
@@ -132,35 +130,14 @@ def matrices_of(plan: Plan, shapes: ModelShapes) -> list[int]:
     return found
 
 
-def measure_ranks(
-    plan: Plan,
-    shapes: ModelShapes,
-    device: str,
-    ways: Sequence[str],
-    rounds: int,
-    typical: Typical,
-    advance: Callable[[float], None],
-) -> list[Round]:
-    """Measure one number of ranks, round by round."""
-    found = [Round() for _ in range(rounds)]
-    with Ranks(RankOptions(plan.ranks, device, ways[0])) as ranks:
-        load_sampled(ranks, plan, shapes)
-        for one in found:
-            sample_computing(ranks, plan, shapes, one, typical)
-            advance(1)
-    for way in ways if plan.ranks > 1 else ():
-        with Ranks(RankOptions(plan.ranks, device, way)) as ranks:
-            for one in found:
-                sample_exchanges(ranks, way, one, typical)
-                advance(1)
-    return found
-
-
-def load_sampled(ranks: Ranks, plan: Plan, shapes: ModelShapes) -> None:
-    """Load what `sample_computing` runs, and warm up caches, allocators and clocks."""
-    ranks.call(load_paced, plan, WHOLE)
-    ranks.call(load_paced, short_plan(plan), SHORT)
-    sample_computing(ranks, plan, shapes, Round(), median)
+def sample_exchanges(ranks: Ranks, way: str, one: Round, typical: Typical) -> None:
+    """Note collectives in a round."""
+    by_rank: list[dict[int, list[tuple[float, float]]]] = ranks.call(time_exchanges, SIZES, EXCHANGES)
+    for size in SIZES:
+        for noted, which in ((one.starting, 0), (one.waiting, 1)):
+            noted[way, size] = median(
+                typical([times[which] for times in each[size]]) for each in by_rank
+            )
 
 
 def sample_computing(
@@ -176,16 +153,6 @@ def sample_computing(
             prompts, passes = ranks.call(time_passes, layers, Workload(batch, PROMPT, NEW))[0]
             one.prompts[layers, batch] = typical(prompts)
             one.passes[layers, batch] = typical(passes)
-
-
-def sample_exchanges(ranks: Ranks, way: str, one: Round, typical: Typical) -> None:
-    """Note collectives in a round."""
-    by_rank: list[dict[int, list[tuple[float, float]]]] = ranks.call(time_exchanges, SIZES, EXCHANGES)
-    for size in SIZES:
-        for noted, which in ((one.starting, 0), (one.waiting, 1)):
-            noted[way, size] = median(
-                typical([times[which] for times in each[size]]) for each in by_rank
-            )
 
 
 # What ranks do.
@@ -268,19 +235,18 @@ def time_exchanges(rank: Rank, sizes: Sequence[int], times: int) -> dict[int, li
     """
     found = {}
     for size in sizes:
-        every = [_exchange(rank, torch.ones(size // 4, device=rank.device)) for _ in range(times + 1)]
+        every = []
+        for _ in range(times + 1):
+            operand = torch.ones(size // 4, device=rank.device)
+            _synchronize(rank)
+            began = time.perf_counter()
+            wait = rank.collectives.all_reduce(operand, Counts())
+            started = time.perf_counter()
+            wait()
+            _synchronize(rank)
+            every.append((started - began, time.perf_counter() - started))
         found[size] = every[1:]  # the first one connects, and allocates
     return found
-
-
-def _exchange(rank: Rank, operand: Tensor) -> tuple[float, float]:
-    _synchronize(rank)
-    began = time.perf_counter()
-    wait = rank.collectives.all_reduce(operand, Counts())
-    started = time.perf_counter()
-    wait()
-    _synchronize(rank)
-    return started - began, time.perf_counter() - started
 
 
 def _seconds(rank: Rank, compute: Callable[[], object], times: int = 1) -> float:
@@ -330,12 +296,24 @@ class MachineCalibration:
         return self.rounds * (exchanges + len(self.plans))
 
     def measure(self, advance: Callable[[float], None]) -> dict[int, list[Round]]:
-        return {
-            ranks: measure_ranks(
-                plan, self.shapes, self.device, self.ways, self.rounds, self.typical, advance
-            )
-            for ranks, plan in sorted(self.plans.items())
-        }
+        """Measure each number of ranks, round by round."""
+        measured = dict[int, list[Round]]()
+        for count, plan in sorted(self.plans.items()):
+            measured[count] = found = [Round() for _ in range(self.rounds)]
+            with Ranks(RankOptions(count, self.device, self.ways[0])) as ranks:
+                ranks.call(load_paced, plan, WHOLE)
+                ranks.call(load_paced, short_plan(plan), SHORT)
+                # To warm up caches, allocators and clocks.
+                sample_computing(ranks, plan, self.shapes, Round(), median)
+                for one in found:
+                    sample_computing(ranks, plan, self.shapes, one, self.typical)
+                    advance(1)
+            for way in self.ways if count > 1 else ():
+                with Ranks(RankOptions(count, self.device, way)) as ranks:
+                    for one in found:
+                        sample_exchanges(ranks, way, one, self.typical)
+                        advance(1)
+        return measured
 
 
 def calibrate(
@@ -494,12 +472,6 @@ def hardware_text(
         ranks: fit(calibration, ranks, merge_rounds(each, calibration.typical))
         for ranks, each in measured.items()
     }
-    text = f"{_head(calibration)}\n{write_hardware(_hardware(name, calibration, typical))}"
-    parse_hardware(text)
-    return text
-
-
-def _head(calibration: MachineCalibration) -> str:
     plan = calibration.plans[1]
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
     ranks = sorted(calibration.plans)
@@ -509,9 +481,12 @@ def _head(calibration: MachineCalibration) -> str:
         f"rounds. {platform.machine()}, {usable_cores()} cores, "
         f"threads: {threads}; {plan.hidden} wide, {plan.layers} layers, {plan.dtype}; {used}."
     )
-    return textwrap.fill(
+    head = textwrap.fill(
         said, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
     )
+    text = f"{head}\n{write_hardware(_hardware(name, calibration, typical))}"
+    parse_hardware(text)
+    return text
 
 
 def _hardware(

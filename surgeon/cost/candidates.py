@@ -65,8 +65,14 @@ def open_candidates(
     first = _open(model, weights, program)
     found = [first]
     for text in compared:
-        if is_variant(text):
-            found.append(_variant(text, first, layers))
+        if text == UPPER_BOUND:
+            found.append(replace(first, name=text, connected=False))
+        elif text == HALVES:
+            found.append(replace(first, name=text, halves="on"))
+        elif is_variant(text):
+            own = first.model
+            varied = variant_of(text, own.num_layers, own.family.steps_per_layer, layers)
+            found.append(Candidate(text, own, varied))
         elif is_program(text):
             found.append(_fixed_candidate(text, first.model, Program.parse(text)))
         elif not (is_recipe(text) or "/" in text or text == DEMO or on_disk(text)):
@@ -100,17 +106,6 @@ def _fixed_candidate(name: str, model: Model, program: Program) -> Candidate:
     if model.files is None:
         _ = model.shapes  # a configuration of impossible sizes is refused now
     return Candidate(name, model, lambda _: program)
-
-
-def _variant(name: str, first: Candidate, layers: range | None) -> Candidate:
-    if name == UPPER_BOUND:
-        return replace(first, name=name, connected=False)
-    if name == HALVES:
-        return replace(first, name=name, halves="on")
-    model = first.model
-    return Candidate(
-        name, model, variant_of(name, model.num_layers, model.family.steps_per_layer, layers)
-    )
 
 
 def apart(names: Sequence[str]) -> list[str]:

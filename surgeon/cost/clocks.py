@@ -132,12 +132,6 @@ class RankClock:
         self.host += burst.host
         self.now = end
 
-    def begin(self, transfer: Transfer) -> float:
-        self.spend(transfer.before)
-        self.wait(self.now + transfer.writing)
-        self.host += transfer.host
-        return max(self.now, self.host)
-
     def land(self, transfer: Transfer, arrival: Arrival) -> None:
         """Wait for a collective, and take its result."""
         shared, line = arrival
@@ -165,7 +159,12 @@ def pass_seconds(program: Program, clocks: list[RankClock], *costs: Costs) -> No
 
 def exchange(clocks: Sequence[RankClock], transfers: Sequence[Transfer]) -> list[Arrival]:
     """Begin a collective on all ranks of a group."""
-    begun = [clock.begin(transfer) for clock, transfer in zip(clocks, transfers, strict=True)]
+    begun = list[float]()
+    for clock, transfer in zip(clocks, transfers, strict=True):
+        clock.spend(transfer.before)
+        clock.wait(clock.now + transfer.writing)
+        clock.host += transfer.host
+        begun.append(max(clock.now, clock.host))
     if any(t.shared for t in transfers):
         start = max(*begun, *(clock.channel for clock in clocks))
     else:

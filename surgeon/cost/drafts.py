@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.plans import plan_on_paper, room
 from surgeon.cost.predict import PredictedRanks, Prediction, mean_decode, predict
 from surgeon.cost.sweep import MS, SweepCell, explain_memory
 from surgeon.cost.work import Forward
-from surgeon.cost.workload import Workload
 from surgeon.findings.prediction import DRAFT_COLUMNS
 from surgeon.language.program import Program
 from surgeon.machine import show_size
@@ -165,12 +164,8 @@ def draft_on_paper(plan: Plan, shapes: ModelShapes, draft: Program) -> Plan:
 
 
 def _beside(plan: Plan, shapes: ModelShapes, draft: Program) -> DraftPlan:
-    def paper(sliced: bool) -> Plan:
-        return plan_on_paper(
-            shapes, draft, plan.ranks, plan.max_tokens, plan.dtype, plan.low_rank, plan.kv, sliced
-        )
-
-    found = draft_beside(plan, shapes, paper)
+    ways = plan.ranks, plan.max_tokens, plan.dtype, plan.low_rank, plan.kv
+    found = draft_beside(plan, shapes, partial(plan_on_paper, shapes, draft, *ways))
     return replace(found, plan=replace(found.plan, mixtures=plan.mixtures))
 
 

@@ -97,14 +97,12 @@ def _several(ranks: int) -> int:
 
 def _table(number: Any) -> GetPydanticSchema:
     """Read a figure: one number for every size, or a table."""
-
-    def read(table: dict[float, float]) -> Figure:
-        return Figure(tuple(table.items()))
-
     several = BeforeValidator(lambda value: value if isinstance(value, dict) else {1.0: value})
     kind = Annotated[dict[Positive, number], several]
     return GetPydanticSchema(
-        lambda _, schema_of: no_info_after_validator_function(read, schema_of(kind))
+        lambda _, schema_of: no_info_after_validator_function(
+            lambda table: Figure(tuple(table.items())), schema_of(kind)
+        )
     )
 
 
@@ -196,16 +194,6 @@ class Host(_Entries):
             return self.launch
         return figure.at(rows)
 
-    def slower(self, times: float) -> Host:
-        return replace(
-            self,
-            launch=times * self.launch,
-            graph=times * self.graph,
-            collective=times * self.collective,
-            forward=self.forward.times(times),
-            launches={name: figure.times(times) for name, figure in self.launches.items()},
-        )
-
 
 @dataclass(frozen=True)
 class Algorithm(_Entries):
@@ -258,7 +246,17 @@ class RankShare(_Entries):
         shares = self.shares
         kinds = {each.name: getattr(shares, each.name) for each in fields(Shares)}
         less = {name: figure and figure.times(part) for name, figure in kinds.items()}
-        return RankShare(Shares(**less), self.host.slower(1 / part))
+        host = self.host
+        times = 1 / part
+        slower = replace(
+            host,
+            launch=times * host.launch,
+            graph=times * host.graph,
+            collective=times * host.collective,
+            forward=host.forward.times(times),
+            launches={name: figure.times(times) for name, figure in host.launches.items()},
+        )
+        return RankShare(Shares(**less), slower)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Literal
 
 from surgeon.cost.clocks import Burst, Transfer
 from surgeon.cost.hardware import Algorithm, Hardware, Host, Interconnect, Shares
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Link
 from surgeon.runtime.plan.placement import Group
 
 Nature = Literal["product", "attention", "copy"]

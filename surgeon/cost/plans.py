@@ -18,11 +18,10 @@ from surgeon.models.edit import check_layers
 from surgeon.models.families.specs import Units, unit_bounds
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import require_sliceable
-from surgeon.runtime.batching.windows import blocks_for
-from surgeon.runtime.plan.balance import balance_of
+from surgeon.runtime.batching.blocks import blocks_for
+from surgeon.runtime.plan.balance import Mixtures, MixtureSize, balance_of
 from surgeon.runtime.plan.division import cached_latent, check_ranks, check_slices, shared_units
 from surgeon.runtime.plan.memory import footprint
-from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import Plan
 
 PLANS = 16  # plans of which it is remembered what is the same for all batches
@@ -57,7 +56,15 @@ def plan_on_paper(
             spec.projection(role)  # a gate that the model lacks, say
         # Refuses ranks above those of the matrices.
         replace(sublayer, piece=None).parameters(shapes.layer_shapes)
-    mixtures = mixtures_of(shapes)
+    # Layers that are mixtures of experts, by the configuration alone; ranks share them as is cheaper.
+    by_layer = list[MixtureSize | None]()
+    for layer in range(shapes.layers):
+        own = shapes.layer_shapes.of(Sublayer(FEED_FORWARD, (layer,)))
+        size = None
+        if own.mixture is not None:
+            size = MixtureSize(own.mixture.experts, own.units[FEED_FORWARD])
+        by_layer.append(size)
+    mixtures = Mixtures.of(by_layer.__getitem__, shapes.layers)
     check_slices(program, shared_units(shapes.units, shapes.latent))
     # Not of the program: it may be a part of one, of attentions alone.
     mixture = shapes.layer_shapes.mixture
@@ -91,18 +98,6 @@ def plan_on_paper(
         sliced=sliced,
         balance=balance,
     )
-
-
-def mixtures_of(shapes: ModelShapes) -> Mixtures:
-    """Layers that are mixtures of experts, by the configuration alone; ranks share them as is cheaper."""
-
-    def size(layer: int) -> MixtureSize | None:
-        own = shapes.layer_shapes.of(Sublayer(FEED_FORWARD, (layer,)))
-        if own.mixture is None:
-            return None
-        return MixtureSize(own.mixture.experts, own.units[FEED_FORWARD])
-
-    return Mixtures.of(size, shapes.layers)
 
 
 @dataclass(frozen=True)

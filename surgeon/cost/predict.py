@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from surgeon.cost.clocks import Burst, Costs, RankClock, Transfer, meet, pass_seconds
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.kernels import Kernel, Operation, RankSpeed, Wiring, burst
 from surgeon.cost.plans import PLANS, Room, plan_on_paper, room
 from surgeon.cost.work import Forward, GathersFirst, RankWork
-from surgeon.cost.workload import Workload
 from surgeon.language.program import Fork, Program, Step
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.batching.sequence import LEAST_IN_HALF
@@ -82,16 +81,6 @@ class PredictedRanks:
         self.speed = RankSpeed.of(hardware, plan.dtype, min(plan.ranks, self.node))
         self._ways: dict[tuple[object, ...], bool] = {}
 
-    def wiring(self, graphs: bool) -> Wiring:
-        deployment = self.deployment
-        within = None
-        across = None
-        if min(self.plan.ranks, self.node) > 1:
-            within = self.hardware.link(deployment.link)
-        if self.plan.ranks > self.node:
-            across = self.hardware.link(deployment.network, between_nodes=True)
-        return Wiring(within, across, self.node, self.speed.host, deployment.emulated, graphs)
-
     def gathers(self, part: Part) -> bool:
         """Tell whether first factors are shared out: as deployed, or as is faster for one token."""
         if self.plan.low_rank != "auto":
@@ -108,13 +97,12 @@ class PredictedRanks:
 
     def forward(self, forward: Forward, graphs: bool) -> PassCost:
         """Predict one pass, in halves where they are deployed and possible; halves are no captured graph."""
-        in_halves = self.deployment.halves == "on" and self.plan.ranks > 1
-        halves = forward.in_halves(LEAST_IN_HALF) if in_halves else None
-        if halves is None:
-            return self._forward(forward, [forward], graphs)
-        return self._forward(forward, halves, graphs=False)
-
-    def _forward(self, forward: Forward, parts: Sequence[Forward], graphs: bool) -> PassCost:
+        parts: Sequence[Forward] = [forward]
+        if self.deployment.halves == "on" and self.plan.ranks > 1:
+            halves = forward.in_halves(LEAST_IN_HALF)
+            if halves is not None:
+                parts = halves
+                graphs = False
         ends, *costs = (PassCosts(self, one, graphs, self.gathers) for one in (forward, *parts))
         start = self.speed.host.forward.at(forward.texts)
         clocks = [RankClock(now=start, host=start, launches=start) for _ in range(self.plan.ranks)]
@@ -132,22 +120,20 @@ class PredictedRanks:
 def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
     """A plan's program, and every rank's work, with one number for steps that differ in layers only."""
     program = Program.parse(plan.program)
-    by_rank = [
-        rank_work(program, rank, plan.ranks, plan.sliced, plan.balance) for rank in range(plan.ranks)
-    ]
     numbers: dict[object, int] = {}
-
-    def number(work: Work) -> int:
-        sublayers = tuple(
-            (replace(one, layers=(0,)), plan.mixtures.size(one), plan.window(one))
-            for one in work.step.sublayers
-        )
-        parts = tuple(
-            (part.index, part.sublayer.piece, part.sublayer.span, part.sharers) for part in work.parts
-        )
-        return numbers.setdefault((sublayers, parts), len(numbers))
-
-    return program, [[(work, number(work)) for work in each] for each in by_rank]
+    by_rank: list[list[tuple[Work, int]]] = [[] for _ in range(plan.ranks)]
+    for rank, numbered in enumerate(by_rank):
+        for work in rank_work(program, rank, plan.ranks, plan.sliced, plan.balance):
+            sublayers = tuple(
+                (replace(one, layers=(0,)), plan.mixtures.size(one), plan.window(one))
+                for one in work.step.sublayers
+            )
+            parts = tuple(
+                (part.index, part.sublayer.piece, part.sublayer.span, part.sharers)
+                for part in work.parts
+            )
+            numbered.append((work, numbers.setdefault((sublayers, parts), len(numbers))))
+    return program, by_rank
 
 
 # A rank's part of a step, and the collectives inside it.
@@ -172,8 +158,15 @@ class PassCosts(Costs):
         self.rank_work = RankWork(
             ranks.plan, ranks.shapes, gathers, static, static and ranks.deployment.adding
         )
-        self.wires = ranks.wiring(graphs)
-        self.connected = ranks.deployment.connected
+        deployment = ranks.deployment
+        within = None
+        across = None
+        if min(ranks.plan.ranks, ranks.node) > 1:
+            within = ranks.hardware.link(deployment.link)
+        if ranks.plan.ranks > ranks.node:
+            across = ranks.hardware.link(deployment.network, between_nodes=True)
+        self.wires = Wiring(within, across, ranks.node, ranks.speed.host, deployment.emulated, graphs)
+        self.connected = deployment.connected
         self.layers = Counts()
         self.vocabulary = Counts()
         self._next = [count() for _ in ranks.work]

@@ -11,11 +11,10 @@ from itertools import product
 import pandas as pd
 
 from surgeon.cost.candidates import Candidate
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.plans import most_texts, plan_on_paper, room
 from surgeon.cost.predict import Prediction, predict
-from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.findings.prediction import AXES, PARTS, SPEEDUPS, TOO_LARGE
 from surgeon.machine import show_size
@@ -170,7 +169,35 @@ def ranks_with_room(cell: SweepCell, hardware: Hardware) -> Iterator[int]:
 
 def prediction_table(cells: Sequence[SweepCell]) -> pd.DataFrame:
     """One row per program, ranks and load; speedups are over the first program at the same ranks and load."""
-    table = pd.DataFrame([_row(cell) for cell in cells])
+    rows = list[dict[str, object]]()
+    for cell in cells:
+        load = cell.workload
+        found = cell.prediction
+        row: dict[str, object] = {
+            "program": cell.candidate.name,
+            "ranks": cell.deployment.ranks,
+            "batch": load.batch,
+            "prompt": load.prompt,
+            "new": load.new,
+            **dict.fromkeys(NUMBERS, math.nan),
+            "fits": int(found is not None and found.memory.fits),
+            "refused": cell.refused,
+        }
+        rows.append(row)
+        if found is None:
+            continue
+        times = found.first_token * MS, found.per_token * MS, found.rate, found.share
+        row |= zip(NUMBERS, times, strict=False)
+        for phase, cost in (("prefill", found.prefill), ("decode", found.decode)):
+            if cost is not None:
+                values = {f"{part}_ms": getattr(cost, part) * MS for part in (*PARTS, "communication")}
+                values |= asdict(cost.layers)
+                sums = cost.vocabulary.all_reduces + cost.vocabulary.all_gathers
+                values["vocabulary_collectives"] = sums
+                row |= {f"{phase}_{name}": value for name, value in values.items()}
+        row["imbalance"] = imbalance(found.plan, cell.candidate.model.shapes)
+        row |= {f"{name}_bytes": getattr(found.memory, name) for name in SIZES}
+    table = pd.DataFrame(rows)
     where = list(AXES)
     first = table[table["program"] == table["program"].iloc[0]].set_index(where)
     own = first.reindex(pd.MultiIndex.from_frame(table[where]))
@@ -178,30 +205,3 @@ def prediction_table(cells: Sequence[SweepCell]) -> pd.DataFrame:
         table[name] = own[column].to_numpy() / table[column].to_numpy()
     table[SPEEDUPS[-1]] = table["tokens_per_second"].to_numpy() / own["tokens_per_second"].to_numpy()
     return table
-
-
-def _row(cell: SweepCell) -> dict[str, object]:
-    load = cell.workload
-    found = cell.prediction
-    row: dict[str, object] = {
-        "program": cell.candidate.name,
-        "ranks": cell.deployment.ranks,
-        "batch": load.batch,
-        "prompt": load.prompt,
-        "new": load.new,
-        **dict.fromkeys(NUMBERS, math.nan),
-        "fits": int(found is not None and found.memory.fits),
-        "refused": cell.refused,
-    }
-    if found is None:
-        return row
-    times = found.first_token * MS, found.per_token * MS, found.rate, found.share
-    row |= zip(NUMBERS, times, strict=False)
-    for phase, cost in (("prefill", found.prefill), ("decode", found.decode)):
-        if cost is not None:
-            values = {f"{part}_ms": getattr(cost, part) * MS for part in (*PARTS, "communication")}
-            values |= asdict(cost.layers)
-            values["vocabulary_collectives"] = cost.vocabulary.all_reduces + cost.vocabulary.all_gathers
-            row |= {f"{phase}_{name}": value for name, value in values.items()}
-    row["imbalance"] = imbalance(found.plan, cell.candidate.model.shapes)
-    return row | {f"{name}_bytes": getattr(found.memory, name) for name in SIZES}

@@ -47,12 +47,23 @@ def divided_load(experts: int, chosen: int, tokens: int, ranks: int) -> ExpertLo
     whole = sliced_load(experts, chosen, tokens)
     own = -(-experts // ranks)
     chosen = min(chosen, experts)
-    if tokens == 1:
-        most = _most_of_one(experts, chosen, ranks)
+    most = 0.0
+    if tokens == 1:  # by the ways that keep all ranks below a limit
+        sizes = [experts * (rank + 1) // ranks - experts * rank // ranks for rank in range(ranks)]
+        for limit in range(chosen):
+            ways = [1] + [0] * chosen  # of choosing so many on the ranks so far, at most `limit` on each
+            for size in sizes:
+                ways = [
+                    sum(
+                        ways[count - here] * comb(size, here)
+                        for here in range(min(limit, size, count) + 1)
+                    )
+                    for count in range(chosen + 1)
+                ]
+            most += 1 - ways[chosen] / comb(experts, chosen)
     else:
         hit = whole.hit / experts
         below = 0.0
-        most = 0.0
         chances = [comb(own, n) * hit**n * (1 - hit) ** (own - n) for n in range(own + 1)]
         # The mean of the highest of some is the sum of the chances that it is above n.
         for chance in chances[:-1]:
@@ -60,22 +71,6 @@ def divided_load(experts: int, chosen: int, tokens: int, ranks: int) -> ExpertLo
             most += 1 - below**ranks
     most = max(most, whole.hit / ranks)
     return ExpertLoad(most, whole.pairs * most / whole.hit)
-
-
-def _most_of_one(experts: int, chosen: int, ranks: int) -> float:
-    """Return the mean of the most experts that a rank has of one token's, by the ways that keep all ranks below it."""
-    sizes = [experts * (rank + 1) // ranks - experts * rank // ranks for rank in range(ranks)]
-    total = comb(experts, chosen)
-    mean = 0.0
-    for limit in range(chosen):
-        ways = [1] + [0] * chosen  # of choosing so many on the ranks so far, at most `limit` on each
-        for size in sizes:
-            ways = [
-                sum(ways[count - here] * comb(size, here) for here in range(min(limit, size, count) + 1))
-                for count in range(chosen + 1)
-            ]
-        mean += 1 - ways[chosen] / total
-    return mean
 
 
 OF_EXPERTS = " of experts"  # of their products' names
@@ -212,7 +207,9 @@ class RankWork:
         elif self.plan.mixtures.size(sublayer) is not None:
             items += self._mixture(maps, forward)
         else:
-            items += self._feed_forward(maps)
+            spec = self.plan.family.spec("F", sublayer.layers[0])
+            roles = [one.role for one in spec.projections if one.reads_stream]
+            items += self._gated_work(maps, roles, "down")
         if work.whole and self._has_norm(sublayer):
             items.append(self.numbers.copy("norm", 2 * stream))
         if adds:
@@ -235,7 +232,7 @@ class RankWork:
             yield from self._latent(plan.latent, maps, heads)
         if plan.family.attention.joins_heads:
             yield self.numbers.copy("squares", forward.tokens * (heads + kv_heads) * plan.head_dim)
-            if maps.is_slice:
+            if len(maps.of.sharers) > 1 and not maps.is_base:
                 yield Sent("all-reduce", SQUARES_BYTES // self.numbers.size, maps.of.sharers, exact=True)
         yield self.numbers.copy("place", 2 * forward.tokens * (heads + 2 * kv_heads) * plan.head_dim)
         seen = plan.window(sublayer), plan.family.window.chunked
@@ -267,11 +264,6 @@ class RankWork:
         yield self.numbers.copy("keys", 2 * made)
         yield self.numbers.copy("values", made + maps.tokens * heads * latent.value)  # filled up
         yield self.numbers.copy("join", 2 * 3 * made)
-
-    def _feed_forward(self, maps: _Maps) -> Iterable[Item]:
-        spec = self.plan.family.spec("F", maps.sublayer.layers[0])
-        roles = [one.role for one in spec.projections if one.reads_stream]
-        yield from self._gated_work(maps, roles, "down")
 
     def _gated_work(self, maps: _Maps, roles: list[str], writing: str) -> Iterable[Item]:
         width = self.shapes.matrix(maps.sublayer, roles[0]).shape[0]
@@ -321,7 +313,11 @@ class RankWork:
                 load = ExpertLoad(here, here * forward.tokens)
         matrices = {role: self.shapes.matrix(of, role).shape for role in ("gate", "up", "down")}
         for role, (outputs, inputs) in matrices.items():
-            for width, depth in _factors(of.rank(role), outputs, inputs):
+            rank = of.rank(role)
+            shapes = [(outputs, inputs)]
+            if rank is not None:
+                shapes = [(rank, inputs), (outputs, rank)]
+            for width, depth in shapes:
                 if copied:
                     yield self.numbers.copy("copies", 2 * load.hit * width * depth)
                 moved = load.hit * width * depth + load.pairs * (width + depth)
@@ -385,22 +381,22 @@ class _Maps:
         return len(self.of.sharers)
 
     @property
-    def is_slice(self) -> bool:
-        """Tell whether other ranks have other heads or neurons of the sublayer."""
-        return self._members > 1 and not self._is_base
-
-    @property
-    def _is_base(self) -> bool:
+    def is_base(self) -> bool:
         return self.sublayer != self.of.sublayer
 
     def reading(self, roles: list[str], later: frozenset[str]) -> Iterable[Item]:
         """Projections of the normed stream; the second factors of `later` are left out."""
         factored = [role for role in roles if self.sublayer.rank(role) is not None]
-        if self._is_base:
+        if self.is_base:
             for role in roles:
-                yield from (
-                    self._gathered_work([role], later) if role in later else self._summed_work(role)
-                )
+                if role in later:
+                    yield from self._gathered_work([role], later)
+                else:  # both factors shared out by rank columns, their product summed
+                    outputs, inputs = self._shape(role)
+                    share = self._share(role)
+                    yield self.product(f"{role} first", share, inputs)
+                    yield self.product(f"{role} second", outputs, share)
+                    yield Sent("all-reduce", outputs, self.of.sharers)
         elif factored and self._members > 1 and self.rank_work.gathers(self.of):
             yield from self._gathered_work(roles, later)
         else:
@@ -426,14 +422,6 @@ class _Maps:
         outputs = sum(self._shape(role)[0] for role in roles)
         return self.rank_work.numbers.copy("join", 2 * self.tokens * outputs)
 
-    def _summed_work(self, role: str) -> Iterable[Item]:
-        """The paper's Base: both factors shared out by rank columns, their product summed."""
-        outputs, inputs = self._shape(role)
-        share = self._share(role)
-        yield self.product(f"{role} first", share, inputs)
-        yield self.product(f"{role} second", outputs, share)
-        yield Sent("all-reduce", outputs, self.of.sharers)
-
     def _seconds(self, roles: list[str], later: frozenset[str]) -> Iterable[Item]:
         for role in roles:
             if role not in later:
@@ -445,10 +433,10 @@ class _Maps:
         if rank is None:
             yield self.product(role, outputs, inputs)
             return
-        first = self._share(role) if self._is_base else rank
+        first = self._share(role) if self.is_base else rank
         yield self.product(f"{role} first", first, inputs)
         summed_first = not self.work.whole and self._members > 1
-        if self._is_base or not (
+        if self.is_base or not (
             summed_first and self.of.index in self.rank_work.in_rank_space(self.work.step)
         ):
             yield self.product(f"{role} second", outputs, first)
@@ -462,10 +450,3 @@ class _Maps:
 
     def product(self, name: str, outputs: int, inputs: int) -> Kernel:
         return self.rank_work.numbers.product(name, self.tokens, outputs, inputs)
-
-
-def _factors(rank: int | None, outputs: int, inputs: int) -> list[tuple[int, int]]:
-    """Return the shapes, (out, in), of one matrix or of the two factors of a rank."""
-    if rank is None:
-        return [(outputs, inputs)]
-    return [(rank, inputs), (outputs, rank)]

@@ -45,14 +45,12 @@ class Stream:
 
     def __iter__(self) -> Iterator[Event]:
         while not self._over:
-            yield self._read(self._events.get())
-
-    def _read(self, event: Event | Exception) -> Event:
-        if isinstance(event, Exception):
-            self._over = True
-            raise event
-        self._over = event.finish_reason is not None
-        return event
+            event = self._events.get()
+            if isinstance(event, Exception):
+                self._over = True
+                raise event
+            self._over = event.finish_reason is not None
+            yield event
 
     def listen(self, listener: Listener) -> None:
         """Give the events, from the first one on, to a function; the last is an error or has a finish reason."""

@@ -14,14 +14,14 @@ from statistics import median
 
 from surgeon.benchmarks.drafting import MeasuredDrafts, measure_drafts
 from surgeon.benchmarks.measure import Needs, RankBench
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Workload
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.progress import progress
 from surgeon.quality.data import Windows
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.comm.link import Link, parse_link
-from surgeon.runtime.worker.options import RankOptions, choose_device
+from surgeon.runtime.comm.collectives import Link, parse_link
+from surgeon.runtime.worker.rank import RankOptions, choose_device
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.searches.mixture import Trial
 from surgeon.searches.quantities import HERE, Limit, show_seconds

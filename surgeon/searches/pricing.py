@@ -16,19 +16,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.drafts import DraftPrices
 from surgeon.cost.hardware import Hardware, load_hardware
 from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import predict
 from surgeon.cost.work import Forward, RankWork, Sent
-from surgeon.cost.workload import Workload
 from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.machine import show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model
-from surgeon.runtime.batching.windows import BLOCK_TOKENS
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.placement import Group, Work, assigned_branches, work_of
 from surgeon.runtime.plan.specification import Plan

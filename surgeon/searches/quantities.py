@@ -98,7 +98,7 @@ def _times(text: str) -> float:
 
 def _seconds(text: str) -> float:
     # Imports torch, which commands do without until they run.
-    from surgeon.runtime.comm.link import parse_seconds
+    from surgeon.runtime.comm.collectives import parse_seconds
 
     return parse_seconds(text)
 

@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.summary import Quality
-from surgeon.runtime.comm.link import parse_link
+from surgeon.runtime.comm.collectives import parse_link
 from surgeon.searches.drafting import DraftValue, draft_obstacle
 from surgeon.searches.front import pareto_front
 from surgeon.searches.mixture import Mixture, Trial

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from surgeon.cost.deployment import Deployment
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.findings.edit import Choice, Edit, as_choice
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe

@@ -30,10 +30,9 @@ from surgeon.processes.torchrun import beside_torchrun
 from surgeon.quality.text_files import Reading
 from surgeon.quality.tokens import Tokens, tokenizer_digest
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.service import Service
-from surgeon.runtime.service_options import ServiceOptions
+from surgeon.runtime.service import Service, ServiceOptions
 from surgeon.runtime.stream import Answer, Stream
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.training.token_store import SELF, Documents, TextSource
 
 TEXTS_FILE = "texts.jsonl"

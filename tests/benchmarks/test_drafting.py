@@ -10,7 +10,7 @@ from surgeon.benchmarks import drafting
 from surgeon.benchmarks.drafting import DecodedTexts, decode_together, measure_drafts
 from surgeon.language.program import Program
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 
 PROMPTS = [[[3, 4, 5], [6, 7]], [[8, 9, 10], [11]], [[5, 4], [3, 9, 7]]]
 SAMPLING = Sampling(max_new_tokens=12, ignore_end=True)

@@ -16,13 +16,12 @@ from surgeon.benchmarks.measure import Measurement, Needs, RankBench, Result, pl
 from surgeon.benchmarks.timing import PassTiming, RankRun
 from surgeon.cost.candidates import open_candidates
 from surgeon.cost.clocks import Transfer
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Workload
 from surgeon.language.operations import tracks
 from surgeon.language.program import Program
-from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Counts, Link
 from surgeon.runtime.plan.specification import Plan, Ways
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.tiny_models import damage, tiny_model
 from tests.waiting import wait_until

@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 
 from surgeon.benchmarks.measure import Measurement, RankBench, Split
 from surgeon.benchmarks.timing import PASS, TimedEngine, trace_files, waits_of_passes, write_profile
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Workload
 from surgeon.language.program import Program
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row, Wanted

@@ -17,7 +17,7 @@ from surgeon.checkpoint.load import load
 from surgeon.models.edit import edit
 from surgeon.quality.data import load_windows
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.checkpoint.helpers import plain_logits, relative_error
 from tests.reference import Reference

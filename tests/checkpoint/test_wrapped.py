@@ -26,7 +26,7 @@ from surgeon.models.families import FAMILIES
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime.on_ranks import chunked_logits, logits_in_chunks
 from tests.selection import case

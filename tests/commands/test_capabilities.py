@@ -27,7 +27,7 @@ from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
 from surgeon.opened import open_model
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import parse_spaces

@@ -14,7 +14,7 @@ from surgeon.commands.heal import TrainFlags
 from surgeon.commands.options import DEFAULT_TOKENS, SamplingFlags, ServiceFlags
 from surgeon.quality import data
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.service_options import ServiceOptions
+from surgeon.runtime.service import ServiceOptions
 from surgeon.searches.question import Question
 from surgeon.training.settings import TrainSettings
 

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 import surgeon
 from surgeon.commands.app import main
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.service import Service
-from surgeon.runtime.service_options import ServiceOptions
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.service import Service, ServiceOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.server.state import Meters
 from tests.codas import save_codas
 from tests.tiny_models import save_checkpoint

@@ -10,10 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from surgeon.commands.app import main
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import MACHINES, load_hardware
 from surgeon.cost.predict import predict
-from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
 from surgeon.models.edit import recipe_program

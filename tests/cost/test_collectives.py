@@ -6,7 +6,7 @@ import pytest
 
 from surgeon.cost.hardware import Algorithm, Figure, Host, Interconnect, Kind
 from surgeon.cost.kernels import Operation, Wiring, best
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Link
 
 HOST = Host(launch=0.0, graph=0.25, collective=2.0, forward=Figure.constant(0.0), asynchronous=True)
 

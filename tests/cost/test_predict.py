@@ -7,12 +7,11 @@ from math import isnan
 
 import pytest
 
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.predict import Prediction, predict
-from surgeon.cost.workload import Workload
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Link
 from tests.cost.examples import hardware, shapes
 
 SMALL = shapes()

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.image import imread
 
 from surgeon.benchmarks.measure import Measurement, Result, Split, bench_record, bench_table
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Workload
 from surgeon.findings.bench import Benchmark
 from surgeon.models.families import FAMILIES
 from surgeon.runtime.comm.collectives import Counts

@@ -25,7 +25,7 @@ from surgeon.processes.torchrun import (
     ranks_of_this_machine,
     read_environment,
 )
-from surgeon.runtime.worker.options import RankOptions, choose_collectives, choose_device
+from surgeon.runtime.worker.rank import RankOptions, choose_collectives, choose_device
 from surgeon.runtime.worker.ranks import Ranks
 from tests import warm
 from tests.waiting import PATIENCE

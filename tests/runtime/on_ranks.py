@@ -15,13 +15,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.request import Request, Tally
+from surgeon.runtime.batching.blocks import blocks_for
+from surgeon.runtime.batching.request import Request, Stats
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
-from surgeon.runtime.model import low_rank
+from surgeon.runtime.model import linear
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.rank_model import Results
@@ -59,7 +59,7 @@ def logits_as_timed(
         seconds: of each rank, in the order in which they are asked for.
     """
     said = iter(seconds[rank.rank])
-    with patch.object(low_rank, "time_of", lambda *_: next(said)):
+    with patch.object(linear, "time_of", lambda *_: next(said)):
         found = logits_in_chunks(rank, plan, chunks)
     assert next(said, None) is None, "something was not measured"
     return found
@@ -96,7 +96,7 @@ def chunked_logits(engine: RankEngine, chunks: list[Tensor]) -> Iterator[Tensor]
 class Completed:
     """What a scheduler has done, and the tokens of its requests."""
 
-    tally: Tally
+    tally: Stats
     blocks: int
     free: int
     tokens: dict[int, list[int]]

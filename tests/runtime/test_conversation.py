@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import surgeon
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.conversation import Conversation
-from surgeon.runtime.service import Service
-from surgeon.runtime.service_options import ServiceOptions
+from surgeon.runtime.service import Service, ServiceOptions
 from tests.tiny_models import chat_checkpoint
 
 NEW = 12

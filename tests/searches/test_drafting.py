@@ -16,11 +16,10 @@ from scipy import stats
 import surgeon
 from surgeon.benchmarks.drafting import DecodedTexts, MeasuredDrafts
 from surgeon.commands.opening import draft_program
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.drafts import predict_drafting
 from surgeon.cost.predict import PredictedRanks
 from surgeon.cost.work import Forward
-from surgeon.cost.workload import Workload
 from surgeon.findings.edit import Edit
 from surgeon.findings.result import RunResult
 from surgeon.language.operations.variants import variant
@@ -31,7 +30,7 @@ from surgeon.quality.data import Windows
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.summary import Quality, interval
 from surgeon.quality.text import VERIFIED
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Link
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft
 from surgeon.searches.drafting import DraftValue, FoundDraft, by_verified_keys, draft_obstacle

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from surgeon.cost.deployment import Deployment
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.findings.edit import Edit
 from surgeon.language.recipe import read_recipe
 from surgeon.quality.summary import Quality

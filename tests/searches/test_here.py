@@ -10,14 +10,13 @@ import pytest
 
 from surgeon.checkpoint.config import open_stored
 from surgeon.cost.calibrate import calibrate
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import parse_hardware
 from surgeon.cost.predict import predict
-from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
 from surgeon.quality.summary import Quality
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Link
 from surgeon.searches import here
 from surgeon.searches.here import TimeHere, fast_enough_here, measured_here, missed_here
 from surgeon.searches.mixture import Trial

@@ -8,15 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.predict import predict
-from surgeon.cost.workload import Workload
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.opened import Model
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Link
 from surgeon.searches.pricing import Pricing, open_pricing
 from surgeon.searches.quantities import Aspect
 from tests.cost.examples import hardware, model

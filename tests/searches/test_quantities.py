@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from surgeon.cost.deployment import Deployment
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Deployment, Workload
 from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
 from surgeon.searches.mixture import Trial

@@ -96,9 +96,8 @@ def test_whole_and_streamed_are_what_the_model_says(
 
 def test_offline_service_says_the_same(client: OpenAI, chat_model: Path, tokenizer: Any) -> None:
     from surgeon.runtime.batching.request import Sampling
-    from surgeon.runtime.service import Service
-    from surgeon.runtime.service_options import ServiceOptions
-    from surgeon.runtime.worker.options import RankOptions
+    from surgeon.runtime.service import Service, ServiceOptions
+    from surgeon.runtime.worker.rank import RankOptions
 
     wanted = Sampling(
         temperature=0.9,

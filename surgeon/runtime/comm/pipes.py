@@ -3,8 +3,8 @@
 A pipe's reader spins for about as long as rank 0 takes between two passes, then sleeps until a message comes. A pipe
 costs some microseconds per message (a collective of gloo costs milliseconds), and closes when rank 0 ends.
 
-In a ring each rank sends to the next one, and the last one to the first, by sockets. A link is emulated as in link.py:
-a message is looked at when it would have arrived.
+In a ring each rank sends to the next one, and the last one to the first, by sockets. A link is emulated as in
+collectives.py: a message is looked at when it would have arrived.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.runtime.comm.link import Line, Link, SystemClock
+from surgeon.runtime.comm.collectives import Line, Link, SystemClock
 
 SPIN_SECONDS = 0.002
 

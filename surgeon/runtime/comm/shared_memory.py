@@ -114,18 +114,14 @@ class SharedMemoryCollectives(Collectives):
         self.words = memoryview(self.memory).cast("q")
         room = SLOTS * ranks * SLOT_BYTES
         self.room = torch.frombuffer(self.memory, dtype=torch.uint8, offset=size - room, count=room)
-        self.exchanges = self._exchanges(size - room)
-        self.in_flight: list[Callable[[], Tensor] | None] = [None] * SLOTS
-        self.views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
-
-    def _exchanges(self, flags: int) -> Exchanges:
         memory = addressof(c_char.from_buffer(self.memory))
         most = round(1e6 * SPIN_SECONDS * self.most_spins / SPINS)
         fewest = round(1e6 * SPIN_SECONDS * FEWEST_SPINS / SPINS)
-        layout = SLOTS, SLOT_BYTES, LINE, self.ranks, len(self.group), self.member
-        return Exchanges(
-            0, 0, memory, memory + flags, *layout, most, fewest, most, round(TIMEOUT.total_seconds())
-        )
+        layout = SLOTS, SLOT_BYTES, LINE, ranks, len(group), self.member
+        waiting = most, fewest, most, round(TIMEOUT.total_seconds())
+        self.exchanges = Exchanges(0, 0, memory, memory + size - room, *layout, *waiting)
+        self.in_flight: list[Callable[[], Tensor] | None] = [None] * SLOTS
+        self.views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
 
     def _connect(self, group: Group) -> Collectives:
         assert len(self.group) == self.ranks, "only the group of all ranks knows which regions are taken"
@@ -157,7 +153,13 @@ class SharedMemoryCollectives(Collectives):
         if before is not None:
             before()
         self._wait_until_all(self._flag(slot, 0, read=True), number - SLOTS + 1)
-        views = self._views(slot, tensor)
+        key = slot, tensor.numel(), tensor.dtype
+        if key not in self.views:
+            rooms = self.room.view(SLOTS, self.ranks, SLOT_BYTES)[
+                slot, : len(self.group), : tensor.nbytes
+            ]
+            self.views[key] = [room.view(tensor.dtype) for room in rooms]
+        views = self.views[key]
         views[self.member].copy_(tensor)
         fence()
         self.words[self._flag(slot, self.member)] = number + 1
@@ -175,15 +177,6 @@ class SharedMemoryCollectives(Collectives):
 
         self.in_flight[slot] = result
         return result
-
-    def _views(self, slot: int, tensor: Tensor) -> list[Tensor]:
-        key = slot, tensor.numel(), tensor.dtype
-        if key not in self.views:
-            rooms = self.room.view(SLOTS, self.ranks, SLOT_BYTES)[
-                slot, : len(self.group), : tensor.nbytes
-            ]
-            self.views[key] = [room.view(tensor.dtype) for room in rooms]
-        return self.views[key]
 
     def _flag(self, slot: int, member: int, read: bool = False) -> int:
         """The word with the last exchange, counted from 1, that a member has written to a slot or read from it."""

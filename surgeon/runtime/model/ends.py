@@ -77,25 +77,6 @@ class Ends:
         return embedded + self.positions[positions]
 
 
-class Rows:
-    """Rows of an embedding, (rows, hidden)."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-        self._kernels = kernels_for(weight)
-
-    def rows(self, numbers: Tensor, first: int) -> Tensor:
-        """Take rows by number, (numbers, hidden); zeros for numbers that none has.
-
-        Args:
-            numbers: int64.
-            first: the number of the first row.
-        """
-        if self._kernels is not None:
-            return self._kernels.rows(self.weight, numbers, first)
-        return embedded_among(numbers, self.weight, first)
-
-
 def embedded_among(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
     """Look up tokens, (tokens,), among a rank's rows of the embedding, (rows, hidden); 0 for tokens of others.
 
@@ -132,7 +113,7 @@ class Vocabulary:
             bounds = self.first, self.first
         embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
         self.like = embedding.new_empty(0)  # no view, which would keep an embedding that has been packed
-        self.embedding: Rows | Panels = Rows(embedding)
+        self.embedding: Tensor | Panels = embedding
         self.head: Product = Transposed(embedding.t())
         if not plan.tied:
             self.head = laid_out(read(source, plan, device, f"{family.head}.weight", bounds))
@@ -162,13 +143,19 @@ class Vocabulary:
         elif isinstance(self.embedding, Panels):
             other.head = self.embedding
         else:
-            other.head = Transposed(self.embedding.weight.t())
+            other.head = Transposed(self.embedding.t())
         other._bias = read(source, plan, device, bias, bounds) if bias in source else None
         return other
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens, (tokens,), whole on every rank: (tokens, hidden)."""
-        own = self.embedding.rows(tokens, self.first)
+        kernels = kernels_for(self.like)
+        if isinstance(self.embedding, Panels):
+            own = self.embedding.rows(tokens, self.first)
+        elif kernels is not None:
+            own = kernels.rows(self.embedding, tokens, self.first)
+        else:
+            own = embedded_among(tokens, self.embedding, self.first)
         if self.plan.ranks == 1:
             return own
         return self.peers.collectives.exact.all_reduce(own, self.peers.counts.vocabulary, at_once=True)()

@@ -17,16 +17,14 @@ import torch
 from torch import Tensor
 
 from surgeon.machine import torch_threads
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS, Windows, blocks_for
 from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows, blocks_for
 from surgeon.runtime.comm.collectives import Collectives
-from surgeon.runtime.kernels.build import SWITCH
+from surgeon.runtime.kernels.build import SWITCH, triton_used_on
 from surgeon.runtime.kernels.functions import kernels_for
-from surgeon.runtime.kernels.triton import used_on
-from surgeon.runtime.model.dynamic import DynamicPasses, HalvedPasses
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.peers import Phase
-from surgeon.runtime.model.rank_model import RankModel, Results, Way
+from surgeon.runtime.model.rank_model import DynamicPasses, HalvedPasses, RankModel, Results, Way
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.model.static_decode import StaticDecode
 from surgeon.runtime.plan.memory import cache_groups
@@ -61,7 +59,15 @@ class RankEngine:
         beside: Iterable[RankEngine] = (),
     ) -> None:
         """Load the model, weights that this rank has already (`beside`) but once."""
-        check_capability(device)
+        if (
+            device.type == "cuda"
+            and triton_used_on("cuda")
+            and torch.cuda.get_device_capability(device)[0] < LEAST_CAPABILITY
+        ):
+            raise ValueError(
+                f"the kernels for GPUs want compute capability {LEAST_CAPABILITY}.0 or more, and "
+                f"{torch.cuda.get_device_name(device)} has less; set {SWITCH}=off in the environment"
+            )
         self.model: RankModel = RankModel(plan, collectives, device, [other.model for other in beside])
         self.plan = self.model.plan
         self.device = device
@@ -135,10 +141,6 @@ class RankEngine:
         with self._count(self._phase(rows), rows):
             return self._way(rows).step(rows, cache)
 
-    def passes_to_record(self, cache: PagedCache, texts: int) -> list[list[Row]]:
-        """Rows of passes over up to so many texts that are recorded when they first come."""
-        return [rows for way in self.ways for rows in way.passes_to_record(cache, texts)]
-
     def record_ahead(self, rows: Sequence[Row], cache: PagedCache) -> None:
         """Compute one of these passes, which counts as none."""
         figures = self.figures
@@ -206,19 +208,6 @@ class RankEngine:
         """Logits of one text, (tokens, vocabulary), on every rank, with a cache of its own."""
         blocks = blocks_for(len(tokens))
         return self.logits([Row(0, tokens, ([(0, blocks)],), Wanted.NOTHING)], self.new_cache(blocks))
-
-
-def check_capability(device: torch.device) -> None:
-    """Refuse GPUs that the kernels are not for."""
-    if (
-        device.type == "cuda"
-        and used_on("cuda")
-        and torch.cuda.get_device_capability(device)[0] < LEAST_CAPABILITY
-    ):
-        raise ValueError(
-            f"the kernels for GPUs want compute capability {LEAST_CAPABILITY}.0 or more, and "
-            f"{torch.cuda.get_device_name(device)} has less; set {SWITCH}=off in the environment"
-        )
 
 
 def ways_through(model: RankModel) -> tuple[Way, ...]:

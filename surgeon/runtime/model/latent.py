@@ -24,7 +24,7 @@ EPSILON = 1e-6  # of the latents' norms, whatever the configuration says of othe
 
 
 class LatentMaps:
-    """The maps of a slice of a latent attention.
+    """The maps of a slice of a latent attention; called, it makes queries, keys and values of the normed stream.
 
     Args:
         stored: the whole attention's tensors, named as its module has them ("q_b_proj.weight").
@@ -36,38 +36,34 @@ class LatentMaps:
     """
 
     later: frozenset[str] = frozenset()
+    by_kernels = False  # what heads have in common is copied to each of them
 
     def __init__(
         self, stored: Tensors, latent: Latent, plan: Plan, piece: tuple[int, int] | None
     ) -> None:
         heads = latent.share(piece)
-        self._reading = LatentReading(stored, latent, heads)
+        self.latent = latent
+        self.heads = heads.stop - heads.start
+        self._load_reading(stored, heads)
         output = stored["o_proj.weight"].unflatten(1, (latent.heads, latent.value))[:, heads]
         written = {"o.weight": F.pad(output, (0, latent.width - latent.value)).flatten(1)}
         if "o_proj.bias" in stored and (piece is None or piece[0] == 0):  # of slices, one adds it
             written["o.bias"] = stored["o_proj.bias"]
         self._written = written
         self._scale = plan.arithmetic.output_scale
-        own = stored["norm.weight"].new_empty((heads.stop - heads.start) * latent.width, 0)
+        own = stored["norm.weight"].new_empty(self.heads * latent.width, 0)
         self.tensors: Tensors = {"norm.weight": stored["norm.weight"], "q.weight": own, "k.weight": own}
 
     def reading(self, roles: list[str]) -> LinearMap:  # noqa: ARG002 - always all of them
         """Queries, keys and values, (T, h) to (T, 3 * H * D)."""
-        return self._reading
+        return self
 
     def writing(self, role: str) -> LinearMap:
         """(T, H * D) to (T, h)."""
         return whole_map(self._written, [role], self._scale)
 
-
-class LatentReading:
-    """Makes queries, keys and values of the normed stream."""
-
-    by_kernels = False  # what heads have in common is copied to each of them
-
-    def __init__(self, stored: Tensors, latent: Latent, heads: slice) -> None:
-        self.latent = latent
-        self.heads = heads.stop - heads.start
+    def _load_reading(self, stored: Tensors, heads: slice) -> None:
+        latent = self.latent
         turned = torch.arange(latent.turned)
         if latent.neighbours:  # as `rotate_` pairs them: the first of each pair, then the others
             turned = torch.cat([turned[::2], turned[1::2]])
@@ -87,7 +83,10 @@ class LatentReading:
         rows = torch.cat([torch.arange(rank), rank + turned]).to(order.device)
         self.key_gain = stored["kv_a_layernorm.weight"]
         firsts = [compressed[rows]]
-        biases: list[Tensor | None] = [_rows(stored.get("kv_a_proj_with_mqa.bias"), rows)]
+        bias = stored.get("kv_a_proj_with_mqa.bias")
+        if bias is not None:
+            bias = bias[rows]
+        biases: list[Tensor | None] = [bias]
         self.query_gain: Tensor | None = None
         if through:
             self.query_gain = stored["q_a_layernorm.weight"]
@@ -119,9 +118,3 @@ class LatentReading:
         values = values.reshape(tokens, heads, latent.value)
         filled = F.pad(values, (0, latent.width - latent.value)).flatten(1)
         return torch.cat([queries, whole, filled], -1)
-
-
-def _rows(bias: Tensor | None, rows: Tensor) -> Tensor | None:
-    if bias is None:
-        return None
-    return bias[rows]

@@ -20,8 +20,7 @@ from surgeon.runtime.kernels.functions import Kernels, Weighting, Window, kernel
 from surgeon.runtime.kernels.triton.functions import Placing, triton_kernels_for
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.latent import LatentMaps
-from surgeon.runtime.model.linear import count_outputs, second_factor
-from surgeon.runtime.model.low_rank import Maps, Sharing
+from surgeon.runtime.model.linear import Maps, Sharing, count_outputs, second_factor
 from surgeon.runtime.model.rotary import AllAngles, mean_squares, place_
 from surgeon.runtime.plan.specification import Plan
 
@@ -223,7 +222,9 @@ class Attention:
         if self.bound is not None:
             here = qkv if self.rebuild is None else qkv[:, : self.heads * self.head_dim]
             here.clamp_(-self.bound, self.bound)
-        squares = self._squares(qkv)
+        squares = None
+        if self.joins_heads:
+            squares = self._squares(qkv)
         if not self.heads:
             return self.o(qkv[:, :0])
         angles = None if self.rotary is None else forward.angles[self.rotary]
@@ -244,20 +245,18 @@ class Attention:
         place_(turned, placing, self.heads)
         return self.o(forward.attend(slot, turned[:, : self.heads], kept, self.weighting))
 
-    def _squares(self, qkv: Tensor) -> Tensor | None:
+    def _squares(self, qkv: Tensor) -> Tensor:
         """Mean squares of all heads' queries and of their keys, (T, 2), where these are normed together.
 
         Ranks that share the attention send each other their own, weighed by how many heads they have.
         """
-        if not self.joins_heads:
-            return None
         if not self.heads:
             own = qkv.new_zeros(len(qkv), 2, dtype=torch.promote_types(qkv.dtype, torch.float32))
         else:
             own = mean_squares(qkv, self.heads * self.head_dim, self.kv_heads * self.head_dim)
         if self.sharing is None:
             return own
-        return self.sharing.sum_exactly(own * self.shares)
+        return self.sharing.sum(own * self.shares, exactly=True)
 
 
 class Rebuild:

@@ -22,8 +22,7 @@ from surgeon.models.routing import Routed, Routing, route
 from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import GATED, Kernels, PackedExperts
 from surgeon.runtime.model.layers import FeedForward, Unnormed, activation, norm_before, plan_kernels
-from surgeon.runtime.model.linear import Panels, is_factored, whole_map
-from surgeon.runtime.model.low_rank import Maps
+from surgeon.runtime.model.linear import Maps, Panels, is_factored, whole_map
 from surgeon.runtime.plan.specification import Plan
 
 AT_ONCE = 512  # tokens that the kernel takes: it has room for what all of their experts make of them
@@ -58,10 +57,10 @@ class MixtureOfExperts:
         self.kernels = plan_kernels(plan, tensors["router.weight"])
         self.scale = plan.arithmetic.output_scale
         packed = None if self.kernels is None else pack_experts(tensors, first, plan, self.kernels)
-        self.experts: KernelExperts | Experts
+        self.experts: Callable[[Tensor, Routed, bool], Tensor]
         self.route: Callable[[Tensor, Routing, Tensor | None], Routed]
         if self.kernels is not None and packed is not None:
-            self.experts = KernelExperts(self.kernels, packed)
+            self.experts = partial(compute_packed, self.kernels, packed)
             self.route = self.kernels.route
         else:
             if plan.arithmetic.clamped_gate is not None:
@@ -93,11 +92,15 @@ class MixtureOfExperts:
         """
         x = self.norm(stream)
         routed = self.route(self.router(x), self.routing, self.correction)
-        output = (
-            self._weigh_inputs(x, routed, waits)
-            if self.weighs_inputs
-            else self.experts(x, routed, waits)
-        )
+        if self.weighs_inputs:  # before experts read them: a copy for each expert that a token goes to
+            tokens, chosen = routed.experts.shape
+            copies = (x[:, None] * routed.weights[..., None].to(x.dtype)).flatten(0, 1)
+            alone = Routed(routed.experts.view(-1, 1), torch.ones_like(routed.weights).view(-1, 1))
+            output = self.experts(copies, alone, waits)
+            if chosen > 1:
+                output = output.view(tokens, chosen, -1).sum(1)
+        else:
+            output = self.experts(x, routed, waits)
         if self.shared is not None:
             beside = self.shared.of_normed(x)
             output = output + (
@@ -106,16 +109,6 @@ class MixtureOfExperts:
         if self.scale is None:
             return output
         return output.mul_(self.scale)
-
-    def _weigh_inputs(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:
-        """Weigh tokens before experts read them: a copy for each expert that a token goes to."""
-        tokens, chosen = routed.experts.shape
-        copies = (x[:, None] * routed.weights[..., None].to(x.dtype)).flatten(0, 1)
-        alone = Routed(routed.experts.view(-1, 1), torch.ones_like(routed.weights).view(-1, 1))
-        made = self.experts(copies, alone, waits)
-        if chosen == 1:
-            return made
-        return made.view(tokens, chosen, -1).sum(1)
 
 
 class Experts:
@@ -134,13 +127,28 @@ class Experts:
 
     def __call__(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:
         """Compute the weighted sum of their outputs, (T, h); 0 of tokens that none of them gets."""
-        if waits:
-            if self.groups:
-                return self._group_tokens(x, routed)
-            return self._one_by_one(x, routed)
-        if routed.experts.numel() < self.count:
-            return self._own_copies(x, routed)
-        return self._all(x, routed)
+        if waits and self.groups:
+            return self._group_tokens(x, routed)
+        own = routed.experts - self.first
+        here = (own >= 0) & (own < self.count)
+        if waits:  # one expert after the other
+            output = torch.zeros_like(x)
+            for expert in own[here].unique().tolist():
+                tokens, places = (own == expert).nonzero(as_tuple=True)
+                made = self._compute_experts(x[tokens][None], slice(expert, expert + 1))[0]
+                output.index_add_(0, tokens, made * routed.weights[tokens, places, None].to(made.dtype))
+            return output
+        if own.numel() < self.count:  # copies of each token's own
+            chosen = own.shape[1]
+            weights = routed.weights.masked_fill(~here, 0.0).view(-1, 1)
+            copies = x[:, None].expand(-1, chosen, -1).reshape(own.numel(), 1, -1)
+            made = self._compute_experts(copies, own.flatten().clamp(0, self.count - 1))[:, 0]
+            return (made * weights.to(made.dtype)).view(len(x), chosen, -1).sum(1)
+        # All of them; the last column of weights is of experts elsewhere.
+        weights = routed.weights.new_zeros(len(x), self.count + 1)
+        weights.scatter_(1, own.where(here, self.count), routed.weights)
+        made = self._compute_experts(x.expand(self.count, -1, -1), slice(None))
+        return torch.einsum("eth,te->th", made, weights[:, :-1].to(made.dtype))
 
     def _compute_experts(self, x: Tensor, which: Which) -> Tensor:
         """Apply some experts to tokens of their own, (E, tokens, h)."""
@@ -162,32 +170,6 @@ class Experts:
         made = made * routed.weights.flatten()[order][:, None].to(made.dtype)
         here = (own < self.count)[:, None]  # of others there may be anything
         return torch.zeros_like(x).index_add_(0, tokens, made.masked_fill(~here, 0.0))
-
-    def _one_by_one(self, x: Tensor, routed: Routed) -> Tensor:
-        own = routed.experts - self.first
-        output = torch.zeros_like(x)
-        for expert in own[(own >= 0) & (own < self.count)].unique().tolist():
-            tokens, places = (own == expert).nonzero(as_tuple=True)
-            made = self._compute_experts(x[tokens][None], slice(expert, expert + 1))[0]
-            output.index_add_(0, tokens, made * routed.weights[tokens, places, None].to(made.dtype))
-        return output
-
-    def _own_copies(self, x: Tensor, routed: Routed) -> Tensor:
-        chosen = routed.experts.shape[1]
-        own = (routed.experts - self.first).flatten()
-        weights = routed.weights.flatten().masked_fill((own < 0) | (own >= self.count), 0.0)
-        copies = x[:, None].expand(-1, chosen, -1).reshape(len(own), 1, -1)
-        made = self._compute_experts(copies, own.clamp(0, self.count - 1))[:, 0]
-        return (made * weights[:, None].to(made.dtype)).view(len(x), chosen, -1).sum(1)
-
-    def _all(self, x: Tensor, routed: Routed) -> Tensor:
-        own = routed.experts - self.first
-        here = (own >= 0) & (own < self.count)
-        # The last column is of experts elsewhere.
-        weights = routed.weights.new_zeros(len(x), self.count + 1)
-        weights.scatter_(1, own.where(here, self.count), routed.weights)
-        made = self._compute_experts(x.expand(self.count, -1, -1), slice(None))
-        return torch.einsum("eth,te->th", made, weights[:, :-1].to(made.dtype))
 
 
 class Stacked:
@@ -231,22 +213,20 @@ def can_group(maps: Stacked) -> bool:
     return hasattr(F, "grouped_mm") and not any(side % 16 for side in sides)
 
 
-class KernelExperts:
-    """Some experts as the kernels for CPUs have them."""
-
-    def __init__(self, kernels: Kernels, packed: PackedExperts) -> None:
-        self.kernels = kernels
-        self.packed = packed
-
-    def __call__(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:  # noqa: ARG002 - there is nobody to wait for
-        if len(x) <= AT_ONCE:
-            return self.kernels.mixture(x, routed, self.packed)
-        parts = zip(
-            x.split(AT_ONCE), routed.experts.split(AT_ONCE), routed.weights.split(AT_ONCE), strict=True
-        )
-        return torch.cat(
-            [self.kernels.mixture(own, Routed(*where), self.packed) for own, *where in parts]
-        )
+def compute_packed(
+    kernels: Kernels,
+    packed: PackedExperts,
+    x: Tensor,
+    routed: Routed,
+    waits: bool,  # noqa: ARG001 - there is nobody to wait for
+) -> Tensor:
+    """Compute the weighted sum of some experts' outputs, (T, h), by the kernels for CPUs."""
+    if len(x) <= AT_ONCE:
+        return kernels.mixture(x, routed, packed)
+    parts = zip(
+        x.split(AT_ONCE), routed.experts.split(AT_ONCE), routed.weights.split(AT_ONCE), strict=True
+    )
+    return torch.cat([kernels.mixture(own, Routed(*where), packed) for own, *where in parts])
 
 
 def pack_experts(tensors: Tensors, first: int, plan: Plan, kernels: Kernels) -> PackedExperts | None:

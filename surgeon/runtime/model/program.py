@@ -23,17 +23,16 @@ from surgeon.models.weights import ModelWeights, Tensors
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder, Recording
-from surgeon.runtime.model import low_rank
+from surgeon.runtime.model import linear
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.latent import LatentMaps
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Rebuild, norm_before, torch_dtype
-from surgeon.runtime.model.linear import Linear, LinearMap, count_outputs, is_factored
-from surgeon.runtime.model.low_rank import Maps, Sharing
+from surgeon.runtime.model.linear import Linear, LinearMap, Maps, Sharing, count_outputs, is_factored
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
 from surgeon.runtime.model.peers import Peers, Phase
 from surgeon.runtime.model.rotary import centre_heads, in_halves
-from surgeon.runtime.plan.mixtures import WholeExperts
+from surgeon.runtime.plan.balance import WholeExperts
 from surgeon.runtime.plan.placement import (
     Group,
     Part,
@@ -115,12 +114,6 @@ class RankProgram:
                 key = self.key(part)
                 if key not in self.sublayers:
                     self.sublayers[key] = there.get(key) or self._part(work, part, source)
-
-    def has_weights_of(self, other: RankProgram) -> bool:
-        """Tell whether another one on this rank reads the same tensors, in the same dtype."""
-        own = self.plan
-        others = other.plan
-        return (own.folder, own.dtype, self.device) == (others.folder, others.dtype, other.device)
 
     def _here(self, tensors: Tensors) -> Tensors:
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
@@ -246,7 +239,7 @@ class RankProgram:
             with torch.inference_mode():
                 ways = alone.reading(roles), shared.reading(roles)
                 by_itself, together = (self._repeatable(one, x, one.by_kernels) for one in ways)
-                times = [low_rank.time_of(one, self.device) for one in (by_itself, together)]
+                times = [linear.time_of(one, self.device) for one in (by_itself, together)]
                 # Those of all ranks that share the sublayer, so that they choose alike.
                 own = torch.tensor(times, dtype=torch.float64, device=self.device)
                 total = self.peers.groups[part.sharers].exact.all_reduce(own, Counts())()
@@ -411,7 +404,17 @@ class RankMachine(Machine):
         self._node = step
         work = next(self.work)
         assert work.step == step, f"the executor is at {step}, the rank's work at {work.step}"
-        outputs = [self._output(part, stream) for part in work.parts]
+        outputs = list[tuple[Part, Tensor]]()
+        for part in work.parts:
+            made = self.rank_program.sublayers[self.rank_program.key(part)]
+            if isinstance(made, Attention):
+                assert part.slot is not None
+                output = made(stream, part.slot, self.shared)
+            elif isinstance(made, MixtureOfExperts):
+                output = made(stream, self.shared.waits)
+            else:
+                output = made(stream)
+            outputs.append((part, output))
         self.rank_program.passes += 1 / (len(self.rank_program.work) * self.shared.parts)
         if work.whole:
             norms = self.rank_program.norms
@@ -421,15 +424,6 @@ class RankMachine(Machine):
             return Partial(reduce(torch.add, normed))
         step_outputs = self.rank_program.outputs[step]
         return step_outputs.partial([(part.index, output) for part, output in outputs])
-
-    def _output(self, part: Part, stream: Tensor) -> tuple[Part, Tensor]:
-        made = self.rank_program.sublayers[self.rank_program.key(part)]
-        if isinstance(made, Attention):
-            assert part.slot is not None
-            return part, made(stream, part.slot, self.shared)
-        return part, made(stream, self.shared.waits) if isinstance(made, MixtureOfExperts) else made(
-            stream
-        )
 
     def add(self, stream: Tensor, output: Tensor) -> Tensor:
         """Add, and norm in the same launch for the part that comes next, if kernels can."""

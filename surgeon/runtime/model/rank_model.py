@@ -1,13 +1,14 @@
 """A whole model on one rank, from tokens to logits.
 
-`RankModel` knows nothing of passes. Each way of computing one (`Way`) has a file of its own: dynamic.py for whatever
-rows there are, recorded.py and static_decode.py for those that add one token to each text; engine.py chooses.
+`RankModel` knows nothing of passes. Ways of computing one (`Way`) are `DynamicPasses` for whatever rows there are, and
+in files of their own (recorded.py, static_decode.py) those that add one token to each text; engine.py chooses.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +18,14 @@ from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.request import TokenLogprob
-from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.batching.sequence import AskedPlaces, Row, Wanted, asked_of, halves_of
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.kernels.functions import Weighting
 from surgeon.runtime.model.attending import Attend, AttendRaw, Pass
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary, final_norm
 from surgeon.runtime.model.layers import Rebuild
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at
+from surgeon.runtime.model.paged_layout import PagedLayout, as_index
 from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.model.rotary import AllAngles, rotate_angles, rotation
@@ -95,7 +97,11 @@ class RankModel:
         self.peers = Peers(collectives)
         self.program = RankProgram(plan, self.peers, device)
         source = open_weights(plan.folder, plan.family, plan.head_dim, device)
-        alike = [other for other in beside if self.program.has_weights_of(other.program)]
+        alike = [  # they read the same tensors, in the same dtype
+            other
+            for other in beside
+            if (plan.folder, plan.dtype, device) == (other.plan.folder, other.plan.dtype, other.device)
+        ]
         self.program.load(source, [other.program for other in alike])
         self.vocabulary: Vocabulary
         self.ends: Ends
@@ -246,3 +252,84 @@ class RankCoda:
     def logits(self, stream: Tensor) -> Tensor:
         """This rank's logits, (tokens, its rows of the vocabulary), of the stream behind the coda's layers."""
         return self.vocabulary.logits(self._norm(stream))
+
+
+SCORED_TOKENS = 64  # whose logits are computed at a time: those of a long prompt would fill the memory
+
+
+class DynamicPasses(Way):
+    """Any passes."""
+
+    def __init__(self, model: RankModel) -> None:
+        self.model = model
+
+    def fits(self, rows: Sequence[Row]) -> bool:  # noqa: ARG002 - whatever they are
+        return True
+
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+        asked = asked_of(rows)
+        return self.results(self.stream(rows, cache, asked[0]), rows, asked)
+
+    def results(self, stream: Tensor, rows: Sequence[Row], asked: AskedPlaces) -> Results:
+        """Choose by the stream behind the program at the asked places, (places, hidden)."""
+        places, wanted = asked
+        last, predicting = stream.split([len(wanted), len(places) - len(wanted)])
+        best, logits = self.model.chosen(self.model.own_logits(last), wanted) if wanted else ([], None)
+        scores = list[list[TokenLogprob]]()
+        start = 0
+        for _, targets, top in (row.targets for row in rows if row.targets is not None):
+            scores.append([])
+            for begin in range(0, len(targets), SCORED_TOKENS):
+                tokens = targets[begin : begin + SCORED_TOKENS]
+                own = self.model.own_logits(predicting[start + begin : start + begin + len(tokens)])
+                scores[-1] += self.model.vocabulary.score(own, tokens, top)
+            start += len(targets)
+        return Results(best, logits, scores)
+
+    def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
+        """Compute one pass; this rank's logits of all tokens."""
+        tokens, positions, shared = self.laid_out(rows, cache)
+        model = self.model
+        return model.ended(model.stream_after(model.embedded(tokens, positions), shared))
+
+    def stream(self, rows: Sequence[Row], cache: PagedCache, places: list[int] | None = None) -> Tensor:
+        """The stream after the program, (tokens, hidden), of the rows' tokens or of those at some places."""
+        tokens, positions, shared = self.laid_out(rows, cache)
+        return self.model.stream_after(self.model.embedded(tokens, positions), shared, places)
+
+    def laid_out(self, rows: Sequence[Row], cache: PagedCache) -> tuple[Tensor, Index, Pass]:
+        """Lay out rows: their tokens, (tokens,), positions, and what their attentions share."""
+        model = self.model
+        tokens = torch.tensor(
+            [token for row in rows for token in row.tokens], dtype=torch.long, device=model.device
+        )
+        angles = model.angles_up_to(max(row.end for row in rows))
+        layout = PagedLayout(rows, cache, angles)
+        return tokens, layout.positions, Pass(layout.attend, model.angles_of(rows, layout.positions))
+
+
+class HalvedPasses(DynamicPasses):
+    """Passes in two halves that take turns."""
+
+    def fits(self, rows: Sequence[Row]) -> bool:
+        return halves_of(rows) is not None
+
+    def stream(self, rows: Sequence[Row], cache: PagedCache, places: list[int] | None = None) -> Tensor:
+        halves = halves_of(rows)
+        assert halves is not None, "rows without two halves fit no such pass"
+        self.model.peers.counts.halved += 1
+        tokens, _, passes = zip(*(self.laid_out(half, cache) for half in halves), strict=True)
+        spans = [slice(row.start, row.end) for row in rows]
+        embedded = self.model.embedded(torch.cat(tokens), as_index(spans, self.model.device))
+        sizes = [len(half) for half in tokens]
+        taking_turns = [replace(one, parts=len(passes)) for one in passes]
+        if places is None:
+            return torch.cat(self.model.program.streams_after(embedded.split(sizes), taking_turns))
+        order = sorted(places)
+        few = [[at for at in order if at < sizes[0]], [at - sizes[0] for at in order if at >= sizes[0]]]
+        stream = torch.cat(
+            self.model.program.streams_after(embedded.split(sizes), taking_turns, places=few)
+        )
+        if order == places:
+            return stream
+        return stream[[order.index(at) for at in places]]

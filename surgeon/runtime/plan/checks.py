@@ -33,9 +33,8 @@ from surgeon.models.families.positions import (
 )
 from surgeon.models.families.specs import Growth
 from surgeon.models.weights import ModelWeights, require_sliceable
-from surgeon.runtime.plan.balance import Balance, balance_of
+from surgeon.runtime.plan.balance import Balance, Mixtures, MixtureSize, balance_of
 from surgeon.runtime.plan.division import cached_latent, check_division, shared_units
-from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import (
     OWN_ACTIVATIONS,
     Arithmetic,
@@ -190,13 +189,21 @@ def arithmetic_of(stored: StoredModel, layers: int, max_tokens: int) -> Arithmet
     growth = family.attention.head_stage(Growth)
     if growth is not None:
         rotaries += (Rotary((0.0,) * (stored.weights.head_dim // 2), 1.0, growth),)
+    activation = str(getattr(config, family.activation))
+    if activation not in OWN_ACTIVATIONS:
+        from transformers.activations import ACT2FN
+
+        if activation not in ACT2FN:
+            raise ValueError(
+                f"there is no activation {activation!r}; {did_you_mean(activation, ACT2FN)}"
+            )
     mixture = family.mixture
     clamped_gate = None
     if mixture is not None and mixture.clamped_gate is not None:
         clamped_gate = mixture.clamped_gate(config)
     return Arithmetic(
         epsilon=family.norms.epsilon(config),
-        activation=_activation(config, family),
+        activation=activation,
         rotaries=rotaries,
         rotary_layers=rotary_layers,
         query_factor=None if growth is None else len(rotaries) - 1,
@@ -308,16 +315,6 @@ def _expected_shapes(
                     f"{inside}{name}.weight": size for name, size in latent.shapes(hidden).items()
                 }
     return shapes | {f"{norm}.{part}": (hidden,) for norm in norms for part in family.norms.parts[:1]}
-
-
-def _activation(config: Any, family: Family) -> str:
-    name = str(getattr(config, family.activation))
-    if name not in OWN_ACTIVATIONS:
-        from transformers.activations import ACT2FN
-
-        if name not in ACT2FN:
-            raise ValueError(f"there is no activation {name!r}; {did_you_mean(name, ACT2FN)}")
-    return name
 
 
 def _whole_keys(kv: str, max_tokens: int) -> str:

@@ -9,7 +9,7 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.models.families.specs import Latent, Units
 from surgeon.models.weights import indivisible
-from surgeon.runtime.plan.mixtures import Mixtures
+from surgeon.runtime.plan.balance import Mixtures
 from surgeon.runtime.plan.placement import work_of
 from surgeon.runtime.plan.specification import Plan
 

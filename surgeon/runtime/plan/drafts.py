@@ -28,10 +28,10 @@ from surgeon.models.families import family_of
 from surgeon.models.families.positions import attention_windows
 from surgeon.models.weights import ModelWeights
 from surgeon.named import is_program
+from surgeon.runtime.plan.balance import Mixtures
 from surgeon.runtime.plan.checks import make_plan, mixture_size, places_among, rotaries_by_layer
 from surgeon.runtime.plan.division import check_division
 from surgeon.runtime.plan.memory import Sizes, kv_heads
-from surgeon.runtime.plan.mixtures import Mixtures
 from surgeon.runtime.plan.placement import computed_of, work_of
 from surgeon.runtime.plan.specification import CodaPlan, DraftPlan, KvMode, Plan, Ways
 
@@ -96,27 +96,24 @@ def draft_beside(plan: Plan, source: Sizes, make: Callable[[bool], Plan]) -> Dra
         except ValueError as error:
             reasons.append(error)
             continue
-        slots, more = zip(*(_slots(plan, own, source, rank) for rank in range(plan.ranks)), strict=True)
-        found.append(DraftPlan(own, slots, more))
+        slots = [list[int]() for _ in range(plan.ranks)]
+        more = [list[int]() for _ in range(plan.ranks)]  # the attentions with slots of their own
+        for rank in range(plan.ranks):
+            there = {
+                place: (slot, kept) for slot, (place, kept) in enumerate(_attentions(plan, source, rank))
+            }
+            for number, (place, kept) in enumerate(_attentions(own, source, rank)):
+                slot, cached = there.get(place, (None, None))
+                if slot is None or cached != kept:
+                    slot = len(there) + len(more[rank])
+                    more[rank].append(number)
+                slots[rank].append(slot)
+        found.append(DraftPlan(own, tuple(map(tuple, slots)), tuple(map(tuple, more))))
         if not found[-1].keeps_own:
             break
     if not found:
         raise ValueError(f"the draft cannot run beside its model: {reasons[0]}")
     return min(found, key=lambda one: sum(map(len, one.own)))
-
-
-def _slots(plan: Plan, draft: Plan, source: Sizes, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A draft's cache slots on a rank, and the numbers of its attentions with their own."""
-    there = {place: (slot, kept) for slot, (place, kept) in enumerate(_attentions(plan, source, rank))}
-    slots = list[int]()
-    own = list[int]()
-    for number, (place, kept) in enumerate(_attentions(draft, source, rank)):
-        slot, cached = there.get(place, (None, None))
-        if slot is None or cached != kept:
-            slot = len(there) + len(own)
-            own.append(number)
-        slots.append(slot)
-    return tuple(slots), tuple(own)
 
 
 def _attentions(plan: Plan, source: Sizes, rank: int) -> Iterator[tuple[Place, Kept]]:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import NamedTuple
 
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFiles
@@ -24,7 +23,7 @@ from surgeon.machine import free_bytes, show_size
 from surgeon.models.families.specs import unit_bounds
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights
-from surgeon.runtime.batching.windows import (
+from surgeon.runtime.batching.blocks import (
     BLOCK_TOKENS,
     PASS_TOKENS,
     Windows,
@@ -177,13 +176,22 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
         matrices = 1
     if plan.stretch:
         matrices = 0
-    rows = _vocabulary_rows(plan, matrices) + source.position_rows
+    rows = -(-plan.vocabulary // plan.ranks) * matrices + source.position_rows
     whole = _program_footprint(plan, source, rows)
     if plan.draft is not None:
         draft = plan.draft.plan
-        more = (
-            _numbers_beside(plan, draft, source, rank) * plan.dtype_bytes for rank in range(plan.ranks)
-        )
+        more = list[int]()  # the draft's matrices that are not the model's own
+        for rank in range(plan.ranks):
+            known, wanted = (
+                {
+                    (part.sublayer, len(part.sharers))
+                    for work in work_of(one, rank)
+                    for part in work.parts
+                }
+                for one in (plan, draft)
+            )
+            new = (part for part in wanted if part not in known or draft.exchanges(part[0]))
+            more.append(sum(numbers_of(draft, source, part) for part in new) * plan.dtype_bytes)
         beside = replace(_program_footprint(draft, source, 0), weights=tuple(more))
         if draft.coda is not None:
             beside = _side_by_side(beside, _coda_footprint(draft.coda))
@@ -200,7 +208,8 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
 def _coda_footprint(coda: CodaPlan) -> Footprint:
     own = ModelWeights(TensorFiles(coda.file), coda.plan.family, coda.plan.head_dim)
     has_head = own.names.own(f"{coda.plan.family.head}.weight") in own.store
-    return _program_footprint(coda.plan, own, _vocabulary_rows(coda.plan, has_head))
+    rows = -(-coda.plan.vocabulary // coda.plan.ranks) * has_head
+    return _program_footprint(coda.plan, own, rows)
 
 
 def _side_by_side(one: Footprint, other: Footprint) -> Footprint:
@@ -211,21 +220,6 @@ def _side_by_side(one: Footprint, other: Footprint) -> Footprint:
         buffers=tuple(map(max, zip(one.buffers, other.buffers, strict=True))),
         copies=tuple(map(max, zip(one.copies, other.copies, strict=True))),
     )
-
-
-def _numbers_beside(plan: Plan, other: Plan, source: Sizes, rank: int) -> int:
-    """Count a rank's numbers of another program's matrices that are not a plan's own."""
-    own, more = (
-        {(part.sublayer, len(part.sharers)) for work in work_of(one, rank) for part in work.parts}
-        for one in (plan, other)
-    )
-    return sum(
-        numbers_of(other, source, part) for part in more if part not in own or other.exchanges(part[0])
-    )
-
-
-def _vocabulary_rows(plan: Plan, matrices: int) -> int:
-    return -(-plan.vocabulary // plan.ranks) * matrices
 
 
 def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
@@ -358,26 +352,26 @@ def choose_cache(
     """
     here = local_ranks or plan.ranks
     allowed = free() if memory is None else memory
-    room = _Room.of(plan, device, here, max_batch, allowed, drafts)
-    wanted = room.wanted if blocks is None else blocks
-    if plan.kv == "auto" and room.fitting < wanted:
+    room = _room(plan, device, here, max_batch, allowed, drafts)
+    wanted = room[-1] if blocks is None else blocks
+    if plan.kv == "auto" and room[0] < wanted:
         fewer = replace(plan, kv="fewer")
-        smaller = _Room.of(fewer, device, here, max_batch, allowed, drafts)
-        if smaller.fitting > room.fitting:
+        smaller = _room(fewer, device, here, max_batch, allowed, drafts)
+        if smaller[0] > room[0]:
             plan = fewer
             room = smaller
-    fitting = room.fitting
+    fitting, weights, block, _ = room
     limit = f"{show_size(allowed)} {'are free' if memory is None else 'are allowed'}"
     place = " on each GPU"
     if device == "cpu":
         place = ""
     if fitting < 1:
         raise ValueError(
-            f"the weights take {show_size(room.weights)}{place} and {limit}; give more memory or another model"
+            f"the weights take {show_size(weights)}{place} and {limit}; give more memory or another model"
         )
     if blocks is not None and blocks > fitting:
         raise ValueError(
-            f"weights of {show_size(room.weights)} and {blocks} blocks of {show_size(room.block)} do not fit: "
+            f"weights of {show_size(weights)} and {blocks} blocks of {show_size(block)} do not fit: "
             f"{limit}{place}; at most {fitting} blocks do"
         )
     return plan, min(fitting, wanted)
@@ -428,34 +422,26 @@ class Capacity:
         return f"room for {found} at a time: weights {show_size(self.weights)}, cache {show_size(self.cache)}"
 
 
-class _Room(NamedTuple):
-    """Room of one machine's CPU, or of the GPU that holds the most.
+def _room(
+    plan: Plan, device: str, here: int, max_batch: int, allowed: int, drafts: int
+) -> tuple[int, int, int, int]:
+    """Count the room of one machine's CPU, or of the GPU that holds the most.
 
-    Attributes:
-        weights, block: bytes of the weights, and of a block of the cache.
-        fitting: blocks that fit beside the weights and their buffers.
-        wanted: blocks of as many of the longest texts as are computed together.
+    Returns:
+        Blocks that fit beside the weights and their buffers, bytes of the weights and of a block of the cache, and
+        blocks of as many of the longest texts as are computed together.
     """
-
-    weights: int
-    block: int
-    fitting: int
-    wanted: int
-
-    @classmethod
-    def of(cls, plan: Plan, device: str, here: int, max_batch: int, allowed: int, drafts: int) -> _Room:
-        sizes = footprint(plan)
-        weights, block, buffers, copies = (
-            sum(sorted(each)[-here:]) if device == "cpu" else max(each)
-            for each in (sizes.weights, sizes.block, sizes.buffers, sizes.copies)
-        )
-        wanted = sizes.blocks(max_batch, plan.max_tokens, PASS_TOKENS[device])
-        if not block:
-            return cls(weights, block, 1 << 30, wanted)  # a program without attention has no cache
-        texts, blocks = plan.read_at_once(device, max_batch * (1 + drafts))
-        left = allowed - weights
-        buffers = texts * (buffers + (copies if plan.gathers(device) else 0))
-        # No text is longer than the cache, which counts where that is shorter than the longest text.
-        return cls(
-            weights, block, max(left // (block + buffers), (left - buffers * blocks) // block), wanted
-        )
+    sizes = footprint(plan)
+    weights, block, buffers, copies = (
+        sum(sorted(each)[-here:]) if device == "cpu" else max(each)
+        for each in (sizes.weights, sizes.block, sizes.buffers, sizes.copies)
+    )
+    wanted = sizes.blocks(max_batch, plan.max_tokens, PASS_TOKENS[device])
+    if not block:
+        return 1 << 30, weights, block, wanted  # a program without attention has no cache
+    texts, blocks = plan.read_at_once(device, max_batch * (1 + drafts))
+    left = allowed - weights
+    buffers = texts * (buffers + (copies if plan.gathers(device) else 0))
+    # No text is longer than the cache, which counts where that is shorter than the longest text.
+    fitting = max(left // (block + buffers), (left - buffers * blocks) // block)
+    return fitting, weights, block, wanted

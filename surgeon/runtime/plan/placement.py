@@ -13,8 +13,7 @@ from functools import cached_property
 
 from surgeon.language.program import Fork, Node, Program, Step, ranks_of_branches
 from surgeon.language.sublayer import ATTENTION, Sublayer
-from surgeon.runtime.plan.balance import Balance, cut_neurons
-from surgeon.runtime.plan.mixtures import WholeExperts
+from surgeon.runtime.plan.balance import Balance, WholeExperts, cut_neurons
 from surgeon.runtime.plan.specification import Plan
 
 Group = tuple[int, ...]  # ranks that share a piece of work, in ascending order
@@ -57,6 +56,8 @@ def rank_work(
     work: list[Work] = []
     slots = 0
     for step, group in _visits(program.nodes, rank, tuple(range(ranks))):
+        if not isinstance(step, Step):
+            continue
         parts = []
         placed, sharing = placed_parts(step, group.index(rank), len(group), sliced, balance)
         sharers = tuple(group[other] for other in sharing)
@@ -100,16 +101,17 @@ def norm_sums(plan: Plan) -> int:
     """
     if not plan.family.attention.joins_heads:
         return 0
-
-    def shared(work: Work, part: Part) -> bool:
-        return (
+    works = (work_of(plan, rank) for rank in range(plan.ranks))
+    return max(
+        sum(
             part.slot is not None
             and len(part.sharers) > 1
             and computed_of(plan, work, part) == part.sublayer
+            for work in own
+            for part in work.parts
         )
-
-    works = (work_of(plan, rank) for rank in range(plan.ranks))
-    return max(sum(shared(work, part) for work in own for part in work.parts) for own in works)
+        for own in works
+    )
 
 
 def placed_parts(
@@ -166,7 +168,7 @@ def groups_within(
     inside of it (`exchanges`).
     """
     everybody = tuple(range(ranks))
-    found = {group for rank in everybody for group in _groups(program.nodes, rank, everybody)}
+    found = {group for rank in everybody for _, group in _visits(program.nodes, rank, everybody)}
     if exchanges is not None and any(map(exchanges, program.sublayers())):
         work = (work for rank in everybody for work in rank_work(program, rank, ranks, sliced))
         found |= {part.sharers for one in work for part in one.parts if exchanges(part.sublayer)}
@@ -191,21 +193,11 @@ def _balance_neurons(part: Sublayer, ends: tuple[int, ...] | None, member: int) 
     return replace(part, piece=(first, ends[-1]), span=ends[member] - first)
 
 
-def _visits(nodes: tuple[Node, ...], rank: int, group: Group) -> Iterator[tuple[Step, Group]]:
+def _visits(nodes: tuple[Node, ...], rank: int, group: Group) -> Iterator[tuple[Node, Group]]:
+    """The nodes that a rank comes to, and the group of each: it ends in a reduction, a fork of forks too."""
     for node in nodes:
-        if isinstance(node, Step):
-            yield node, group
-        else:
-            branches, subgroup = assigned_branches(node, rank, group)
-            for branch in branches:
-                yield from _visits(branch, rank, subgroup)
-
-
-def _groups(nodes: tuple[Node, ...], rank: int, group: Group) -> Iterator[Group]:
-    """The groups of this rank that run a list of nodes: every node ends in a reduction, a fork of forks too."""
-    yield group
-    for node in nodes:
+        yield node, group
         if not isinstance(node, Step):
             branches, subgroup = assigned_branches(node, rank, group)
             for branch in branches:
-                yield from _groups(branch, rank, subgroup)
+                yield from _visits(branch, rank, subgroup)

@@ -19,18 +19,16 @@ import torch
 from torch import Tensor
 
 from surgeon.processes.sockets import address_of, watch_over
-from surgeon.runtime.batching.blocks import BlockPool
+from surgeon.runtime.batching.blocks import BlockPool, Windows
 from surgeon.runtime.batching.request import UNDEFINED, Choice
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted, asked_of
 from surgeon.runtime.batching.sequence import Sequence as Text
-from surgeon.runtime.batching.windows import Windows
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.comm.pipes import Ring
-from surgeon.runtime.model.dynamic import DynamicPasses
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.rank_model import Results
+from surgeon.runtime.model.rank_model import DynamicPasses, Results
 from surgeon.runtime.plan.memory import cache_groups
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.leader import Account, Leader, Report
@@ -81,10 +79,11 @@ class InFlight(Scheduler):
     def drafts_behind(self, chunk: ScheduledChunk) -> bool:
         """Tell whether a draft is to follow a planned chunk's last token."""
         sequence = chunk.sequence
-        longest = (
-            sequence.last - 1 if sequence.prompt > self._border else min(sequence.last - 1, self._border)
+        return (
+            self.window > 1
+            and chunk.wanted == Wanted.BEST
+            and len(sequence.tokens) < self._longest(sequence)
         )
-        return self.window > 1 and chunk.wanted == Wanted.BEST and len(sequence.tokens) < longest
 
     def sent(self, chunks: Sequence[ScheduledChunk]) -> list[Output]:
         """Note that a planned pass is on its way; texts to which nothing is added end with it."""
@@ -244,19 +243,13 @@ class PipelineLeader(Leader):
 
     def step(self) -> list[Output]:
         """Send a pass, or take in the oldest one where as many are on their way as may be, or none is to be sent."""
+        chunks = list[ScheduledChunk]()
         if len(self._flights) < self.scheduler.limits.stretches:
             chunks = self.scheduler.plan()
-        else:
-            chunks = []
-        if chunks:
-            outputs = self._send(chunks)
-        else:
+        if not chunks:
             outputs = self._take_in()
-        self._note(outputs)
-        return outputs
-
-    def _send(self, chunks: list[ScheduledChunk]) -> list[Output]:
-        """Compute a pass, send it on, and draft behind it."""
+            self._note(outputs)
+            return outputs
         rows = [row for chunk in chunks for row in chunk.rows()]
         drafting = [chunk.sequence for chunk in chunks if self.scheduler.drafts_behind(chunk)]
         ends = accumulate(len(row.tokens) for row in rows)
@@ -269,6 +262,7 @@ class PipelineLeader(Leader):
             for sequence, token in zip(drafting, self.engine.drafted(behind[places]), strict=True):
                 sequence.tokens.append(token)
                 sequence.unverified += 1
+        self._note(outputs)
         return outputs
 
     def _take_in(self) -> list[Output]:
@@ -307,7 +301,7 @@ def relay(rank: Rank, engine: StretchEngine, cache: PagedCache) -> None:
         message, stream = rank.ring.receive()
         if isinstance(message, list):
             stream, _ = engine.onward(message, cache, stream)
-            rank.ring.send(message, stream[asked_of(message).places] if last else stream)
+            rank.ring.send(message, stream[asked_of(message)[0]] if last else stream)
             engine.pause()
             continue
         if isinstance(message, Report):

@@ -26,8 +26,7 @@ from surgeon.processes.children import LIKELY_MEMORY, Child
 from surgeon.processes.rendezvous import Admitted, Purpose, StoreAddress, rendezvous_at, say_why
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment, check_ranks, read_environment
 from surgeon.runtime.comm.shared_memory import create_memory
-from surgeon.runtime.worker.options import RankOptions
-from surgeon.runtime.worker.rank import END_SECONDS, RankError, RankSettings
+from surgeon.runtime.worker.rank import END_SECONDS, RankError, RankOptions, RankSettings
 
 Failure = TypeVar("Failure", bound=Exception)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from surgeon.processes.files import check_space, whole_file
-from surgeon.runtime.comm.link import Line, Link, SystemClock
+from surgeon.runtime.comm.collectives import Line, Link, SystemClock
 from surgeon.training.racks.rack_log import ItemKey, ItemKind, RackLog
 
 # A rack waits for the one before it as long as that computes; one that ends breaks its connections at once.

@@ -38,7 +38,7 @@ from surgeon.checkpoint.stored import read_json
 from surgeon.errors import first_line
 from surgeon.processes.files import whole_file, write_json
 from surgeon.quality.data import Windows, digest_of
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Link
 from surgeon.training.checkpoints import HELD_OUT_FILE, TRAINING_FILE, checkpoints_of
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.rack_log import RackPace

@@ -15,7 +15,7 @@ from surgeon.models.edit import edit, restore
 from surgeon.models.families import family_of
 from surgeon.runtime.model.rotary import centre_heads
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.testing import FamilyContract
 from surgeon.testing.sublayers import LAYERS

@@ -13,13 +13,26 @@ from torch import Tensor
 
 from surgeon.benchmarks.timing import PassRecorder, TimedCollectives
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
-from surgeon.runtime.comm.collectives import Alone, Compressed, Counts, TorchCollectives, Unconnected
-from surgeon.runtime.comm.link import EmulatedLink, Link
+from surgeon.runtime.comm.collectives import (
+    Alone,
+    Compressed,
+    Counts,
+    EmulatedLink,
+    Link,
+    TorchCollectives,
+    Unconnected,
+)
 from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SLOTS
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.options import RankOptions, choose_collectives, choose_device
-from surgeon.runtime.worker.rank import RankSettings, gpu_room, rank_device
+from surgeon.runtime.worker.rank import (
+    RankOptions,
+    RankSettings,
+    choose_collectives,
+    choose_device,
+    gpu_room,
+    rank_device,
+)
 from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime import on_ranks
 from tests.runtime.comm import on_collectives

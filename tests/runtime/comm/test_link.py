@@ -12,9 +12,10 @@ from torch import Tensor
 
 from surgeon.language.execute import Machine, Partial, Pending, run
 from surgeon.language.program import Fork, Program, Step
-from surgeon.runtime.comm.collectives import Collectives, Counts
-from surgeon.runtime.comm.link import (
+from surgeon.runtime.comm.collectives import (
     SPIN_SECONDS,
+    Collectives,
+    Counts,
     EmulatedLink,
     Link,
     SystemClock,
@@ -22,7 +23,7 @@ from surgeon.runtime.comm.link import (
     parse_seconds,
 )
 from surgeon.runtime.plan.placement import Group
-from surgeon.runtime.worker.options import RankOptions, check_sending
+from surgeon.runtime.worker.rank import RankOptions, check_sending
 from surgeon.runtime.worker.ranks import Ranks
 from tests.clock import HandClock
 from tests.runtime.comm import on_collectives

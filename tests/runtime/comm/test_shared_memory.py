@@ -20,7 +20,7 @@ from surgeon.runtime.comm.shared_memory import (
     SharedMemoryCollectives,
     create_memory,
 )
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime import on_ranks
 from tests.runtime.comm import on_collectives

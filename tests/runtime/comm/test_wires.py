@@ -16,7 +16,7 @@ from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Alone, Compressed, Counts, Unconnected
 from surgeon.runtime.comm.wires import WIRES, Wire
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import load
 from tests.runtime import on_ranks

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 
 

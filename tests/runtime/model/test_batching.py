@@ -16,7 +16,7 @@ from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import cache_groups
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import ENGINE, complete, load, unload
 from tests.runtime.on_ranks import complete_twice

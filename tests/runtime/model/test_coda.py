@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surgeon.exports.in_memory import edit, export
-from surgeon.runtime.batching.request import Request, Sampling, Tally
+from surgeon.runtime.batching.request import Request, Sampling, Stats
 from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.comm.pipes import Sender
@@ -66,7 +66,7 @@ def run(
     max_batch: int = 8,
     pass_tokens: int = 512,
     **ways: bool,
-) -> tuple[dict[int, list[int]], Tally]:
+) -> tuple[dict[int, list[int]], Stats]:
     """The tokens of requests that are worked on together, and what the scheduler has done."""
     limits = Limits(
         max_batch, 100, pass_tokens=pass_tokens, draft_tokens=drafts, expected_share=0, **ways

@@ -16,11 +16,11 @@ from torch import Tensor
 from surgeon.language.program import Program
 from surgeon.runtime.batching.sequence import LEAST_IN_HALF, Row, Targets, Wanted, halves_of
 from surgeon.runtime.comm.collectives import Alone, Counts, Unconnected
-from surgeon.runtime.model.dynamic import HalvedPasses
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.linear import laid_out
+from surgeon.runtime.model.rank_model import HalvedPasses
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime.model.conftest import Several
 from tests.runtime.model.test_static_decode import PROGRAMS as WHOLE

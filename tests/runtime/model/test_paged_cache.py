@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import BlockTable
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS, BlockTable
 from surgeon.runtime.batching.sequence import Row, Wanted, asked_of
-from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.kernels.functions import Weighting, Window
 from surgeon.runtime.model.paged_cache import PagedCache, stretches
 from surgeon.runtime.model.paged_layout import PagedLayout, as_index
@@ -144,7 +143,7 @@ def test_a_rank_without_attentions() -> None:
     assert cache.stored.nbytes == 0
     rows = [Row(0, [1, 2], ([(0, 1)],), Wanted.BEST), Row(3, [1], ([(1, 1)],), Wanted.BEST)]
     assert PagedLayout(rows, cache).positions.tolist() == [0, 1, 3]
-    assert asked_of(rows).places == [1, 2]
+    assert asked_of(rows)[0] == [1, 2]
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 4)), min_size=1, max_size=4), st.data())

@@ -9,7 +9,7 @@ import torch
 
 from surgeon.exports.in_memory import edit
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.checkpoint.helpers import save_source
 from tests.quantised import quantise_folder

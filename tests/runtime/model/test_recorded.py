@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surgeon.benchmarks.timing import TimedEngine
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS
 from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import BLOCK_TOKENS
-from surgeon.runtime.comm.collectives import Alone, Counts
-from surgeon.runtime.comm.link import EmulatedLink, Link
+from surgeon.runtime.comm.collectives import Alone, Counts, EmulatedLink, Link
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives, create_memory
 from surgeon.runtime.kernels.functions import kernels
 from surgeon.runtime.kernels.recording import Arena, Recording
@@ -32,7 +31,7 @@ from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime.model.test_static_decode import PROGRAMS as WHOLE
 from tests.runtime.on_ranks import continued_both_ways

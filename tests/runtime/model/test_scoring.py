@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from surgeon.runtime.batching.request import Sampling, TokenLogprob
 from surgeon.runtime.model.ends import score
-from surgeon.runtime.service import Service
-from surgeon.runtime.service_options import ServiceOptions
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.service import Service, ServiceOptions
+from surgeon.runtime.worker.rank import RankOptions
 from tests.tiny_models import save_checkpoint
 
 PROMPT_TOKENS = 700  # more than one pass computes

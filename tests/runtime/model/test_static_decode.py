@@ -22,11 +22,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from surgeon.benchmarks.timing import TimedEngine
 from surgeon.language.program import Program
-from surgeon.runtime.batching.blocks import BlockTable
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS, BlockTable, blocks_for
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.batching.sequence import Row, Targets, Wanted
-from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Alone, Collectives, Counts
 from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.kernels import functions
@@ -46,7 +45,7 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Decoding
 from surgeon.runtime.worker.leader import Leader
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import complete, load, unload
 from tests.runtime.model.test_paged_cache import places_of, plain_attention
@@ -270,7 +269,7 @@ class Trace:
 
         def replay() -> Outputs:
             self.replays += 1
-            return Outputs(*traced())
+            return traced()
 
         return replay
 
@@ -328,7 +327,7 @@ def test_what_becomes_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def compute() -> Outputs:
         cuda.events.append(cuda.where[-1])
-        made.append(Outputs(torch.zeros(1), torch.zeros(1, 1)))
+        made.append((torch.zeros(1), torch.zeros(1, 1)))
         return made[-1]
 
     replay = CudaRecorder(torch.device("cuda"))(compute)

@@ -33,7 +33,7 @@ from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Arithmetic, LowRankMode, Plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime.on_ranks import logits_in_chunks
 

@@ -16,7 +16,7 @@ from surgeon.runtime.comm.collectives import Alone, Collectives, Unconnected
 from surgeon.runtime.kernels import functions
 from surgeon.runtime.model import linear
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.linear import Linear
+from surgeon.runtime.model.linear import Linear, Panels
 from surgeon.runtime.plan import specification
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import Capacity, cache_groups, choose_cache, footprint
@@ -32,7 +32,8 @@ PROGRAMS = [
 
 def held(engine: RankEngine) -> int:
     """Bytes of the matrices, embedding and head of an engine."""
-    embedding, head = engine.model.vocabulary.embedding.weight, engine.model.vocabulary.head.weight
+    embedding, head = engine.model.vocabulary.embedding, engine.model.vocabulary.head.weight
+    embedding = embedding.weight if isinstance(embedding, Panels) else embedding
     shared = head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()
     matrices = [embedding] if shared else [embedding, head]
     if engine.model.ends.positions is not None:
@@ -253,7 +254,7 @@ def test_copies_of_fixed_shapes(
     sizes = footprint(plan)
     allowed = sizes.weights[0] + 8 * sizes.block[0]
     blocks = [choose_cache(plan, "cpu", 4, None, allowed)[1]]
-    monkeypatch.setattr(specification, "used_on", lambda _: True)
+    monkeypatch.setattr(specification, "triton_used_on", lambda _: True)
     blocks.append(choose_cache(plan, "cpu", 4, None, allowed)[1])
     monkeypatch.undo()
     assert blocks == [max(8 * sizes.block[0] // (sizes.block[0] + 4 * sizes.copies[0]), 0), 8]

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.runtime.batching.request import Request, Sampling, Tally
+from surgeon.runtime.batching.request import Request, Sampling, Stats
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.comm.collectives import Alone
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Alone, Link
 from surgeon.runtime.comm.pipes import Ring
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
@@ -70,7 +69,7 @@ def pipeline(
 
 def run(
     plan: Plan, requests: list[Request], blocks: int = 64, delay: float = 0.0, max_batch: int = 8
-) -> tuple[dict[int, list[int]], Tally]:
+) -> tuple[dict[int, list[int]], Stats]:
     """The tokens of requests, and what the scheduler has done."""
     limits = Limits(max_batch, 100, pass_tokens=16, expected_share=0, stretches=plan.ranks)
     tokens: dict[int, list[int]] = {request.id: [] for request in requests}

@@ -19,7 +19,7 @@ import pytest
 
 from surgeon.machine import HUGE_PAGES, threads_per_rank
 from surgeon.runtime.worker import rank
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import RankFailed, Ranks
 from tests import warm
 from tests.runtime import on_ranks
@@ -174,7 +174,7 @@ def test_a_rank_without_commands_ends_when_the_folder_is_gone(
 
 STARTER = """
 import sys, time
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 with Ranks(RankOptions(2)) as ranks:
     print(*ranks.pids, flush=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from scripts.bench import deinfer
 from surgeon.benchmarks.measure import Measurement, Result, Split
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Workload
 from surgeon.runtime.comm.collectives import Counts
 from tests.tiny_models import save_checkpoint
 

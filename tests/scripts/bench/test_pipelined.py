@@ -16,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from scripts.bench.pipelined_ranks import Job, Pace, Trace, Traffic, prepare, read_records, shared_file
 from scripts.bench.rack_model import Optimisation, Stretch, build, cut, head_units
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Link
 from tests import warm
 from tests.clock import HandClock
 

@@ -13,7 +13,7 @@ from scripts.bench.pipelined_ranks import SCHEDULES, Job, Trace, record_of
 from scripts.bench.rack_model import Optimisation, head_units
 from scripts.bench.racks import RACKS, Bench, Cell
 from surgeon.processes.files import write_json
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Link
 from surgeon.training.racks.rack_log import ItemKey, ItemKind, RackLog
 from surgeon.training.racks.run_files import PLAN_FILE, RESULT_FILE, rack_folder
 

@@ -12,10 +12,9 @@ from scripts.bench import runtime
 from surgeon.benchmarks.measure import Measurement, Result, Split
 from surgeon.benchmarks.timing import PassTiming, RankRun
 from surgeon.cost.clocks import Transfer
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Workload
 from surgeon.language.program import Program
-from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Counts, Link
 
 STEP, REST, DELAY, BYTES = 0.002, 0.003, 0.001, 2048
 

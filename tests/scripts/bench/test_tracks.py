@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from scripts.bench import tracks
 from surgeon.benchmarks.measure import Measurement, Result, Split
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Workload
 from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Counts
 

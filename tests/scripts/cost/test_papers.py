@@ -20,8 +20,8 @@ from scripts.cost.predictor import (
     layer_shapes_of,
     shapes_of,
 )
+from surgeon.cost.deployment import Workload
 from surgeon.cost.predict import predict
-from surgeon.cost.workload import Workload
 
 
 def row(

@@ -10,7 +10,7 @@ from typing import Any
 
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.options import RankOptions
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.scripts.gpu.rehearsed import LONGEST
 from tests.tiny_models import sample_sentences, save_checkpoint

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Link
 from surgeon.training.racks.exchange import RackExchange
 from surgeon.training.racks.rack_log import ItemKey, ItemKind, RackLog
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from surgeon.runtime.comm.link import Link
+from surgeon.runtime.comm.collectives import Link
 from surgeon.training.checkpoints import write_manifest
 from surgeon.training.racks.process import agree, main
 from surgeon.training.racks.rack_log import RackPace

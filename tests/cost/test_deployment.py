@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surgeon.cost.workload import Workload
+from surgeon.cost.deployment import Workload
 
 
 def test_texts_are_such_as_the_model_has_positions_for() -> None:
