@@ -159,9 +159,12 @@ class RankEngine:
         with self._count(self.figures.drafting, rows):
             self.drafter.model.peers.counts = self.figures.drafting
             if cache not in self._lent:
-                assert self.plan.draft is not None
+                draft = self.plan.draft
+                assert draft is not None
+                rank = self.model.peers.rank
+                # Where any rank keeps keys of its own, all ranks compute known tokens again.
                 self._lent[cache] = cache.lent(
-                    self.plan.draft.slots[self.model.peers.rank], self._drafts_own()
+                    draft.slots[rank], draft.own[rank] if draft.keeps_own else None
                 )
             return self.drafter._way(rows).step(rows, self._lent[cache])
 

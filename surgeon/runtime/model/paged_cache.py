@@ -106,10 +106,15 @@ class PagedCache:
     def tokens(self) -> int:
         return self.stored.shape[2]
 
-    def lent(self, slots: Sequence[int], own: Sequence[int] = ()) -> PagedCache:
-        """Lend the room to another program, whose attentions use these slots."""
+    def lent(self, slots: Sequence[int], own: Sequence[int] | None = None) -> PagedCache:
+        """Lend the room to another program, whose attentions use these slots.
+
+        Args:
+            own: attentions whose slots are theirs alone, perhaps none; None if the program never computes tokens that
+                the model knows.
+        """
         other = copy(self)
-        if own:
+        if own is not None:
             other.borrowed = frozenset(range(len(slots))).difference(own)
         other.rebuilds = {
             at: self.rebuilds[slot] for at, slot in enumerate(slots) if slot in self.rebuilds

@@ -286,17 +286,20 @@ def test_several_ranks(draft: str, several: Several, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "draft", ["fork", *(pytest.param(one, marks=thorough) for one in ("averages", "four tracks"))]
 )
-@pytest.mark.parametrize("several", [2], indirect=True)
+@pytest.mark.parametrize("several", [2, 3], indirect=True)
 def test_several_ranks_with_keys_of_their_own(draft: str, several: Several, tmp_path: Path) -> None:
-    """Each with whole layers of a fork, slices of averages, or two of four tracks."""
+    """Each with whole layers of a fork, slices of averages, or two of four tracks; of three ranks some with none."""
     tracks = " | ".join(f"A1/4:{track} F1/4:{track}" for track in range(4))
     middle = {
         "fork": "{A1 F1 | A2 F2}",
         "averages": "A1~A2 F1~F2",
         "four tracks": f"{{{tracks}}} A2 F2",
     }[draft]
-    model = saved(tmp_path, num_key_value_heads=4)
-    plan = with_draft(make_plan(tmp_path, 2, 100), tmp_path, f"A0 F0 {middle} A3 F3")
+    kv_heads = 4
+    if several.count == 3 and draft == "fork":
+        kv_heads = 2  # the first rank alone has keys of its own
+    model = saved(tmp_path, num_key_value_heads=kv_heads)
+    plan = with_draft(make_plan(tmp_path, several.count, 100), tmp_path, f"A0 F0 {middle} A3 F3")
     assert plan.draft is not None
     assert plan.draft.keeps_own
     several.started.call(load, plan)
