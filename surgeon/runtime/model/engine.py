@@ -97,7 +97,9 @@ class RankEngine:
         heads = self.model.kv_heads()
         rebuilds = self.model.rebuilds()
         if self.drafter is not None:
-            own = self._drafts_own()
+            own: tuple[int, ...] = ()  # its attentions with slots of their own
+            if self.plan.draft is not None:
+                own = self.plan.draft.own[self.model.peers.rank]
             made = self.drafter.model.rebuilds()
             rebuilds |= {len(heads) + slot: made[one] for slot, one in enumerate(own) if one in made}
             heads = heads + [self.drafter.model.kv_heads()[one] for one in own]
@@ -167,12 +169,6 @@ class RankEngine:
                     draft.slots[rank], draft.own[rank] if draft.keeps_own else None
                 )
             return self.drafter._way(rows).step(rows, self._lent[cache])
-
-    def _drafts_own(self) -> tuple[int, ...]:
-        """The drafter's attentions with slots of their own."""
-        if self.plan.draft is None:
-            return ()
-        return self.plan.draft.own[self.model.peers.rank]
 
     def _phase(self, rows: Sequence[Row]) -> Phase:
         if all(row.continues for row in rows):
