@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from surgeon.progress import Advance
 
-if (
-    TYPE_CHECKING
-):  # takes seconds, and the command line only wants to set the environment, or to read a size
+# It takes seconds, and the command line only wants to set the environment, or to read a size.
+if TYPE_CHECKING:
     import torch
 
 SPIN = "GOMP_SPINCOUNT"

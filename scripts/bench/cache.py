@@ -18,7 +18,7 @@ from scripts.commands import make_parser
 from scripts.markdown import format_table
 from surgeon.checkpoint.config import open_stored
 from surgeon.machine import parse_size
-from surgeon.runtime.batching.blocks import blocks_for
+from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import choose_cache
 

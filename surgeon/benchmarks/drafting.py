@@ -14,9 +14,9 @@ from typing import Any
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.runtime.batching.ahead import MOST_AHEAD
-from surgeon.runtime.batching.blocks import PASS_TOKENS, blocks_for
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.batching.windows import PASS_TOKENS, blocks_for
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft
 from surgeon.runtime.worker.rank import RankOptions

@@ -38,9 +38,9 @@ from surgeon.opened import Model
 from surgeon.processes.files import finite
 from surgeon.quality.data import load_windows
 from surgeon.quality.summary import Values, known_interval, mean_divergence
-from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import UndefinedLogits
 from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts
 from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
 from surgeon.runtime.plan.checks import make_plan

@@ -301,9 +301,8 @@ def _program_in(entries: dict[str, Any], path: Path) -> Program | None:
     text = entries[PROGRAM_KEY]
     if not isinstance(text, str) or not text.strip():
         raise ValueError(
-            f'{path} has {PROGRAM_KEY}: {show_value(text)}, which is no program; write it as a text, as in "A0 F0 '
-            '>A1 >F1", '
-            "or export the model again"
+            f"{path} has {PROGRAM_KEY}: {show_value(text)}, which is no program; write it as a text, as in "
+            '"A0 F0 >A1 >F1", or export the model again'
         )
     try:
         return Program.parse(text)

@@ -233,8 +233,7 @@ def parse_recipe(text: str, source: str = "recipe") -> Recipe:
             raise reader.error(
                 reader.lines["weights",],
                 f"weights must be sha256: and 64 digits of 0-9 and a-f, not {show_value(given)}; copy them from a "
-                "search's "
-                "recipe or a checkpoint's surgeon.json, or remove the line",
+                "search's recipe or a checkpoint's surgeon.json, or remove the line",
             )
         weights = match[1]
     return Recipe(

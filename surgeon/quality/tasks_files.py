@@ -150,8 +150,7 @@ def _convert_row(form: str, row: Row, where: str) -> Row:
     if not _NUMBER.fullmatch(answer):
         raise ValueError(
             f"{where}: the answer {show_value(answer)} is no number; rows with context and answer are scored on the "
-            "last "
-            "number written (for other answers give query, choices and gold)"
+            "last number written (for other answers give query, choices and gold)"
         )
     if "chain_of_thought" in row:
         thought = _check_text(row["chain_of_thought"], "chain_of_thought", where)

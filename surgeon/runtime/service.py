@@ -29,9 +29,9 @@ from surgeon.opened import Model
 from surgeon.processes.torchrun import ranks_of_this_machine
 from surgeon.processes.watchdog import PATIENCE_SECONDS, Pulse, Watchdog
 from surgeon.runtime.batching.ahead import MOST_AHEAD
-from surgeon.runtime.batching.blocks import PASS_TOKENS
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats, check_length
 from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.batching.windows import PASS_TOKENS
 from surgeon.runtime.kernels.library import kernels_used, warn_without_kernels
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan

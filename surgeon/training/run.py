@@ -120,8 +120,7 @@ def require_same(folder: Path, before: Any, identity: dict[str, Any]) -> None:
         name, was, is_now = _find_difference("identity", before, identity)
         raise ValueError(
             f"{folder / RECORD_FILE} is of another run: its {name.replace('_', ' ')} was {show_value(was)}, and now "
-            "it is "
-            f"{show_value(is_now)}; choose another output, or remove {folder}"
+            f"it is {show_value(is_now)}; choose another output, or remove {folder}"
         )
 
 

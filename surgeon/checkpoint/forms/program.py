@@ -48,9 +48,8 @@ class ProgramForm(Form):
         layers = []
         for group in groups.groups:
             held = [group.sublayer(kind) for kind in KINDS]
-            if (
-                family.mixture is not None
-            ):  # of which there are no averages: beside one stands that of its first layer
+            # Of mixtures there are no averages: beside one stands that of its first layer.
+            if family.mixture is not None:
                 held = [
                     one if one.kind in group.used else replace(one, layers=one.layers[:1])
                     for one in held

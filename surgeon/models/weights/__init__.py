@@ -96,6 +96,5 @@ __all__ = [
     "take_experts_apart",
     "unit_bounds",
     "unit_features",
-    "unit_share",
     "unit_source",
 ]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
@@ -210,13 +210,8 @@ def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
         else:
             reached = 0
     left = left[:, :reached]
-    if (
-        left.shape[1] < full_rank
-    ):  # columns are added for the part of the matrix that the others do not span
-        whole = matrix.double()
-        more, sizes = _left_singular(whole - left @ (left.T @ whole))
-        beyond = sizes[: more.shape[1]] > _ROUNDING * torch.linalg.matrix_norm(whole)
-        left = torch.linalg.qr(torch.cat([left, more[:, beyond]], dim=1)).Q
+    if left.shape[1] < full_rank:
+        left = _complete_basis(matrix.double(), left)
     padded = np.zeros(full_rank)
     padded[: len(values)] = values.cpu().numpy()
     return Decomposition(padded, left[:, :full_rank], reached)
@@ -224,15 +219,16 @@ def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
 
 def _left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Compute left singular vectors, (out, at most min(out, in)), and all singular values."""
-    if matrix.numel() <= LARGE:
-        left, values, _ = torch.linalg.svd(matrix.double(), full_matrices=False)
-        return left, values
-    # By eigenvectors of W W' or W'W, whichever is smaller; of W'W those that are no rounding.
+    if matrix.numel() > LARGE:
+        return _from_products(matrix)
+    left, values, _ = torch.linalg.svd(matrix.double(), full_matrices=False)
+    return left, values
+
+
+def _from_products(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute them by eigenvectors of W W' or W'W, whichever is smaller; of W'W those that are no rounding."""
     tall = len(matrix) > matrix.shape[1]
-    if tall:
-        lines = matrix
-    else:
-        lines = matrix.T
+    lines = matrix if tall else matrix.T
     width = lines.shape[1]
     products = lines.new_zeros(width, width, dtype=torch.float64)
     for _, block in _blocks(lines):
@@ -266,6 +262,15 @@ def _blocks(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for first in range(0, len(matrix), count):
         rows = slice(first, min(first + count, len(matrix)))
         yield rows, matrix[rows].double()
+
+
+def _complete_basis(matrix: Tensor, left: Tensor) -> Tensor:
+    """Add orthonormal columns for the part of the matrix that the given ones do not span."""
+    rest = matrix - left @ (left.T @ matrix)
+    more, values = _left_singular(rest)
+    beyond = values[: more.shape[1]] > _ROUNDING * torch.linalg.matrix_norm(matrix)
+    orthonormal: Tensor = torch.linalg.qr(torch.cat([left, more[:, beyond]], dim=1)).Q
+    return orthonormal
 
 
 def truncate(matrix: Tensor, left: Tensor, rank: int) -> Tensor:
@@ -326,20 +331,19 @@ def factorise(
     return factors_by(matrix, left, rank)
 
 
-@dataclass(eq=False)
 class TruncatedSVD:
     """Makes the plain factors of any matrix; no text is needed.
 
-    Attributes:
+    Args:
         remembers: whether directions of the layers that were asked for last are kept for other ranks of theirs. The
             model must stay as it is.
         room: bytes that may be taken by directions of other layers, too; those used last are kept.
-        kept: directions, by layers and role.
     """
 
-    remembers: bool = False
-    room: int = 0
-    kept: dict[tuple[tuple[int, ...], str], Tensor] = field(default_factory=dict, init=False)
+    def __init__(self, remembers: bool = False, room: int = 0) -> None:
+        self.remembers = remembers
+        self.room = room
+        self.kept: dict[tuple[tuple[int, ...], str], Tensor] = {}
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
         """Make factors in the matrix's own dtype, but float32 at least.
@@ -355,9 +359,13 @@ class TruncatedSVD:
             raise ValueError(
                 f"{role} of {sublayer} holds numbers that are not finite, so that it has no factors"
             )
-        if not self.remembers:
+        if self.remembers:
+            first, second = factors_by(whole, self._directions(sublayer, role, whole), rank)
+        else:
             first, second = factorise(whole, rank)
-            return Factors(first.to(kept), second.to(kept))
+        return Factors(first.to(kept), second.to(kept))
+
+    def _directions(self, sublayer: Sublayer, role: str, whole: Tensor) -> Tensor:
         key = sublayer.layers, role
         if key in self.kept:
             left = self.kept.pop(key)
@@ -369,8 +377,7 @@ class TruncatedSVD:
         for known in others:
             if taken > self.room:
                 taken -= self.kept.pop(known).nbytes
-        first, second = factors_by(whole, left, rank)
-        return Factors(first.to(kept), second.to(kept))
+        return left
 
 
 def fit_second_factor(

@@ -153,7 +153,7 @@ class PassTimes:
     """
 
     def __init__(self) -> None:
-        self.begun = dict[int, float]()  # the first of each size
+        self._begun = dict[int, float]()  # the first of each size
         self._longer = list[float]()  # than the second that was, of the newest sizes
         self.longer_at_first = 0.0
         self._sizes = list[int]()
@@ -164,8 +164,8 @@ class PassTimes:
 
     def note(self, tokens: int, seconds: float) -> None:
         """Add a pass; the first of a size may have been recorded, and does not count."""
-        if tokens not in self.begun:
-            self.begun[tokens] = seconds
+        if tokens not in self._begun:
+            self._begun[tokens] = seconds
             return
         self._counts[tokens] += 1
         if self._counts[tokens] <= FEWEST:
@@ -179,7 +179,7 @@ class PassTimes:
         if tokens not in self._seconds:
             insort(self._sizes, tokens)
             self._seconds[tokens] = seconds
-            longer = self.begun[tokens] - seconds
+            longer = self._begun[tokens] - seconds
             self._longer = [
                 *self._longer[1 - FEWEST :],
                 longer if longer > RECORDED * self._seconds[self._sizes[0]] else 0.0,
@@ -209,9 +209,14 @@ class PassTimes:
         longest = self.of(tokens) * max(1.0, tokens / self._sizes[-1])
         if tokens in self._seconds:
             return longest
-        if tokens in self.begun:
-            return min(self.begun[tokens], longest)
+        if tokens in self._begun:
+            return min(self._begun[tokens], longest)
         return longest + self.longer_at_first
+
+    @property
+    def first(self) -> float | None:
+        """The shortest of the first passes of their sizes; None if there was none."""
+        return min(self._begun.values(), default=None)
 
     def of(self, tokens: int) -> float:
         """Estimate a pass: between measured sizes in proportion, beyond them as the nearest.
@@ -221,7 +226,7 @@ class PassTimes:
         """
         if tokens in self._seconds:
             return self._seconds[tokens]
-        first = 0.0 if tokens in self.begun else self.longer_at_first / USED_AGAIN
+        first = 0.0 if tokens in self._begun else self.longer_at_first / USED_AGAIN
         at = bisect_left(self._sizes, tokens)
         low = self._sizes[max(0, at - 1)]
         high = self._sizes[min(at, len(self._sizes) - 1)]
@@ -302,23 +307,8 @@ class Ahead:
         to_make_up = free + max(0.0, self._won)
         to_lose = self._won + min(0.0, free)
         to_lose += MAY_LOSE * self._spent + MAY_LOSE_PASSES * self._plain
-        prior = self._all.chance(FIRST_CHANCE)
-        chances = [text.chance(prior) for text in texts]
-        most_seconds = self.verifying.of(len(texts)) + to_lose
-
-        # No more seconds are lost where no draft is right.
-        def covered(drafted: float, tokens: int) -> bool:
-            return drafted + self.verifying.at_most(tokens) <= most_seconds
-
-        best = nothing
-        if self.drafting.known:
-            worth = list[float]()
-            if any(missed):
-                _, rate = best_ahead(chances, most, self.drafting.of, self.verifying.of)
-                saved = self.verifying.of(len(texts)) / len(texts) - 1 / rate
-                worth = [saved * tokens for tokens in further]
-            within = self._within(most, missed, worth, to_make_up)
-            best, _ = best_ahead(chances, within, self.drafting.of, self.verifying.of, covered)
+        worth = self._worth_of_missed(texts, most, further) if any(missed) else []
+        best = self._best(texts, self._within(most, missed, worth, to_make_up), to_lose)
         if any(best):
             self._wait = FIRST_WAIT
             plain_after = min(PLAIN_AFTER, 2 * self.verifying.count(len(texts)))
@@ -337,6 +327,31 @@ class Ahead:
         else:
             self._wait = FIRST_WAIT
         return trial
+
+    def _best(self, texts: Several[Hits], most: Several[int], to_lose: float) -> list[int]:
+        """Maximise tokens per second among choices that lose no more seconds where no draft is right."""
+        if not self.drafting.known:
+            return [0] * len(texts)
+        chances = self._chances(texts)
+        most_seconds = self.verifying.of(len(texts)) + to_lose
+
+        def covered(drafted: float, tokens: int) -> bool:
+            return drafted + self.verifying.at_most(tokens) <= most_seconds
+
+        return best_ahead(chances, most, self.drafting.of, self.verifying.of, covered)[0]
+
+    def _chances(self, texts: Several[Hits]) -> list[float]:
+        prior = self._all.chance(FIRST_CHANCE)
+        return [text.chance(prior) for text in texts]
+
+    def _worth_of_missed(
+        self, texts: Several[Hits], most: Several[int], further: Several[int]
+    ) -> list[float]:
+        if not self.drafting.known:
+            return [0.0] * len(texts)
+        _, rate = best_ahead(self._chances(texts), most, self.drafting.of, self.verifying.of)
+        saved = self.verifying.of(len(texts)) / len(texts) - 1 / rate
+        return [saved * tokens for tokens in further]
 
     def _within(
         self, most: Several[int], missed: Several[int], worth: Several[float], to_make_up: float
@@ -363,8 +378,8 @@ class Ahead:
     def _drafting_at_most(self, texts: int) -> float:
         if self.drafting.known:
             return self.drafting.at_most(texts)
-        if self.drafting.begun:
-            return min(self._plain, *self.drafting.begun.values())
+        if self.drafting.first is not None:
+            return min(self._plain, self.drafting.first)
         return self._plain + self.verifying.longer_at_first
 
     def note_draft(self, texts: int, seconds: float) -> None:

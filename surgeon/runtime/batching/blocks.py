@@ -19,60 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
-BLOCK_TOKENS = 16
-# Of prompts, that are computed in one pass. A GPU needs more of them until its products take longer than its launches.
-PASS_TOKENS = {"cpu": 512, "cuda": 2048}
-
-Windows = tuple[int | None, ...]  # by group: how many tokens a token looks at, itself the last of them
-
-
-def blocks_for(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
-    """Count the blocks of so many tokens."""
-    return -(-tokens // block_tokens)
-
-
-def first_block(computed: int, window: int | None, block_tokens: int = BLOCK_TOKENS) -> int:
-    """The first block that a text still needs when so many of its tokens are in the cache."""
-    if window is None:
-        return 0
-    return max(0, computed - window + 1) // block_tokens
-
-
-def most_held(tokens: int, window: int | None, block_tokens: int = BLOCK_TOKENS) -> int:
-    """The most blocks of one group that a text holds at a time until it has so many tokens, one more in each pass."""
-    whole = blocks_for(tokens, block_tokens)
-    if window is None:
-        return whole
-    return min(whole, blocks_for(window - 1, block_tokens) + 1)
-
-
-def text_blocks(tokens: int, windows: Windows, block_tokens: int = BLOCK_TOKENS) -> int:
-    """The most blocks of all groups together."""
-    return sum(most_held(tokens, window, block_tokens) for window in windows)
-
-
-def pass_blocks(tokens: int, windows: Windows, block_tokens: int = BLOCK_TOKENS) -> int:
-    """Blocks that a pass over so many tokens of prompts needs beyond that, until it has ended."""
-    return blocks_for(tokens, block_tokens) * sum(window is not None for window in windows)
-
-
-def longest_text(blocks: int, windows: Windows, limit: int, block_tokens: int = BLOCK_TOKENS) -> int:
-    """The most tokens, up to a limit, of a text that has so many blocks for itself."""
-    low = 0
-    high = limit + 1
-    while low < high - 1:
-        middle = (low + high) // 2
-        if text_blocks(middle, windows, block_tokens) <= blocks:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def power_of_two(least: int) -> int:
-    """The smallest power of two that is not below a positive number."""
-    return 1 << (least - 1).bit_length()
-
+from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows, blocks_for, first_block, most_held
 
 # The beginning without tokens; numbers below are others of that kind, whose texts share nothing with its.
 ROOT = 0
@@ -154,12 +101,16 @@ class BlockTable:
         """Count the blocks of all tokens, those that are gone among them."""
         return self.gone + len(self.blocks)
 
-    def keep(self, gone: int, length: int) -> list[int]:
-        """Take off and return the blocks before the one of this number, and those behind the first so many."""
-        first = gone - self.gone
-        end = max(first, length - self.gone)
-        kept = self.blocks[first:end]
-        taken = self.blocks[:first] + self.blocks[end:]
+    def cut(self, length: int) -> list[int]:
+        """Take off and return the blocks behind the first so many."""
+        kept = max(0, length - self.gone)
+        return self._keep(self.gone, self.blocks[:kept], self.blocks[kept:])
+
+    def leave(self, gone: int) -> list[int]:
+        """Take off and return the blocks before the one of this number."""
+        return self._keep(gone, self.blocks[gone - self.gone :], self.blocks[: gone - self.gone])
+
+    def _keep(self, gone: int, kept: list[int], taken: list[int]) -> list[int]:
         self.gone = gone
         self.blocks = []
         self.runs = [(GONE, gone)] if gone else []
@@ -279,6 +230,10 @@ class BlockPool:
         """Count the blocks that nobody uses."""
         return self._gaps.total + len(self._idle)
 
+    def blocks_for(self, tokens: int) -> int:
+        """Count the blocks that so many tokens of one group take."""
+        return blocks_for(tokens, self.block_tokens)
+
     def match(self, tokens: Sequence[int], most: int | None = None, root: int = ROOT) -> Prefix:
         """Find the prefix that a sequence can share, of `most` blocks; at least its last token is left to compute.
 
@@ -293,19 +248,25 @@ class BlockPool:
             if found is None:
                 break
             path.append(number := found)
-        lengths = set(range(len(path) + 1))  # that every group can share
-        for group, window in enumerate(self.windows):
-            known = 0
-            for length, number in enumerate(path, start=1):
-                known = known + 1 if (group, number) in self._known else 0
-                if known < length - first_block(length * size, window, size):
-                    lengths.discard(length)
-        length = max(lengths)
+        lengths = [self._shareable(group, path) for group in range(len(self.windows))]
+        length = max(set.intersection(*lengths))
         shared = tuple(
             [self._known[group, one] for one in path[first_block(length * size, window, size) : length]]
             for group, window in enumerate(self.windows)
         )
         return Prefix(length, path[length - 1] if length else root, shared)
+
+    def _shareable(self, group: int, path: Sequence[int]) -> set[int]:
+        """Count a path's blocks that a sequence can share, as far as one group goes."""
+        size = self.block_tokens
+        window = self.windows[group]
+        known = 0
+        found = {0}
+        for length, number in enumerate(path, start=1):
+            known = known + 1 if (group, number) in self._known else 0
+            if known >= length - first_block(length * size, window, size):
+                found.add(length)
+        return found
 
     def open(self, prefix: Prefix) -> SequenceBlocks:
         """Open the blocks of a sequence that shares a prefix, as `match` gave it just now."""
@@ -324,10 +285,7 @@ class BlockPool:
 
     def _missing_blocks(self, own: SequenceBlocks, end: int, whole: int) -> list[int]:
         ends = [max(end, whole) if window is None else end for window in self.windows]
-        return [
-            blocks_for(end, self.block_tokens) - table.length
-            for end, table in zip(ends, own.tables, strict=True)
-        ]
+        return [self.blocks_for(end) - table.length for end, table in zip(ends, own.tables, strict=True)]
 
     def still_to_come(self, own: SequenceBlocks, tokens: int) -> int:
         """Count the blocks that a sequence will take besides those it has, at most, until it has so many tokens."""
@@ -347,41 +305,41 @@ class BlockPool:
 
     def grow(self, own: SequenceBlocks, end: int, whole: int = 0) -> None:
         """Give a sequence the blocks that it is `lacking`; there must be as many free."""
-        for table, lacking in zip(own.tables, self._missing_blocks(own, end, whole), strict=True):
-            new = lacking
-            assert new <= self.free, f"{new} blocks are wanted and {self.free} are free"
-            if new > self._gaps.total:
-                for _ in range(max(new - self._gaps.total, len(self._idle) // _EVICTED_SHARE)):
-                    block, _ = self._idle.popitem(last=False)
-                    self._unlearn(block)
-                    self._gaps.give(block)
-            while new > 0:
-                behind = table.blocks[-1] + 1 if table.blocks else -1
-                if room := self._gaps.length_at(behind):
-                    taken = self._gaps.take(behind, min(new, room))
-                else:
-                    taken = self._begin(new)
-                for block in taken:
-                    self._users[block] = 1
-                table.extend(taken)
-                new -= len(taken)
+        for table, new in zip(own.tables, self._missing_blocks(own, end, whole), strict=True):
+            self._extend(table, max(0, new))
+
+    def _extend(self, table: BlockTable, new: int) -> None:
+        assert new <= self.free, f"{new} blocks are wanted and {self.free} are free"
+        if new > self._gaps.total:
+            for _ in range(max(new - self._gaps.total, len(self._idle) // _EVICTED_SHARE)):
+                block, _ = self._idle.popitem(last=False)
+                self._unlearn(block)
+                self._gaps.give(block)
+        while new:
+            behind = table.blocks[-1] + 1 if table.blocks else -1
+            if room := self._gaps.length_at(behind):
+                taken = self._gaps.take(behind, min(new, room))
+            else:
+                taken = self._begin(new)
+            for block in taken:
+                self._users[block] = 1
+            table.extend(taken)
+            new -= len(taken)
 
     def shrink(self, own: SequenceBlocks, tokens: int) -> None:
         """Give back a sequence's blocks behind its first so many tokens: room for some that did not come."""
-        length = blocks_for(tokens, self.block_tokens)
+        length = self.blocks_for(tokens)
         assert own.known <= length, f"{length} blocks are to stay and {own.known} are known"
         for table in own.tables:
             if length < table.length:
-                self._give_back(table.keep(table.gone, length))
+                self._give_back(table.cut(length))
 
     def leave_behind(self, own: SequenceBlocks, computed: int) -> None:
         """Give back what no window reaches when so many tokens have been computed, and made known."""
         for table, window in zip(own.tables, self.windows, strict=True):
             first = first_block(computed, window, self.block_tokens)
             if first > table.gone:
-                self._give_back(
-                    reversed(table.keep(first, table.length))
-                )  # later ones are shared further on
+                self._give_back(reversed(table.leave(first)))  # later ones are shared further on
 
     def _give_back(self, blocks: Iterable[int]) -> None:
         """Take blocks from one who used them; the last ones are the first to go."""

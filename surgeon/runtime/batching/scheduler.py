@@ -32,16 +32,17 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from surgeon.runtime.batching.ahead import Ahead
-from surgeon.runtime.batching.blocks import PASS_TOKENS, ROOT, BlockPool, SequenceBlocks
+from surgeon.runtime.batching.blocks import ROOT, BlockPool, SequenceBlocks
 from surgeon.runtime.batching.request import (
     UNDEFINED,
     Choice,
     FinishReason,
     Request,
-    Stats,
+    Tally,
     TokenLogprob,
 )
 from surgeon.runtime.batching.sequence import Expectation, LongTexts, ScheduledChunk, Sequence
+from surgeon.runtime.batching.windows import PASS_TOKENS
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Scheduler:
         self.catches_up = catches_up and not limits.looked_up
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.tally = Stats(blocks=pool.blocks)
+        self.tally = Tally()
         self.expected = Expectation(limits.expected_share)
         self.ahead = Ahead() if limits.as_pays and limits.draft_tokens else None
         self._refused_at = -1  # the pool's releases when the first in the queue did not fit
@@ -138,13 +139,7 @@ class Scheduler:
 
     def plan(self) -> list[ScheduledChunk]:
         """Plan the chunks of the next pass; none only if no request is open."""
-        border = self._border
-        for sequence in reversed(
-            [one for one in self.running if one.prompt <= border < len(one.tokens)]
-        ):
-            sequence.prompt = len(sequence.tokens)
-            self.running.remove(sequence)
-            self._put_back(sequence)
+        self._begin_anew()
         chunks = self._add_drafts(self._continue_sequences())
         budget = self.limits.pass_tokens
         for sequence in tuple(self.running):
@@ -160,9 +155,19 @@ class Scheduler:
             budget -= begun.tokens
         return chunks
 
+    def _begin_anew(self) -> None:
+        """Put texts that have grown beyond a length back to be computed again, if `LongTexts.anew` says so."""
+        border = self._border
+        for sequence in reversed(
+            [one for one in self.running if one.prompt <= border < len(one.tokens)]
+        ):
+            sequence.prompt = len(sequence.tokens)
+            self.running.remove(sequence)
+            self._put_back(sequence)
+
     @property
     def _border(self) -> float:
-        """The most tokens of a text before it is computed again, if `LongTexts.anew` says so."""
+        """The most tokens of a text before it is computed again."""
         long_texts = self.limits.long_texts
         if long_texts is not None and long_texts.anew:
             return long_texts.beyond
@@ -215,14 +220,16 @@ class Scheduler:
         for text, most, lacking in zip(texts, wanted, missed, strict=True):
             computed = min(lacking, budget) if most else 0
             budget -= computed
-            room = 0
-            if most and computed == lacking:
-                length = len(text.tokens)
-                end = self.pool.reach(text.blocks, length, length + most)
-                self.pool.grow(text.blocks, end)
-                room = end - length
+            room = self._room_for_drafts(text, most) if most and computed == lacking else 0
             drafting.append(ScheduledChunk(text, 1, room, computed))
         return sorted(drafting, key=lambda chunk: (-chunk.drafts, -chunk.missed))
+
+    def _room_for_drafts(self, sequence: Sequence, wanted: int) -> int:
+        """Make room for drafts of a sequence, up to so many; returns how many."""
+        length = len(sequence.tokens)
+        end = self.pool.reach(sequence.blocks, length, length + wanted)
+        self.pool.grow(sequence.blocks, end)
+        return end - length
 
     def _drafts_wanted(self, sequence: Sequence) -> int:
         """Count the drafts for a sequence if there are blocks for them and the token behind the last one.
@@ -233,13 +240,10 @@ class Scheduler:
         if not sequence.drafting or length == len(sequence.request.prompt):
             return 0
         most = min(self.limits.draft_tokens, self.limits.pass_tokens // self.limits.max_batch - 1)
-        return max(0, min(most, self._longest(sequence) - length))
-
-    def _longest(self, sequence: Sequence) -> int:
-        """The most tokens of a sequence that are computed without beginning anew."""
-        if sequence.prompt > self._border:
-            return sequence.last - 1
-        return int(min(sequence.last - 1, self._border))
+        longest = (
+            sequence.last - 1 if sequence.prompt > self._border else min(sequence.last - 1, self._border)
+        )
+        return max(0, min(most, int(longest) - length))
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Give a running sequence blocks for its tokens up to `end`; False if it had to be preempted itself."""
@@ -274,15 +278,7 @@ class Scheduler:
         blocks = pool.open(prefix)
         own = pool.lacking(blocks, min(length, computed + budget), length)
         own = max(own, pool.still_to_come(blocks, max(length, self.expected.length(sequence))))
-        # Of each running one a block at least, if it can come to need one.
-        to_come = sum(
-            pool.still_to_come(
-                one.blocks,
-                min(one.last - 1, max(len(one.tokens) + size, self.expected.length(one))),
-            )
-            for one in self.running
-        )
-        if self.running and own + to_come > pool.free:
+        if self.running and own + sum(map(self._to_come, self.running)) > pool.free:
             pool.close(blocks)
             self._refused_at = pool.releases
             return False
@@ -295,6 +291,12 @@ class Scheduler:
             self.tally.cached_tokens += sequence.computed
         self.running.append(self.waiting.popleft())
         return True
+
+    def _to_come(self, sequence: Sequence) -> int:
+        """Count the blocks a running sequence is expected to need yet; one at least, if it can come to need one."""
+        further = len(sequence.tokens) + self.pool.block_tokens
+        tokens = min(sequence.last - 1, max(further, self.expected.length(sequence)))
+        return self.pool.still_to_come(sequence.blocks, tokens)
 
     def advance(
         self,

@@ -100,7 +100,7 @@ Halves = tuple[list[Row], list[Row]]
 
 
 def halves_of(rows: Several[Row]) -> Halves | None:
-    """Divide rows into two halves that take turns (model/rank_model.py), in the same order; None if that cannot be.
+    """Divide rows into two halves that take turns (model/dynamic.py), in the same order; None if that cannot be.
 
     The row in the middle is cut if it is long enough, and otherwise in the half that is nearer.
     """
@@ -147,9 +147,16 @@ class LongTexts:
         return -1
 
 
-# The tokens of a pass that something is asked of; the stream of others ends behind the last attention. Places of those
-# whose next token or logits are wanted, then of those that predict targets; and what is wanted of each of the former.
-AskedPlaces = tuple[list[int], list[Wanted]]
+class AskedPlaces(NamedTuple):
+    """The tokens of a pass that something is asked of; the stream of others ends behind the last attention.
+
+    Attributes:
+        places: of those whose next token or logits are wanted, then of those that predict targets.
+        wanted: of each of the former.
+    """
+
+    places: list[int]
+    wanted: list[Wanted]
 
 
 def asked_of(rows: Several[Row]) -> AskedPlaces:
@@ -167,7 +174,7 @@ def asked_of(rows: Several[Row]) -> AskedPlaces:
         if row.targets is not None:
             first = start + row.targets.first
             predicting += range(first, first + len(row.targets.tokens))
-    return places + predicting, wanted
+    return AskedPlaces(places + predicting, wanted)
 
 
 @dataclass(eq=False)

@@ -14,7 +14,6 @@ import tempfile
 from contextlib import suppress
 from ctypes import CDLL
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,20 +40,6 @@ def switched_off() -> bool:
     return os.environ.get(SWITCH, "").lower() in ("off", "0")
 
 
-def triton_missing() -> str | None:
-    """Say why ranks on GPUs compute without the kernels for these; None if they compute with them."""
-    if switched_off():
-        return f"{SWITCH}=off"
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    return None
-
-
-def triton_used_on(device: str) -> bool:
-    """Tell whether ranks on such a device, "cpu" or "cuda", compute with the kernels for GPUs."""
-    return device == "cuda" and triton_missing() is None
-
-
 @cache
 def load_kernels() -> Built:
     """Load the kernels, compiled now if they are not in the cache; the same for the whole process."""
@@ -66,10 +51,7 @@ def load_kernels() -> Built:
     try:
         return Built(_load(compiler))
     except subprocess.SubprocessError as error:
-        said = getattr(error, "stderr", None) or str(error)
-        lines = said.splitlines() or [str(error)]
-        lines = [line for line in lines if "error" in line] or lines
-        return Built(None, f"{compiler} did not compile them: {lines[0].strip()}")
+        return Built(None, f"{compiler} did not compile them: {_first_line(error)}")
     except OSError as error:
         return Built(None, f"they could not be loaded: {error}")
 
@@ -97,16 +79,19 @@ def _identity(compiler: str) -> str:
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         found.update(source.name.encode() + source.read_bytes())
     version = _run([compiler, "--version"])
-    # Features of the processor, as far as Linux says: homes are shared by machines that differ.
-    processor = [platform.processor()]
-    described = Path("/proc/cpuinfo")
-    if described.is_file():
-        lines = described.read_text().splitlines()
-        processor = sorted(
-            {line for line in lines if line.split(":")[0].strip() in ("flags", "Features", "model name")}
-        )
-    found.update(repr((version, FLAGS, compiler, platform.machine(), processor)).encode())
+    found.update(repr((version, FLAGS, compiler, platform.machine(), _processor())).encode())
     return found.hexdigest()[:32]
+
+
+def _processor() -> list[str]:
+    """Features of the processor, as far as Linux says; homes are shared by machines that differ."""
+    described = Path("/proc/cpuinfo")
+    if not described.is_file():
+        return [platform.processor()]
+    lines = described.read_text().splitlines()
+    return sorted(
+        {line for line in lines if line.split(":")[0].strip() in ("flags", "Features", "model name")}
+    )
 
 
 def _run(command: list[str]) -> str:
@@ -122,3 +107,9 @@ def _keep(made: Path, path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def _first_line(error: subprocess.SubprocessError) -> str:
+    said = getattr(error, "stderr", None) or str(error)
+    lines = [line for line in said.splitlines() if "error" in line] or said.splitlines() or [str(error)]
+    return str(lines[0]).strip()

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.runtime.kernels.build import SWITCH, load_kernels, switched_off, triton_missing
+from surgeon.runtime.kernels.build import SWITCH, load_kernels, switched_off
+from surgeon.runtime.kernels.triton import reason_without
 
 KINDS = {"p": c_void_p, "n": c_int64, "f": c_float}
 # What functions take, in order: pointers, numbers, floats.
@@ -88,12 +89,17 @@ class Library:
         """The calls as C++ goes through them, (calls, 1 + ARGUMENTS), int64."""
         lines = list[list[int]]()
         for name, arguments in calls:
-            words = [
-                int.from_bytes(struct.pack("<f", one), "little") if kind == "f" else int(one or 0)
-                for kind, one in zip(RECORDABLE[name], arguments, strict=True)
-            ]
+            words = [_word(kind, one) for kind, one in zip(RECORDABLE[name], arguments, strict=True)]
             lines.append([self._recorded[name], *words, *[0] * (ARGUMENTS - len(words))])
         return torch.tensor(lines, dtype=torch.int64).view(-1, 1 + ARGUMENTS)
+
+
+def _word(kind: str, argument: Any) -> int:
+    if kind == "f":
+        return int.from_bytes(struct.pack("<f", argument), "little")
+    if argument is None:
+        return 0
+    return int(argument)
 
 
 LOST = {
@@ -124,7 +130,7 @@ def warn_without_kernels(device: str, dtype: str) -> None:
 
 def _problem(device: str, dtype: str) -> str | None:
     if device == "cuda":
-        return triton_missing()
+        return reason_without()
     if dtype != "float32":
         return f"those for CPUs compute in float32, not in {dtype}"
     if switched_off():

@@ -10,10 +10,10 @@ GPUs record CUDA graphs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_float
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,13 +36,7 @@ class Arena:
     def empty(self, shape: Sequence[int]) -> Tensor:
         """Room for float32 numbers of this shape, free again when nobody has the tensor or a view of it."""
         count = math.prod(shape)
-        # Free is a buffer whose storage it and the one who asks have alone.
-        free = (
-            one
-            for one in self._buffers
-            if one.numel() >= count and torch._C._storage_Use_Count(one.untyped_storage()._cdata) == 2
-        )
-        buffer = next(free, None)
+        buffer = next((one for one in self._buffers if one.numel() >= count and _users(one) == 0), None)
         # Sizes are powers of two, so that all sizes of passes together need twice the memory of the largest.
         if buffer is None:
             buffer = torch.empty(max(LEAST, 1 << (count - 1).bit_length()))
@@ -58,9 +52,18 @@ class Arena:
         return torch.frombuffer(numbers, dtype=torch.float32).view(tensor.shape)
 
 
-Span = tuple[
-    Any, int, int
-]  # calls whose time somebody wants to know: what for, the first, and behind the last
+def _users(buffer: Tensor) -> int:
+    """Count the tensors that lie in a buffer, besides itself."""
+    storage = buffer.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 2
+
+
+class Span(NamedTuple):
+    """Calls whose time somebody wants to know, and what they are for."""
+
+    what: Any
+    first: int
+    end: int
 
 
 class Recording(TorchDispatchMode):
@@ -147,11 +150,7 @@ class Recording(TorchDispatchMode):
             if not _views(made, args[0]):  # of some functions only some results are
                 self.fail(str(func))
             return made
-        if (
-            func in (aten.new_empty.default, aten.empty_like.default)
-            and (kwargs.get("dtype") or args[0].dtype) == torch.float32
-            and not any(value for name, value in kwargs.items() if name != "dtype")
-        ):
+        if func in (aten.new_empty.default, aten.empty_like.default) and _of_numbers(args[0], kwargs):
             return self.empty(args[1] if func is aten.new_empty.default else args[0].shape)
         if func is aten.add.Tensor and not kwargs and _alike(*args):
             total = self.empty(args[0].shape)
@@ -200,7 +199,7 @@ def mark_calls(what: Any) -> Iterator[None]:
         return
     first = len(recording.calls)
     yield
-    recording.spans.append((what, first, len(recording.calls)))
+    recording.spans.append(Span(what, first, len(recording.calls)))
 
 
 def _views(made: Any, tensor: Tensor) -> bool:
@@ -210,6 +209,11 @@ def _views(made: Any, tensor: Tensor) -> bool:
     return all(
         part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for part in parts
     )
+
+
+def _of_numbers(like: Tensor, asked: Mapping[str, Any]) -> bool:
+    others = (value for name, value in asked.items() if name != "dtype")
+    return (asked.get("dtype") or like.dtype) == torch.float32 and not any(others)
 
 
 def _of_rows(x: Tensor) -> bool:

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from surgeon.machine import torch_threads
-from surgeon.runtime.batching.blocks import BLOCK_TOKENS, Windows, blocks_for
 from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows, blocks_for
 from surgeon.runtime.comm.collectives import Collectives
-from surgeon.runtime.kernels.build import SWITCH, triton_used_on
+from surgeon.runtime.kernels.build import SWITCH
 from surgeon.runtime.kernels.functions import kernels_for
+from surgeon.runtime.kernels.triton import used_on
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.peers import Phase
 from surgeon.runtime.model.rank_model import DynamicPasses, HalvedPasses, RankModel, Results, Way
@@ -61,7 +62,7 @@ class RankEngine:
         """Load the model, weights that this rank has already (`beside`) but once."""
         if (
             device.type == "cuda"
-            and triton_used_on("cuda")
+            and used_on("cuda")
             and torch.cuda.get_device_capability(device)[0] < LEAST_CAPABILITY
         ):
             raise ValueError(

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import power_of_two
 from surgeon.runtime.batching.request import MOST_LOGPROBS, Sampling
+from surgeon.runtime.batching.windows import power_of_two
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton.functions import triton_kernels_for
 

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import BLOCK_TOKENS, GONE, BlockRun, Windows
+from surgeon.runtime.batching.blocks import GONE, BlockRun
 from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows
 from surgeon.runtime.kernels.functions import Weighting, Window, kernels_for
 from surgeon.runtime.kernels.triton.functions import TextBlocks, triton_kernels_for
 from surgeon.runtime.model.ends import Index

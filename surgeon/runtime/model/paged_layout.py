@@ -17,8 +17,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.kernels.functions import Runs, TextKeys, Weighting, Window
 from surgeon.runtime.kernels.triton.functions import TextBlocks
 from surgeon.runtime.model.attending import attention

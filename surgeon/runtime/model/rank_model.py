@@ -268,7 +268,7 @@ class DynamicPasses(Way):
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         asked = asked_of(rows)
-        return self.results(self.stream(rows, cache, asked[0]), rows, asked)
+        return self.results(self.stream(rows, cache, asked.places), rows, asked)
 
     def results(self, stream: Tensor, rows: Sequence[Row], asked: AskedPlaces) -> Results:
         """Choose by the stream behind the program at the asked places, (places, hidden)."""

@@ -10,13 +10,14 @@ Shapes: B texts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import power_of_two
 from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.batching.windows import power_of_two
 from surgeon.runtime.kernels.functions import Kernels, Runs, Weighting, Window
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay, Span
 from surgeon.runtime.model.paged_cache import PagedCache, runs_of, stretches
@@ -35,19 +36,13 @@ POSITION = 1
 PLACE = 2
 
 
-class RecordedPass:
-    """A recorded pass over so many texts, or one that is being recorded, and its inputs, where it reads them.
+class PassInputs:
+    """The changing inputs of passes over as many texts, where recordings read them.
 
     Attributes:
         numbers: (2 + twice the groups of the cache, B).
         reads: of attentions of a group with a window.
-        logits: (B, rows of the vocabulary).
     """
-
-    replay: Replay
-    logits: Tensor
-    sent: Sent
-    spans: list[Span]
 
     def __init__(self, rows: Sequence[Row], angles: AllAngles) -> None:
         self.numbers = torch.tensor(_numbers(rows))
@@ -67,6 +62,15 @@ class RecordedPass:
         self.numbers.numpy()[:] = _numbers(rows)
         return True
 
+    def read(self, rows: Sequence[Row], key: Reading) -> Runs:
+        """Runs that such attentions read, with room for some more than now."""
+        if key not in self.reads:
+            runs, ends = runs_of(rows, *key)
+            room = torch.zeros(2 * power_of_two(len(runs)), 2, dtype=torch.int64)
+            room[: len(runs)] = torch.tensor(runs)
+            self.reads[key] = Runs(room, torch.tensor(ends))
+        return self.reads[key]
+
 
 def _numbers(rows: Sequence[Row]) -> list[list[int]]:
     """Token, position, and place in each group of the cache; in slots of another that knows the token, none."""
@@ -84,6 +88,16 @@ def _numbers(rows: Sequence[Row]) -> list[list[int]]:
             [at if is_new else NOWHERE for at, is_new in zip(own, new, strict=True)] for own in places
         ]
     return [tokens, positions, *places, *newly]
+
+
+class RecordedPass(NamedTuple):
+    """A recorded pass over so many texts, with logits, (B, rows of the vocabulary), and what it sends."""
+
+    inputs: PassInputs
+    replay: Replay
+    logits: Tensor
+    sent: Sent
+    spans: list[Span]
 
 
 class RecordedDecode(Way):
@@ -120,8 +134,8 @@ class RecordedDecode(Way):
         passes = self._passes.setdefault(cache, {})
         angles = model.angles_up_to(1 + max(row.start for row in rows))
         known = passes.get(len(rows))
-        if known is None or not known.load(rows, angles):
-            return self._record(rows, cache, RecordedPass(rows, angles), passes)
+        if known is None or not known.inputs.load(rows, angles):
+            return self._record(rows, cache, PassInputs(rows, angles), passes)
         times = known.replay(bool(known.spans))
         for collectives in model.peers.groups.values():
             if (failure := collectives.failure()) is not None:
@@ -132,11 +146,7 @@ class RecordedDecode(Way):
         return known.logits
 
     def _record(
-        self,
-        rows: Sequence[Row],
-        cache: PagedCache,
-        recorded: RecordedPass,
-        passes: dict[int, RecordedPass],
+        self, rows: Sequence[Row], cache: PagedCache, inputs: PassInputs, passes: dict[int, RecordedPass]
     ) -> Tensor:
         """Compute one as any pass, and record it if it can be."""
         model = self._model
@@ -147,29 +157,22 @@ class RecordedDecode(Way):
             """Attend over the cache through inputs that a replay finds again."""
             group = cache.group_of[slot]
             pair = cache.pairs[slot]
-            key = group, weighting.window
             with recording.paused():
-                if key not in recorded.reads:  # with room for some runs more than now
-                    runs, ends = runs_of(rows, *key)
-                    room = torch.zeros(2 * power_of_two(len(runs)), 2, dtype=torch.int64)
-                    room[: len(runs)] = torch.tensor(runs)
-                    recorded.reads[key] = Runs(room, torch.tensor(ends))
+                read = inputs.read(rows, (group, weighting.window))
             where = group + (len(rows[0].runs) if slot in cache.borrowed else 0)
-            self._kernels.keep(kept, recorded.numbers[PLACE + where], pair)
-            return self._kernels.attend(queries, pair, recorded.reads[key], weighting)
+            self._kernels.keep(kept, inputs.numbers[PLACE + where], pair)
+            return self._kernels.attend(queries, pair, read, weighting)
 
         with phase.apart() as sent, model.peers.recorded(recording), recording.during():
             logits = model.next_logits(
-                recorded.numbers[TOKEN], recorded.numbers[POSITION], recorded.angles, attend
+                inputs.numbers[TOKEN], inputs.numbers[POSITION], inputs.angles, attend
             )
         phase.add(sent)
         replay = recording.finished()
         if replay is None:
             self.problems[len(rows)] = str(recording.problem)
         else:
-            recorded.replay = replay
-            recorded.logits = self._arena.borrowed(logits)
-            recorded.sent = sent
-            recorded.spans = recording.spans
-            passes[len(rows)] = recorded
+            passes[len(rows)] = RecordedPass(
+                inputs, replay, self._arena.borrowed(logits), sent, recording.spans
+            )
         return logits

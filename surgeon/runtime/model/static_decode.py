@@ -26,8 +26,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for, power_of_two
 from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for, power_of_two
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.kernels.functions import Weighting, Window
 from surgeon.runtime.kernels.recording import GraphRecorder

@@ -12,9 +12,9 @@ from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.models.families import Family
 from surgeon.models.families.specs import Growth, Latent
 from surgeon.models.routing import Routing
-from surgeon.runtime.batching.blocks import blocks_for, power_of_two
 from surgeon.runtime.batching.sequence import LongTexts
-from surgeon.runtime.kernels.build import triton_used_on
+from surgeon.runtime.batching.windows import blocks_for, power_of_two
+from surgeon.runtime.kernels.triton import used_on
 from surgeon.runtime.plan.balance import NO_MIXTURES, Balance, Mixtures
 
 # Decode passes are computed like all others (dynamic) or in a few fixed shapes (static); auto is dynamic on CPUs, and
@@ -268,7 +268,7 @@ class Plan:
 
     def gathers(self, device: str) -> bool:
         """Tell whether passes of fixed shapes copy all texts' keys and values: on GPUs without kernels."""
-        return self.is_static(device) and not triton_used_on(device)
+        return self.is_static(device) and not used_on(device)
 
     def read_at_once(self, device: str, texts: int) -> tuple[int, int]:
         """The texts that an attention reads at a time, and the most blocks of each.

@@ -94,22 +94,8 @@ class Leader:
         began = time.perf_counter()
         chunks = self.scheduler.plan()
         planned = time.perf_counter() - began  # with what is drafted, which may take long to choose
-        if (
-            self.scheduler.limits.looked_up
-        ):  # in the chunks' own texts; as many are drafted as were found
-            looked = time.perf_counter()
-            drafts = [
-                chunk.sequence.lookup.drafts(chunk.sequence.tokens, chunk.drafts) if chunk.drafts else []
-                for chunk in chunks
-            ]
-            for chunk, found in zip(chunks, drafts, strict=True):
-                if chunk.wanted == Wanted.LOGITS:
-                    self._sampler.offer(chunk.sequence.request.id, found)
-            if self.scheduler.ahead is not None and any(drafts):
-                self.scheduler.ahead.note_draft(len(chunks), time.perf_counter() - looked)
-            chunks = [
-                chunk._replace(drafts=len(found)) for chunk, found in zip(chunks, drafts, strict=True)
-            ]
+        if self.scheduler.limits.looked_up:
+            chunks, drafts = self._look_up(chunks)
         else:
             drafts = self._draft(chunks)
         began = time.perf_counter() - planned
@@ -169,6 +155,22 @@ class Leader:
                     ahead.note_missed(count, seconds)
         return drafts
 
+    def _look_up(self, chunks: list[ScheduledChunk]) -> tuple[list[ScheduledChunk], list[list[int]]]:
+        """Look up drafts in the chunks' own texts, and give the chunks with as many as were found."""
+        began = time.perf_counter()
+        drafts = [
+            chunk.sequence.lookup.drafts(chunk.sequence.tokens, chunk.drafts) if chunk.drafts else []
+            for chunk in chunks
+        ]
+        for chunk, found in zip(chunks, drafts, strict=True):
+            if chunk.wanted == Wanted.LOGITS:
+                self._sampler.offer(chunk.sequence.request.id, found)
+        if self.scheduler.ahead is not None and any(drafts):
+            self.scheduler.ahead.note_draft(len(chunks), time.perf_counter() - began)
+        return [
+            chunk._replace(drafts=len(found)) for chunk, found in zip(chunks, drafts, strict=True)
+        ], drafts
+
     def _choose(
         self, chunks: list[ScheduledChunk], drafts: list[list[int]], results: Results
     ) -> list[list[Choice]]:
@@ -196,14 +198,16 @@ class Leader:
         figures = self.engine.figures
         scheduler = self.scheduler
         phases = figures.prefill, figures.decode, figures.drafting
-        stats = scheduler.tally
-        stats.running = len(scheduler.running)
-        stats.waiting = len(scheduler.waiting)
-        stats.free_blocks = scheduler.pool.free
-        stats.passes = sum(phase.passes for phase in phases)
-        stats.drafting_passes = figures.drafting.passes
-        # The fields alone: to pickle all would take as long as the rest of this.
-        return Progress(outputs, tuple(vars(stats).values()))
+        stats = (  # the fields of `Stats`, in their order; to make one would take as long as all of this
+            *vars(scheduler.tally).values(),
+            len(scheduler.running),
+            len(scheduler.waiting),
+            scheduler.pool.blocks,
+            scheduler.pool.free,
+            sum(phase.passes for phase in phases),
+            figures.drafting.passes,
+        )
+        return Progress(outputs, stats)
 
     def report(self, message: Report) -> None:
         self._sender.send(message)

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from surgeon.processes.sockets import address_of, watch_over
-from surgeon.runtime.batching.blocks import BlockPool, Windows
+from surgeon.runtime.batching.blocks import BlockPool
 from surgeon.runtime.batching.request import UNDEFINED, Choice
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted, asked_of
 from surgeon.runtime.batching.sequence import Sequence as Text
+from surgeon.runtime.batching.windows import Windows
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.comm.pipes import Ring
 from surgeon.runtime.model.engine import RankEngine
@@ -79,11 +80,10 @@ class InFlight(Scheduler):
     def drafts_behind(self, chunk: ScheduledChunk) -> bool:
         """Tell whether a draft is to follow a planned chunk's last token."""
         sequence = chunk.sequence
-        return (
-            self.window > 1
-            and chunk.wanted == Wanted.BEST
-            and len(sequence.tokens) < self._longest(sequence)
+        longest = (
+            sequence.last - 1 if sequence.prompt > self._border else min(sequence.last - 1, self._border)
         )
+        return self.window > 1 and chunk.wanted == Wanted.BEST and len(sequence.tokens) < longest
 
     def sent(self, chunks: Sequence[ScheduledChunk]) -> list[Output]:
         """Note that a planned pass is on its way; texts to which nothing is added end with it."""
@@ -301,7 +301,7 @@ def relay(rank: Rank, engine: StretchEngine, cache: PagedCache) -> None:
         message, stream = rank.ring.receive()
         if isinstance(message, list):
             stream, _ = engine.onward(message, cache, stream)
-            rank.ring.send(message, stream[asked_of(message)[0]] if last else stream)
+            rank.ring.send(message, stream[asked_of(message).places] if last else stream)
             engine.pause()
             continue
         if isinstance(message, Report):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from surgeon.processes.files import cache_folder
-from surgeon.runtime.kernels import build, library
+from surgeon.runtime.kernels import build, library, triton
 from surgeon.runtime.kernels.build import SWITCH, find_compiler
 from surgeon.runtime.kernels.library import kernels_used, warn_without_kernels
 
@@ -119,13 +119,13 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "find_spec", lambda _: None)
+    monkeypatch.setattr(triton, "find_spec", lambda _: None)
     with pytest.warns(
         UserWarning, match="copy the keys and values of all texts.*: triton is not installed; SURGEON_"
     ):
         warn_without_kernels("cuda", "bfloat16")
     assert kernels_used("cuda", "bfloat16") == "none (triton is not installed)"
-    monkeypatch.setattr(build, "find_spec", lambda _: object())
+    monkeypatch.setattr(triton, "find_spec", lambda _: object())
     assert kernels_used("cuda", "bfloat16") == "Triton"
 
 

@@ -254,7 +254,7 @@ def test_copies_of_fixed_shapes(
     sizes = footprint(plan)
     allowed = sizes.weights[0] + 8 * sizes.block[0]
     blocks = [choose_cache(plan, "cpu", 4, None, allowed)[1]]
-    monkeypatch.setattr(specification, "triton_used_on", lambda _: True)
+    monkeypatch.setattr(specification, "used_on", lambda _: True)
     blocks.append(choose_cache(plan, "cpu", 4, None, allowed)[1])
     monkeypatch.undo()
     assert blocks == [max(8 * sizes.block[0] // (sizes.block[0] + 4 * sizes.copies[0]), 0), 8]

@@ -72,8 +72,7 @@ def rules_of(config: Any) -> list[Rule]:
     if method is None:
         raise ValueError(
             f"weights quantised by {show_value(name)} are not supported (known: {', '.join(METHODS)}); use the model "
-            "that "
-            "it was made of"
+            "that it was made of"
         )
     _check(said, method.only, ("quant_method", *method.others), str(name))
     return list(method.rules(said))
@@ -89,8 +88,7 @@ def _check(
         if key not in only and key not in others:
             raise ValueError(
                 f"{WHERE} has {key} {show_value(value)}, which is not known for {what}: it may say that the stored "
-                "numbers "
-                "stand for others; if it does not, remove it, else use the model that it was made of"
+                "numbers stand for others; if it does not, remove it, else use the model that it was made of"
             )
         if key in only and (value.lower() if isinstance(value, str) else value) not in only[key]:
             known = f" (known: {', '.join(map(str, only[key]))})" if only[key] else ""
@@ -229,8 +227,7 @@ def _check_dynamic(said: Entries) -> None:
         if own and not pattern.startswith("-:"):
             raise ValueError(
                 f"{said['quant_method']} in another way in some modules (dynamic {pattern!r}: {show_value(own)}) is "
-                "not "
-                "supported; use the model that it was made of"
+                "not supported; use the model that it was made of"
             )
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from surgeon.runtime.kernels import build
+from surgeon.runtime.kernels import triton
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -353,7 +353,7 @@ def _kernels() -> TritonKernels:
 
 def triton_kernels_for(tensor: Tensor) -> TritonKernels | None:
     """Give the kernels, if they compute with tensors like this one."""
-    if build.triton_used_on(tensor.device.type) and tensor.is_floating_point():
+    if triton.used_on(tensor.device.type) and tensor.is_floating_point():
         return _kernels()
     return None
 
