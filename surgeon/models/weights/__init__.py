@@ -4,7 +4,6 @@
 The rules of packing, slicing and averaging stand here and nowhere else.
 """
 
-from surgeon.models.families.specs import unit_bounds, unit_share
 from surgeon.models.weights.decompose import TruncatedSVD
 from surgeon.models.weights.derive import (
     derive_sublayer,
@@ -94,7 +93,6 @@ __all__ = [
     "share_undivided",
     "stored_tensors",
     "take_experts_apart",
-    "unit_bounds",
     "unit_features",
     "unit_source",
 ]
