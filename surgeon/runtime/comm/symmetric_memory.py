@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,11 @@ class SymmetricSum:
         OPERATIONS[self.name](operand, self._group, flat)
 
 
-Bound = tuple[int, SymmetricSum]  # the way of operands up to so many bytes
+class Bound(NamedTuple):
+    """The way of operands up to so many bytes."""
+
+    bytes: int
+    way: SymmetricSum
 
 
 def bounds(ways: Sequence[SymmetricSum], ranks: int) -> tuple[Bound, ...]:
@@ -76,8 +80,8 @@ def bounds(ways: Sequence[SymmetricSum], ranks: int) -> tuple[Bound, ...]:
     """
     one_shot, *others = ways
     if ranks == 2:
-        return ((MOST_BYTES, one_shot),)
-    return (ONE_SHOT_BYTES, one_shot), (MOST_BYTES, others[-1])
+        return (Bound(MOST_BYTES, one_shot),)
+    return Bound(ONE_SHOT_BYTES, one_shot), Bound(MOST_BYTES, others[-1])
 
 
 class SideStream:
@@ -121,9 +125,15 @@ class BySize(Around):
     def around(self, inner: Collectives) -> Collectives:
         return self._wrapped(inner)
 
-    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+    def _way(self, tensor: Tensor) -> SymmetricSum | None:
         way = next((way for size, way in self.chosen if tensor.nbytes <= size), None)
-        if way is None or not tensor.is_contiguous() or not way.fits(tensor):
+        if way is not None and tensor.is_contiguous() and way.fits(tensor):
+            return way
+        return None
+
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+        way = self._way(tensor)
+        if way is None:
             return self.inner._all_reduce(tensor, at_once)
         if at_once:
             way(tensor, False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 OUTLIERS = 64  # one feature in so many is sent exactly
 
 
-# An estimate: how often each number is read or written, by kernels that do all of it at once, and how many these are.
-Price = tuple[float, int]
+class Price(NamedTuple):
+    """An estimate: how often each number is read or written, by kernels that do all of it at once, and how many."""
+
+    accesses: float
+    launches: int
 
 
 class Wire(ABC):
@@ -30,8 +33,8 @@ class Wire(ABC):
     """
 
     name: str
-    packing: Price = (6.0, 2)
-    unpacking: Price = (3.0, 1)
+    packing = Price(6.0, 2)
+    unpacking = Price(3.0, 1)
 
     @abstractmethod
     def parts(self, width: int, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:

@@ -10,6 +10,7 @@ Shapes: T tokens of a pass, h the stream's width.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -59,8 +60,23 @@ def summed_apart(step: Step, hidden: int, in_rank_space: frozenset[int], normed:
     }
 
 
-# A part of what is reduced: the sum, (T, width), of members of a step, through a second factor and a norm.
-Segment = tuple[frozenset[int], int, LinearMap | None, Norm | None]
+@dataclass(frozen=True)
+class Segment:
+    """A part of what is reduced: the sum, (T, width), of members of a step, through a second factor and a norm."""
+
+    members: frozenset[int]
+    width: int
+    second: LinearMap | None = None
+    norm: Norm | None = None
+
+    def finished(self, total: Tensor) -> Tensor:
+        """Make the output, (T, h), of the sum, (T, width)."""
+        output = total
+        if self.second is not None:
+            output = self.second(total)
+        if self.norm is None:
+            return output
+        return self.norm(output)
 
 
 class StepOutputs:
@@ -74,33 +90,28 @@ class StepOutputs:
     def __init__(
         self, step: Step, hidden: int, seconds: Mapping[int, LinearMap], norms: Mapping[int, Norm]
     ) -> None:
-        self.segments: list[Segment] = [
-            (frozenset([index]), width, seconds.get(index), norms.get(index))
+        self.segments = [
+            Segment(frozenset([index]), width, seconds.get(index), norms.get(index))
             for index, width in summed_apart(step, hidden, frozenset(seconds), bool(norms)).items()
         ]
         if not self.segments:
-            self.segments = [(frozenset(range(len(step.sublayers))), hidden, None, None)]
+            self.segments = [Segment(frozenset(range(len(step.sublayers))), hidden)]
 
     def partial(self, outputs: list[tuple[int, Tensor]]) -> Partial:
         """This rank's part of the step's output, of its parts' outputs by their sublayers' numbers."""
-        (_, _, second, norm), *others = self.segments
-        if not others and second is None and norm is None:
+        first, *others = self.segments
+        if not others and first.second is None and first.norm is None:
             return Partial(reduce(torch.add, (output for _, output in outputs)))
         parts = []
-        for members, width, *_ in self.segments:
-            own = [output for index, output in outputs if index in members]
+        for segment in self.segments:
+            own = [output for index, output in outputs if index in segment.members]
             like = outputs[0][1]
-            parts.append(reduce(torch.add, own) if own else like.new_zeros(len(like), width))
+            parts.append(reduce(torch.add, own) if own else like.new_zeros(len(like), segment.width))
         return Partial(parts[0] if len(parts) == 1 else torch.cat(parts, -1), self._finish)
 
     def _finish(self, totals: Tensor) -> Tensor:
-        parts = totals.split([width for _, width, *_ in self.segments], -1)
-        outputs = list[Tensor]()
-        for (_, _, second, norm), part in zip(self.segments, parts, strict=True):
-            output = part
-            if second is not None:
-                output = second(output)
-            if norm is not None:
-                output = norm(output)
-            outputs.append(output)
-        return reduce(torch.add, outputs)
+        parts = totals.split([segment.width for segment in self.segments], -1)
+        return reduce(
+            torch.add,
+            (segment.finished(part) for segment, part in zip(self.segments, parts, strict=True)),
+        )

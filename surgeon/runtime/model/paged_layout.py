@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,10 +52,10 @@ class PagedLayout:
             first += len(row.tokens)
         self.positions = as_index(positions, cache.device)
         self._keeping = cache.kernels or cache.triton
-        self._written = _written(rows, cache, [row.start for row in rows])
+        self._written = _Written.of(rows, cache, [row.start for row in rows])
         self._newly = self._written  # of what another program has not computed
         if any(row.known > row.start for row in rows):
-            self._newly = _written(rows, cache, [row.known for row in rows])
+            self._newly = _Written.of(rows, cache, [row.known for row in rows])
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Put new keys and values into a slot; queries (T, H, D) to attended values (T, H * D).
@@ -62,52 +63,56 @@ class PagedLayout:
         Args:
             kept: keys and, behind them, values, (T, 2 * K, D), or the numbers they are rebuilt of, (T, R).
         """
-        cache = self.cache
-        group = cache.group_of[slot]
-        written = self._written
-        if slot in cache.borrowed:
-            written = self._newly
-        tokens, places, numbers = written
-        new = kept if tokens is None else kept[tokens]
-        if slot in cache.rebuilds:
-            cache.low_rank[slot][places[group]] = new
-        elif self._keeping is not None:
-            self._keeping.keep(new, numbers[group], cache.pairs[slot])
-        else:
-            cache.pairs[slot][:, places[group]] = new.transpose(0, 1)
+        self._keep(slot, kept)
         attended = [part.attend(slot, queries, kept, weighting) for part in self._parts]
         if len(attended) == 1:
             return attended[0]
         return torch.cat(attended)
 
+    def _keep(self, slot: int, kept: Tensor) -> None:
+        cache = self.cache
+        group = self.cache.group_of[slot]
+        if slot in cache.borrowed:
+            written = self._newly
+        else:
+            written = self._written
+        if written.tokens is not None:
+            kept = kept[written.tokens]
+        if slot in cache.rebuilds:
+            cache.low_rank[slot][written.places[group]] = kept
+        elif self._keeping is not None:
+            self._keeping.keep(kept, written.numbers[group], cache.pairs[slot])
+        else:
+            cache.pairs[slot][:, written.places[group]] = kept.transpose(0, 1)
 
-# The tokens of a pass that are put into the cache (None for all), and their places in each group, also as numbers.
-Written = tuple[Index | None, list[Index], list[Tensor]]
 
+class _Written(NamedTuple):
+    """The tokens of a pass that are put into the cache (None for all), and their places in each group."""
 
-def _written(rows: Sequence[Row], cache: PagedCache, begins: Sequence[int]) -> Written:
-    """Say where the tokens of rows are put, from a position of each on."""
-    first = 0
-    some = list[slice]()
-    all_ = True
-    found: list[list[slice]] = [[] for _ in cache.windows]
-    for row, begin in zip(rows, begins, strict=True):
-        left_out = min(max(0, begin - row.start), len(row.tokens))
-        if left_out < len(row.tokens):
-            some += [slice(first + left_out, first + len(row.tokens))]
-        for places, runs in zip(found, row.runs, strict=True):
-            places.extend(stretches(runs, row.start + left_out, row.end))
-        first += len(row.tokens)
-        all_ = all_ and not left_out
-    indexes = [as_index(places, cache.device) for places in found]
-    numbers = list[Tensor]()
-    if cache.kernels is not None or cache.triton is not None:
-        for index in indexes:
-            if isinstance(index, slice):
-                numbers.append(torch.arange(index.start, index.stop, device=cache.device))
-            else:
-                numbers.append(index)
-    return None if all_ else as_index(some, cache.device), indexes, numbers
+    tokens: Index | None
+    places: list[Index]
+    numbers: list[Tensor]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], cache: PagedCache, begins: Sequence[int]) -> _Written:
+        """The tokens of rows from a position of each on."""
+        first = 0
+        some = list[slice]()
+        all_ = True
+        found: list[list[slice]] = [[] for _ in cache.windows]
+        for row, begin in zip(rows, begins, strict=True):
+            end = row.end
+            left_out = min(max(0, begin - row.start), len(row.tokens))
+            if left_out < len(row.tokens):
+                some += [slice(first + left_out, first + len(row.tokens))]
+            for places, runs in zip(found, row.runs, strict=True):
+                places.extend(stretches(runs, row.start + left_out, end))
+            first = first + len(row.tokens)
+            all_ = all_ and not left_out
+        indexes = [as_index(places, cache.device) for places in found]
+        by_kernels = cache.kernels is not None or cache.triton is not None
+        numbers = [_numbers(index, cache.device) for index in indexes] if by_kernels else []
+        return cls(None if all_ else as_index(some, cache.device), indexes, numbers)
 
 
 class _Singles:
@@ -128,22 +133,28 @@ class _Singles:
         if slot in cache.rebuilds or (cache.triton is None and cache.kernels is None):
             return torch.cat([text.attend(slot, queries, kept, weighting) for text in self.texts])
         if cache.triton is not None:
-            if group not in self._tables:
-                rows = [text.row for text in self.texts]
-                most = blocks_for(max(row.start for row in rows) + 1)
-                inputs = torch.zeros(len(rows), 1 + most, dtype=torch.long)
-                for line, row in zip(inputs.numpy(), rows, strict=True):
-                    line[0] = row.start
-                    write_table(line[1:], row.runs[group], 0)
-                inputs = inputs.to(cache.device)
-                self._tables[group] = TextBlocks(inputs[:, 1:], inputs[:, 0], cache.counters(len(rows)))
-            return cache.attend(slot, own, self._tables[group], weighting)
+            return cache.attend(slot, own, self._blocks(group), weighting)
         assert cache.kernels is not None
         key = group, weighting.window
         if key not in self._runs:
             runs, ends = runs_of([text.row for text in self.texts], *key)
             self._runs[key] = Runs(torch.tensor(runs), torch.tensor(ends))
         return cache.kernels.attend(own, cache.pairs[slot], self._runs[key], weighting)
+
+    def _blocks(self, group: int) -> TextBlocks:
+        if group not in self._tables:
+            rows = [text.row for text in self.texts]
+            inputs = torch.zeros(
+                len(rows), 1 + blocks_for(max(row.start for row in rows) + 1), dtype=torch.long
+            )
+            for line, row in zip(inputs.numpy(), rows, strict=True):
+                line[0] = row.start
+                write_table(line[1:], row.runs[group], 0)
+            inputs = inputs.to(self._cache.device)
+            self._tables[group] = TextBlocks(
+                inputs[:, 1:], inputs[:, 0], self._cache.counters(len(rows))
+            )
+        return self._tables[group]
 
 
 class _Text:
@@ -271,6 +282,12 @@ class _Text:
             return keys, values
         place = cache.places_in_group[slot]
         return found[2 * place], found[2 * place + 1]
+
+
+def _numbers(index: Index, device: torch.device) -> Tensor:
+    if isinstance(index, slice):
+        return torch.arange(index.start, index.stop, device=device)
+    return index
 
 
 def by_head(keys_values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -45,9 +45,13 @@ KNOWN = 2
 TABLE = 3
 
 
-Outputs = tuple[
-    Tensor, Tensor
-]  # on the device: most likely tokens, (B,), and logits, (B, this rank's rows)
+class Outputs(NamedTuple):
+    """Results of a static pass, on the device: most likely tokens, (B,), and logits, (B, this rank's rows)."""
+
+    best: Tensor
+    logits: Tensor
+
+
 Replay = Callable[[], Outputs]  # computes again what was recorded, from what its tensors hold now
 
 
@@ -64,8 +68,12 @@ class PassSize(NamedTuple):
         return cls(power_of_two(len(rows)), min(power_of_two(longest), most_blocks))
 
 
-# The places that attentions with the same window read, (B * N,), with a mask, (B, 1, 1, N), and their angles.
-View = tuple[Tensor, Tensor, AllAngles]
+class View(NamedTuple):
+    """The places that attentions with the same window read, (B * N,), with a mask, (B, 1, 1, N), and their angles."""
+
+    places: Tensor
+    mask: Tensor
+    angles: AllAngles
 
 
 class StaticLayout:
@@ -89,11 +97,15 @@ class StaticLayout:
             self._newly = [places.masked_fill(known, unread) for places in own]
         self._views: dict[tuple[int, Window | None], View] = {}
         self._texts: list[TextBlocks] = []
-        # Attention to projections as they come, where there are kernels for that.
-        self.attend_raw: AttendRaw | None = None
         if counters is not None:
             self._texts = [TextBlocks(table, self.positions, counters) for table in self._tables]
-            self.attend_raw = self._attend_raw
+
+    @property
+    def attend_raw(self) -> AttendRaw | None:
+        """Attention to projections as they come, where there are kernels for that."""
+        if self._texts:
+            return self._attend_raw
+        return None
 
     def _attend_raw(
         self, slot: int, qkv: Tensor, heads: int, placing: Placing, weighting: Weighting
@@ -110,26 +122,32 @@ class StaticLayout:
             "kernels attend where keys and values are cached"
         )
         texts, heads, head_dim = queries.shape
-        cache = self._cache
-        places, mask, angles = self._view(cache.group_of[slot], weighting.window)
-        kv_heads = cache.kv_heads[slot]
-        if slot in cache.rebuilds:
-            numbers = cache.low_rank[slot]
-            numbers.index_copy_(0, self._write(slot), kept)
-            room = cache.buffers.for_kept(cache.rebuilds[slot], len(places))
-            torch.index_select(numbers, 0, places, out=room)
-            keys, values = (
-                one.unflatten(0, (texts, -1)).transpose(1, 2)
-                for one in cache.rebuild(slot, room, angles)
-            )
-        else:
-            pair = cache.pairs[slot]
-            pair.index_copy_(1, self._write(slot), kept.transpose(0, 1))
-            read = pair.index_select(1, places)
-            keys, values = read.view(2, len(pair) // 2, texts, -1, head_dim).transpose(1, 2)
+        view = self._view(self._cache.group_of[slot], weighting.window)
+        kv_heads = self._cache.kv_heads[slot]
+        mask = view.mask
+        keys, values = (self._rebuilt if slot in self._cache.rebuilds else self._store)(slot, kept, view)
         # The heads of one KV group are like several tokens that look at the same keys.
         grouped = queries.view(texts, kv_heads, heads // kv_heads, head_dim)
         return attention(grouped, keys, values, weighting, mask).reshape(texts, heads * head_dim)
+
+    def _store(self, slot: int, keys_values: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        """Keys and values of the texts, (B, K, N, D) each, the new ones among them."""
+        cached = self._cache.pairs[slot]
+        texts = len(keys_values)
+        cached.index_copy_(1, self._write(slot), keys_values.transpose(0, 1))
+        read = cached.index_select(1, view.places)
+        keys, values = read.view(2, len(cached) // 2, texts, -1, cached.shape[-1]).transpose(1, 2)
+        return keys, values
+
+    def _rebuilt(self, slot: int, kept: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        cache = self._cache
+        cached = cache.low_rank[slot]
+        cached.index_copy_(0, self._write(slot), kept)
+        room = cache.buffers.for_kept(cache.rebuilds[slot], len(view.places))
+        torch.index_select(cached, 0, view.places, out=room)
+        keys, values = cache.rebuild(slot, room, view.angles)
+        by_text = len(kept), -1
+        return keys.unflatten(0, by_text).transpose(1, 2), values.unflatten(0, by_text).transpose(1, 2)
 
     def _write(self, slot: int) -> Tensor:
         return (self._newly if slot in self._cache.borrowed else self._own)[self._cache.group_of[slot]]
@@ -160,7 +178,7 @@ class StaticLayout:
                 ~seen, -torch.inf
             )
             angles = angles_at(self._angles, read.flatten())
-            self._views[key] = self._places(group, read).flatten(), mask[:, None, None], angles
+            self._views[key] = View(self._places(group, read).flatten(), mask[:, None, None], angles)
         return self._views[key]
 
 
@@ -247,7 +265,7 @@ class StaticDecode(Way):
 
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
         """Compute one pass; this rank's logits of each row."""
-        return self._outputs(rows, cache)[1][: len(rows)]
+        return self._outputs(rows, cache).logits[: len(rows)]
 
     def _outputs(self, rows: Sequence[Row], cache: PagedCache) -> Outputs:
         """Compute a pass of the rows, and of lines without a text; the next one may overwrite it."""
@@ -286,4 +304,4 @@ class StaticDecode(Way):
         logits = self._model.next_logits(
             static.inputs[:, TOKEN], layout.positions, self._angles, layout.attend, layout.attend_raw
         )
-        return self._model.vocabulary.best(logits), logits
+        return Outputs(self._model.vocabulary.best(logits), logits)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surgeon.runtime.comm import symmetric_memory
 from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts, TorchCollectives
-from surgeon.runtime.comm.symmetric_memory import BySize, SideStream, ways_through_memory
+from surgeon.runtime.comm.symmetric_memory import Bound, BySize, SideStream, ways_through_memory
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
@@ -150,7 +150,7 @@ def sums_by_size(rank: Rank, sizes: list[int], dtype: torch.dtype) -> Sums:
     assert isinstance(inner, TorchCollectives)
     small, middle = GlooWay("small", inner), GlooWay("middle", inner)
     side = SideStream(torch.device("cpu"), streams)
-    by_size = BySize(inner, [(64, small), (256, middle)], side)
+    by_size = BySize(inner, [Bound(64, small), Bound(256, middle)], side)
     counts = Counts()
     found = [by_size.all_reduce(part(rank.rank, size, dtype), counts, at_once=True)() for size in sizes]
     waits = [by_size.all_reduce(part(rank.rank, size, dtype), counts) for size in sizes]

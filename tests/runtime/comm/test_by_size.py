@@ -11,6 +11,7 @@ from surgeon.runtime.comm.symmetric_memory import (
     MOST_BYTES,
     ONE_SHOT_BYTES,
     OPERATIONS,
+    Bound,
     SymmetricSum,
     bounds,
     is_allowed,
@@ -47,9 +48,9 @@ def test_sums_are_the_same_whichever_way_they_go(ranks: Ranks, dtype: torch.dtyp
 
 def test_the_way_by_bytes_and_ranks() -> None:
     one, two, cast = (SymmetricSum(name, 2, "", (torch.empty(0), torch.empty(0))) for name in OPERATIONS)
-    assert bounds([one, two, cast], 2) == ((MOST_BYTES, one),)
-    assert bounds([one, two], 4) == ((ONE_SHOT_BYTES, one), (MOST_BYTES, two))
-    assert bounds([one, two, cast], 8) == ((ONE_SHOT_BYTES, one), (MOST_BYTES, cast))
+    assert bounds([one, two, cast], 2) == (Bound(MOST_BYTES, one),)
+    assert bounds([one, two], 4) == (Bound(ONE_SHOT_BYTES, one), Bound(MOST_BYTES, two))
+    assert bounds([one, two, cast], 8) == (Bound(ONE_SHOT_BYTES, one), Bound(MOST_BYTES, cast))
 
 
 def test_what_the_operations_on_symmetric_memory_take() -> None:
