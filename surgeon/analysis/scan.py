@@ -307,7 +307,7 @@ class _Run:
             for seed, program in zip(cell.seeds, cell.programs, strict=False):
                 found = estimate(*self.journal.values(self.programs[program], windows), base, windows)
                 numbers = (found.perplexity, found.divergence, len(windows) * predicted)
-                # In which it runs these layers, by their attentions.
+                # The program's order of these layers, by their attentions.
                 order = (one.layers[0] for one in program.sublayers() if one.kind == ATTENTION)
                 rows.append(
                     (

@@ -51,7 +51,7 @@ class WeightsOnDemand(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, rows: Mapping[str, Rows]) -> None:
         super().__init__()
-        # Kept, so that nothing else can get the id of one of them.
+        # They are kept, so that nothing else can get the id of one of them.
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.rows = {
             id(parameter): rows[name] for name, parameter in self.parameters.items() if name in rows

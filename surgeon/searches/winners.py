@@ -291,7 +291,7 @@ def choose(
         words = "The point of the front nearest to the best of every objective"
         return [front[int(distance.argmin())]], words
     else:
-        # Those as cheap as the knee of the first cost; without one, as the cheapest that keep perplexity.
+        # The limit is the knee of the first cost; without one, the cheapest trial that keeps perplexity.
         along = question.along[0]
         knee = [curve.knee for curve in curves if curve.along == along][-1]
         costs_of = {one.number: question.pricing.price(along, one.program) for one in within}

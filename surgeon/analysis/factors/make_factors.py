@@ -228,7 +228,7 @@ class _Work:
             if first:
                 yield first, _without_ranks
             if behind:
-                # With the factors of those that read the stream.
+                # Matrices that read the stream have their factors by now.
                 yield (
                     behind,
                     lambda one: replace(

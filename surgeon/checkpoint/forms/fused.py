@@ -143,7 +143,7 @@ class FusedPlanner(TensorPlanner):
             return self._in_turn(matrices, sublayers, dim=0)
         offset = int(self.family.norms.unit_offset)
         gains = [offset + self._norm_part(sublayer, "weight", weights).float() for sublayer in sublayers]
-        # Rows of all matrices, a block of each in turn, multiplied with a gain per column: one new tensor, not two.
+        # Blocks of the matrices take turns, and gains are multiplied in: that makes one new tensor, not two.
         blocks = self._blocks(sublayers)
         return (
             rows.to(torch.float32, copy=True).mul_(gain)

@@ -140,7 +140,7 @@ class ProgramForm(Form):
         if as_wide and not gone and not stored.weights.has_factors():
             return stock
 
-        # Whose models have the stored factors, narrower layers and fewer experts.
+        # Models of this class have the stored factors, narrower layers and fewer experts.
         def build(model: Any, config: Any, *arguments: Any, **options: Any) -> None:
             stock.__init__(model, config, *arguments, **options)
             make_room(model, stored.weights, stored.program)
