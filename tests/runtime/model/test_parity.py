@@ -1,6 +1,6 @@
-"""Numbers of every kind of program on 1 to 5 ranks against one process of `transformers`.
+"""Numbers of every kind of program on 1 to 8 ranks against one process of `transformers`.
 
-Three and five ranks divide neither heads nor neurons of most of these models.
+Three, five, six and seven ranks divide neither heads nor neurons of most of these models, and of eight some have none.
 """
 
 from __future__ import annotations
@@ -172,7 +172,12 @@ CASES = [
     if family not in NORMED_BEHIND or "/" not in PROGRAMS[name]  # their sublayers cannot be sliced
     if family in GROUPED or name != "one KV group of two"  # whose heads are two, for two ranks
 ]
-WAYS = [(1, "shm"), (2, "shm"), (4, "shm"), (2, "gloo"), (4, "gloo"), (3, "shm"), (5, "shm")]
+MANY = [
+    (6, "shm"),
+    (7, "shm"),
+    (8, "shm"),
+]  # which two cores take long to start: tried with --thorough only
+WAYS = [(1, "shm"), (2, "shm"), (4, "shm"), (2, "gloo"), (4, "gloo"), (3, "shm"), (5, "shm"), *MANY]
 
 
 def is_default(way: tuple[int, str], family: str, name: str, at: int) -> bool:
@@ -183,6 +188,8 @@ def is_default(way: tuple[int, str], family: str, name: str, at: int) -> bool:
     for its own layers, too. Gemma2, whose norms lie behind its sublayers and keep
     sums apart, runs every program. What a rank computes does not depend on how it is connected: few go through gloo.
     """
+    if way in MANY:
+        return False
     if way[1] == "gloo":
         return family == "llama" and (name == "dense" or (way[0] + at) % 6 == 0)
     if way[0] in (2, 4) and (family == "llama" or name == "dense"):
@@ -338,7 +345,7 @@ SIZES = [(9, 3, 41), (10, 5, 24), (3, 3, 50), (12, 2, 7), (14, 2, 33), (15, 5, 4
         case(
             way,
             sizes,
-            default=(WAYS.index(way) + at) % 2 == 0,
+            default=way not in MANY and (WAYS.index(way) + at) % 2 == 0,
             id=f"{way[0]}-{'-'.join(map(str, sizes))}",
         )
         for way in WAYS
@@ -386,7 +393,11 @@ def test_experts_are_sliced(
 
 @pytest.mark.parametrize(
     ("ranks", "vocabulary"),
-    [case(way, size, default=(way[0] == 4) == (size == 5)) for size in (5, VOCABULARY) for way in WAYS],
+    [
+        case(way, size, default=way not in MANY and (way[0] == 4) == (size == 5))
+        for size in (5, VOCABULARY)
+        for way in WAYS
+    ],
     indirect=["ranks"],
 )
 def test_greedy_tokens(vocabulary: int, ranks: Ranks, tmp_path: Path) -> None:
