@@ -153,8 +153,8 @@ def open_engine(
     return RankEngine(plan, Alone(), torch.device(device))
 
 
-def continued(engine: RankEngine, texts: Load) -> tuple[list[list[int]], list[float]]:
-    """New tokens of every text, and the seconds of every decode pass."""
+def continued(engine: RankEngine, texts: Load, at_once: int = 1) -> tuple[list[list[int]], list[float]]:
+    """New tokens of every text, and the seconds of decode passes, of which so many are computed at once."""
     prompts = texts.prompts(engine.plan.vocabulary)
     cache = engine.reusable_cache(texts.batch * texts.blocks)
     rows = [
@@ -167,21 +167,22 @@ def continued(engine: RankEngine, texts: Load) -> tuple[list[list[int]], list[fl
     newest = [token for few in passes for token in engine.step(few, cache).best]
     found = [newest]
     seconds = []
-    for start in range(texts.prompt, texts.tokens - 1):
+    for start in range(texts.prompt, texts.tokens - 1, at_once):
+        passes_left = min(at_once, texts.tokens - 1 - start)
         rows = [
             row._replace(start=start, tokens=[token]) for row, token in zip(rows, newest, strict=True)
         ]
         began = time.perf_counter()
-        newest = engine.step(rows, cache).best  # tokens on the host: the device is done
-        seconds.append(time.perf_counter() - began)
-        found.append(newest)
+        found += engine.several(rows, passes_left, cache)  # tokens on the host: the device is done
+        seconds.append((time.perf_counter() - began) / passes_left)
+        newest = found[-1]
     return [list(text) for text in zip(*found, strict=True)], seconds
 
 
-def pass_seconds(engine: RankEngine, texts: Load, rounds: int) -> float:
+def pass_seconds(engine: RankEngine, texts: Load, rounds: int, at_once: int = 1) -> float:
     """Seconds of a decode pass, the median over rounds."""
-    continued(engine, texts)  # records the passes
-    return median(median(continued(engine, texts)[1]) for _ in range(rounds))
+    continued(engine, texts, at_once)  # records the passes
+    return median(median(continued(engine, texts, at_once)[1]) for _ in range(rounds))
 
 
 def bytes_read(engine: RankEngine, texts: Load) -> int:
@@ -206,6 +207,7 @@ def free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
+FOUR = "surgeon, 4 at once"
 LOADS = {"cuda": (Load(1, 64, 64), Load(32, 1000, 32)), "cpu": (Load(1, 20, 6), Load(2, 40, 6))}
 
 
@@ -237,7 +239,12 @@ def measured_bandwidth(setup: Setup) -> Rows:
 
 
 def decoded(
-    setup: Setup, who: str, folder: Path, decoding: Decoding, program: Program | None = None
+    setup: Setup,
+    who: str,
+    folder: Path,
+    decoding: Decoding,
+    program: Program | None = None,
+    at_once: int = 1,
 ) -> Rows:
     """One rank in this process."""
     avoid_cudnn_attention()  # as ranks do
@@ -246,7 +253,8 @@ def decoded(
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         engine = open_engine(folder, load, setup.device, decoding, program)
-        found = {"batch": load.batch, "seconds": pass_seconds(engine, load, ROUNDS[setup.device])}
+        seconds = pass_seconds(engine, load, ROUNDS[setup.device], at_once)
+        found = {"batch": load.batch, "seconds": seconds}
         found |= {
             "bytes": bytes_read(engine, load),
             "planned": planned_bytes(engine.plan, setup.device, load),
@@ -259,8 +267,9 @@ def decoded(
 
 
 def by_surgeon(setup: Setup) -> Rows:
-    """Passes that are recorded where they can be."""
-    return decoded(setup, "surgeon", model_of(setup), setup.ways[-1])
+    """Passes that are recorded where they can be, one by one and four at once."""
+    yield from decoded(setup, "surgeon", model_of(setup), setup.ways[-1])
+    yield from decoded(setup, FOUR, model_of(setup), setup.ways[-1], at_once=4)
 
 
 def in_any_shape(setup: Setup) -> Rows:
@@ -353,7 +362,7 @@ def row_name(who: str, load: Load) -> str:
 # Each measurement has a row of every load for those who are named behind it.
 SPEEDS: dict[str, tuple[Callable[[Setup], Rows], Sequence[str]]] = {
     "bandwidth": (measured_bandwidth, ()),
-    "surgeon": (by_surgeon, ("surgeon",)),
+    "surgeon": (by_surgeon, ("surgeon", FOUR)),
     "dynamic": (in_any_shape, ("dynamic passes",)),
     "pairs": (by_pairs, ("fused pairs", "pairs side by side")),
     "transformers": (by_transformers, ("transformers",)),

@@ -46,6 +46,8 @@ from surgeon.runtime.worker.rank import RankOptions, gpu_room
 from surgeon.runtime.worker.ranks import RankFailed, Ranks
 from surgeon.runtime.worker.worker import load, serve
 
+MOST_AT_ONCE = 8  # passes
+
 CODA = "coda"
 LOOKUP = "lookup"
 
@@ -228,6 +230,7 @@ class Service(AbstractContextManager["Service"]):
             as_pays=as_pays,
             looked_up=options.draft == LOOKUP,
             stretches=stretches,
+            at_once=MOST_AT_ONCE,
         )
         self.failure: Exception | None = None
         self._tokenizer = tokenizer

@@ -18,6 +18,9 @@ Drafted tokens (`Limits.draft_tokens`) get free blocks, and nobody is preempted 
 draft with keys of its own (`catches_up`) first computes what it has missed, `pass_tokens` in a pass at most; a text
 that still lacks some is drafted for in a later one.
 
+Where all texts only go on with their likeliest tokens and nobody waits, ranks may compute a few passes before they hear
+of this scheduler again (`Limits.at_once`). Tokens behind one that ends a text are dropped.
+
 A request that asks how likely its prompt is shares no blocks until that is known: they hold no predictions.
 """
 
@@ -41,7 +44,13 @@ from surgeon.runtime.batching.request import (
     Tally,
     TokenLogprob,
 )
-from surgeon.runtime.batching.sequence import Expectation, LongTexts, ScheduledChunk, Sequence
+from surgeon.runtime.batching.sequence import (
+    Expectation,
+    LongTexts,
+    ScheduledChunk,
+    Sequence,
+    Wanted,
+)
 from surgeon.runtime.batching.windows import PASS_TOKENS
 
 
@@ -60,6 +69,7 @@ class Limits:
         as_pays: whether fewer tokens are drafted, or none, where that is faster.
         looked_up: whether drafts are looked up in a text itself (`Lookup`).
         stretches: ranks that a pass goes through, one after the other.
+        at_once: passes that ranks may compute before they hear of the scheduler again.
     """
 
     max_batch: int
@@ -72,6 +82,7 @@ class Limits:
     as_pays: bool = False
     looked_up: bool = False
     stretches: int = 1
+    at_once: int = 1
 
 
 Ending = FinishReason | Literal["undefined"]  # the latter: the model's logits are not finite
@@ -240,10 +251,31 @@ class Scheduler:
         if not sequence.drafting or length == len(sequence.request.prompt):
             return 0
         most = min(self.limits.draft_tokens, self.limits.pass_tokens // self.limits.max_batch - 1)
-        longest = (
-            sequence.last - 1 if sequence.prompt > self._border else min(sequence.last - 1, self._border)
-        )
-        return max(0, min(most, int(longest) - length))
+        return max(0, min(most, self._longest(sequence) - length))
+
+    def _longest(self, sequence: Sequence) -> int:
+        """The most tokens of a text that are computed before it ends, or is computed again."""
+        if sequence.prompt > self._border:
+            return sequence.last - 1
+        return int(min(sequence.last - 1, self._border))
+
+    def passes_at_once(self, chunks: Several[ScheduledChunk], most: int) -> int:
+        """Count the passes, up to so many, that need nothing of this scheduler but the first one's plan.
+
+        Each adds the likeliest token to every text. There are blocks for all of them then.
+        """
+        if self.waiting or self.limits.draft_tokens:
+            return 1
+        if any(chunk.wanted != Wanted.BEST or chunk.tokens > 1 for chunk in chunks):
+            return 1
+        texts = [(chunk.sequence, len(chunk.sequence.tokens)) for chunk in chunks]
+        most = max(1, min(most, *(1 + self._longest(text) - length for text, length in texts)))
+        pool = self.pool
+        while sum(pool.lacking(text.blocks, length + most - 1) for text, length in texts) > pool.free:
+            most -= 1
+        for text, length in texts:
+            pool.grow(text.blocks, length + most - 1)
+        return most
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Give a running sequence blocks for its tokens up to `end`; False if it had to be preempted itself."""
@@ -309,8 +341,8 @@ class Scheduler:
         Args:
             chunks: of the pass, as planned.
             chosen: the next tokens of every chunk that wants one, in their order, and how likely they were: accepted
-                drafts, and one more. UNDEFINED ends the request, and behind drafts, which may be to blame, its
-                drafting.
+                drafts, and one more; or those of passes at once. UNDEFINED ends the request, and behind drafts, which
+                may be to blame, its drafting.
             scores: of every chunk with targets, how likely these are; NaN ends the request, too.
         """
         outputs: list[Output] = []
@@ -330,7 +362,7 @@ class Scheduler:
                 continue
             if self.limits.looked_up and completes and choices:  # room for drafts that were not found
                 self.pool.shrink(sequence.blocks, len(sequence.tokens))
-            if any(token == UNDEFINED for token, _ in choices) or any(
+            if any(token == UNDEFINED for token, _ in choices[:1]) or any(
                 math.isnan(one.logprob) for one in prompt
             ):
                 self.pool.forget(sequence.blocks)  # nobody shares what predicts nothing
@@ -345,6 +377,7 @@ class Scheduler:
                 sequence.unscored = further if further < len(sequence.request.prompt) else None
             if choices:
                 outputs.append(self._append(sequence, choices[0], prompt))
+                outputs += self._take_further(sequence, choices[1:])
             elif completes:  # and nothing is to be added
                 outputs.append(self._finish(sequence, "length", prompt=prompt))
             elif prompt:
@@ -371,6 +404,21 @@ class Scheduler:
                 return outputs
         self.pool.shrink(sequence.blocks, len(sequence.tokens))
         self.pool.leave_behind(sequence.blocks, sequence.computed)
+        return outputs
+
+    def _take_further(self, sequence: Sequence, choices: list[Choice]) -> list[Output]:
+        """Add the tokens of further passes that were computed at once, up to the one that ends the request."""
+        outputs: list[Output] = []
+        for choice in choices:
+            if sequence not in self.running:
+                return outputs
+            if choice[0] == UNDEFINED:
+                self.pool.forget(sequence.blocks)
+                return [*outputs, self._finish(sequence, "undefined")]
+            sequence.computed += 1  # the token before this one
+            self.pool.learn(sequence.blocks, sequence.tokens, sequence.computed)
+            self.pool.leave_behind(sequence.blocks, sequence.computed)
+            outputs.append(self._append(sequence, choice, ()))
         return outputs
 
     def _append(self, sequence: Sequence, choice: Choice, prompt: tuple[TokenLogprob, ...]) -> Output:

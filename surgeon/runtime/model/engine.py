@@ -144,6 +144,15 @@ class RankEngine:
         with self._count(self._phase(rows), rows):
             return self._way(rows).step(rows, cache)
 
+    @torch.inference_mode()
+    def several(self, rows: Sequence[Row], passes: int, cache: PagedCache) -> list[list[int]]:
+        """Compute passes one after the other, each with the likeliest tokens of the one before; the tokens of each.
+
+        Rows have one token each, want the likeliest next one, and have blocks for those of all passes.
+        """
+        with self._count(self._phase(rows), rows, passes):
+            return self._way(rows).several(rows, passes, cache)
+
     def record_ahead(self, rows: Sequence[Row], cache: PagedCache) -> None:
         """Compute one of these passes, which counts as none."""
         figures = self.figures
@@ -180,18 +189,18 @@ class RankEngine:
         return next(way for way in self.ways if way.fits(rows))
 
     @contextmanager
-    def _count(self, phase: Phase, rows: Sequence[Row]) -> Iterator[None]:
+    def _count(self, phase: Phase, rows: Sequence[Row], passes: int = 1) -> Iterator[None]:
         began = self._since or time.perf_counter()
         program = self.model.program
         begun = program.passes
         self.model.peers.counts = phase
-        tokens = sum(len(row.tokens) for row in rows)
+        tokens = passes * sum(len(row.tokens) for row in rows)
         with torch_threads(1) if self._one_thread else nullcontext():
             yield
         self._since = time.perf_counter()
         phase.seconds += self._since - began
-        phase.passes += 1
-        program.passes = begun + 1
+        phase.passes += passes
+        program.passes = begun + passes
         phase.tokens += tokens
 
     def pause(self) -> None:

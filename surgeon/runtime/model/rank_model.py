@@ -70,6 +70,20 @@ class Way(ABC):
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """Compute one pass, which extends the cache."""
 
+    def several(self, rows: Sequence[Row], passes: int, cache: PagedCache) -> list[list[int]]:
+        """Compute passes that add a token to each text, each with the tokens of the one before; the tokens of each.
+
+        Behind logits that are not finite (UNDEFINED) any token does.
+        """
+        found = list[list[int]]()
+        for _ in range(passes):
+            found.append(self.step(rows, cache).best)
+            rows = [
+                row._replace(start=row.start + 1, tokens=[max(0, token)])
+                for row, token in zip(rows, found[-1], strict=True)
+            ]
+        return found
+
     @abstractmethod
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
         """Compute one pass; this rank's logits of all tokens, (tokens, its rows), which the next one may overwrite."""

@@ -62,9 +62,9 @@ class PassSize(NamedTuple):
     blocks: int
 
     @classmethod
-    def of(cls, rows: Sequence[Row], most_blocks: int) -> PassSize:
-        """The size for these rows, whose texts have `most_blocks` at most."""
-        longest = max(row.start for row in rows) // BLOCK_TOKENS + 1
+    def of(cls, rows: Sequence[Row], most_blocks: int, passes: int = 1) -> PassSize:
+        """The size for these rows, whose texts have `most_blocks` at most, and for further passes behind."""
+        longest = (max(row.start for row in rows) + passes - 1) // BLOCK_TOKENS + 1
         return cls(power_of_two(len(rows)), min(power_of_two(longest), most_blocks))
 
 
@@ -257,30 +257,45 @@ class StaticDecode(Way):
                 end *= 2
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        best, own = self._outputs(rows, cache)
+        best, own = self._outputs(self._loaded(rows, cache), cache)
         full = [at for at, row in enumerate(rows) if row.wanted == Wanted.LOGITS]
         tokens = best.tolist()  # the one time in a pass that this process waits for a GPU
         wanted = [token for token, row in zip(tokens, rows, strict=False) if row.wanted == Wanted.BEST]
         return Results(wanted, self._model.vocabulary.gather(own[full]) if full else None, [])
 
+    def several(self, rows: Sequence[Row], passes: int, cache: PagedCache) -> list[list[int]]:
+        """Compute passes that add a token to each text; tokens stay on the device until all have been computed."""
+        static = self._loaded(rows, cache, passes)
+        found = list[Tensor]()
+        for _ in range(passes):
+            found.append(self._outputs(static, cache).best.clone())
+            static.inputs[:, TOKEN] = found[-1].clamp(min=0)
+            static.inputs[:, POSITION] += 1
+        tokens: list[list[int]] = torch.stack(found)[:, : len(rows)].tolist()
+        return tokens
+
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
         """Compute one pass; this rank's logits of each row."""
-        return self._outputs(rows, cache).logits[: len(rows)]
+        return self._outputs(self._loaded(rows, cache), cache).logits[: len(rows)]
 
-    def _outputs(self, rows: Sequence[Row], cache: PagedCache) -> Outputs:
-        """Compute a pass of the rows, and of lines without a text; the next one may overwrite it."""
+    def _loaded(self, rows: Sequence[Row], cache: PagedCache, passes: int = 1) -> StaticPass:
+        """Load a pass of the rows, and of lines without a text; there is room for those of further passes."""
         blocks = cache.tokens // BLOCK_TOKENS - self.spare_blocks
         most = blocks
         if None not in cache.windows:
             most = sys.maxsize
-        size = PassSize.of(rows, most)
+        size = PassSize.of(rows, most, passes)
         if not self.gathers(cache):
             size = PassSize(size.texts, min(blocks_for(self._model.plan.max_tokens), most))
-        passes = self._passes.setdefault(cache, {})
-        if size not in passes:
-            passes[size] = StaticPass(size, blocks, cache)
-        static = passes[size]
+        known = self._passes.setdefault(cache, {})
+        if size not in known:
+            known[size] = StaticPass(size, blocks, cache)
+        static = known[size]
         static.load(rows)
+        return static
+
+    def _outputs(self, static: StaticPass, cache: PagedCache) -> Outputs:
+        """Compute a pass that is loaded; the next one may overwrite it."""
         if self._recorder is None:
             return self._compute(static, cache)
         if static.replay is None:

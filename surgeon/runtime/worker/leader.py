@@ -51,6 +51,8 @@ class Account(NamedTuple):
 
 
 RECORDING_SECONDS = 60.0
+# That passes at once may take: for so long neither new requests nor cancellations are heard of.
+AT_ONCE_SECONDS = 0.01
 
 
 class Leader:
@@ -67,6 +69,7 @@ class Leader:
         self._sender = sender
         # Used where the likeliest token is not enough.
         self._sampler = Sampler(engine.plan.vocabulary, engine.device)
+        self._pass_seconds = AT_ONCE_SECONDS  # of the newest pass
 
     def record_ahead(self, seconds: float = RECORDING_SECONDS) -> None:
         """Record passes that texts will come to, as many as the seconds suffice for; the rest when they come."""
@@ -90,9 +93,22 @@ class Leader:
         return self.scheduler.cancel(request)
 
     def step(self) -> list[Output]:
-        """Compute one pass on all ranks, after the passes that draft tokens for it."""
+        """Compute one pass on all ranks, after the passes that draft tokens for it, or several passes at once."""
         began = time.perf_counter()
         chunks = self.scheduler.plan()
+        most = min(self.scheduler.limits.at_once, int(AT_ONCE_SECONDS / self._pass_seconds))
+        passes = self.scheduler.passes_at_once(chunks, most) if most > 1 else 1
+        if passes > 1:
+            rows = [row for chunk in chunks for row in chunk.rows()]
+            self._sender.send(("several", rows, passes))
+            by_pass = self.engine.several(rows, passes, self.cache)
+            self._pass_seconds = (time.perf_counter() - began) / passes
+            by_text = zip(*by_pass, strict=True)
+            outputs = self.scheduler.advance(
+                chunks, [[(token, None) for token in text] for text in by_text]
+            )
+            self._note(outputs)
+            return outputs
         planned = time.perf_counter() - began  # with what is drafted, which may take long to choose
         if self.scheduler.limits.looked_up:
             chunks, drafts = self._look_up(chunks)
@@ -104,6 +120,7 @@ class Leader:
         ]
         self._sender.send(("step", rows))
         results = self.engine.step(rows, self.cache)
+        self._pass_seconds = time.perf_counter() - began
         chosen = self._choose(chunks, drafts, results)
         if self.scheduler.ahead is not None:
             tokens = sum(len(row.tokens) for row in rows)

@@ -80,10 +80,8 @@ class InFlight(Scheduler):
     def drafts_behind(self, chunk: ScheduledChunk) -> bool:
         """Tell whether a draft is to follow a planned chunk's last token."""
         sequence = chunk.sequence
-        longest = (
-            sequence.last - 1 if sequence.prompt > self._border else min(sequence.last - 1, self._border)
-        )
-        return self.window > 1 and chunk.wanted == Wanted.BEST and len(sequence.tokens) < longest
+        goes_on = len(sequence.tokens) < self._longest(sequence)
+        return self.window > 1 and chunk.wanted == Wanted.BEST and goes_on
 
     def sent(self, chunks: Sequence[ScheduledChunk]) -> list[Output]:
         """Note that a planned pass is on its way; texts to which nothing is added end with it."""

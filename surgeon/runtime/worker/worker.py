@@ -142,6 +142,6 @@ def follow(rank: Rank, engine: RankEngine, cache: PagedCache) -> None:
         if isinstance(message, Report):
             rank.notify(Account(message.ticket, rank.rank, engine.figures))
         else:
-            compute, rows = message
-            getattr(engine, compute)(rows, cache)
+            compute, *what = message
+            getattr(engine, compute)(*what, cache)
             engine.pause()  # only rank 0 knows what is a wait for work

@@ -61,6 +61,7 @@ class Machine:
     windows: Windows = (None,)
     share: float = 1.0  # of their limits, that texts are expected to come to at first
     catches_up: bool = False
+    at_once: int = 1
     outputs: dict[int, list[Output]] = field(default_factory=dict)
     passes: list[list[ScheduledChunk]] = field(default_factory=list)
     most_used: int = 0
@@ -134,6 +135,7 @@ class Machine:
         self.passes.append(chunks)
         written: set[int] = set()
         chosen, scores = [], []
+        further = self.scheduler.passes_at_once(chunks, self.at_once) - 1
         assert [chunk.drafts for chunk in chunks] == sorted(
             (chunk.drafts for chunk in chunks), reverse=True
         )
@@ -147,6 +149,11 @@ class Machine:
             if row.wanted != Wanted.NOTHING:
                 assert end == len(chunk.sequence.tokens) + len(drafts)
                 chosen.append([(token, None) for token in verified(chunk.sequence.tokens, drafts)])
+            for _ in range(further):
+                row = row._replace(start=row.start + 1, tokens=[next_token(before)])
+                before = [*before, *row.tokens]
+                self.write(row, before, written)
+                chosen[-1].append((next_token(before), None))
             if row.targets is not None:
                 predicted_by = [
                     row.start + row.targets.first + number for number in range(len(row.targets.tokens))

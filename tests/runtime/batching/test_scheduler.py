@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surgeon.runtime.batching.blocks import BlockPool
-from surgeon.runtime.batching.request import Request, Sampling, check_length
+from surgeon.runtime.batching.request import UNDEFINED, Request, Sampling, check_length
 from surgeon.runtime.batching.scheduler import Limits, Scheduler
 from surgeon.runtime.batching.sequence import LongTexts, Wanted
 from surgeon.runtime.batching.windows import Windows, text_blocks
@@ -61,6 +61,52 @@ def test_nobody_is_let_past_the_first_in_the_queue() -> None:
     assert starts == sorted(starts)
     for number, length in enumerate(lengths):
         assert machine.tokens(number) == continued(ask(number, [number] * length, 3))
+
+
+def test_passes_at_once() -> None:
+    machine = Machine(at_once=8)
+    requests = [ask(0, [1, 2], 20, ignore_end=False), ask(1, [4, 7, 2], 9)]
+    for request in requests:
+        machine.scheduler.submit(request)
+    machine.run()
+    for request in requests:
+        assert machine.tokens(request.id) == continued(request)
+    longest = max(len(continued(request)) for request in requests)
+    assert len(machine.passes) <= 2 + longest // 4
+    assert machine.scheduler.tally.new_tokens == sum(len(continued(request)) for request in requests)
+
+
+def begun(sampling: Sampling, blocks: int = 16, waiting: int = 0, drafts: int = 0) -> Machine:
+    """A text of which the prompt has been computed."""
+    machine = Machine(blocks, max_batch=1, draft_tokens=drafts)
+    for number in range(1 + waiting):
+        machine.scheduler.submit(Request(number, (1, 2, 5), sampling))
+    machine.step()
+    return machine
+
+
+def test_how_many_passes_need_nothing_of_the_scheduler() -> None:
+    greedy = Sampling(max_new_tokens=6, ignore_end=True)
+    drawn = Sampling(max_new_tokens=6, ignore_end=True, temperature=1.0, seed=0)
+    for machine, count in (
+        (begun(greedy), 5),  # it ends then
+        (begun(greedy, blocks=1), 1),  # its blocks end now
+        (begun(greedy, waiting=1), 1),
+        (begun(greedy, drafts=2), 1),
+        (begun(drawn), 1),
+    ):
+        assert machine.scheduler.passes_at_once(machine.scheduler.plan(), 8) == count
+
+
+def test_a_token_that_is_undefined_ends_a_text_within_passes_at_once() -> None:
+    scheduler = begun(Sampling(max_new_tokens=9, ignore_end=True)).scheduler
+    chunks = scheduler.plan()
+    assert scheduler.passes_at_once(chunks, 3) == 3
+    choices = [(5, None), (UNDEFINED, None), (7, None)]
+    found = scheduler.advance(chunks, [choices])
+    assert [(each.token, each.finish_reason) for each in found] == [(5, None), (None, "undefined")]
+    assert scheduler.idle
+    assert scheduler.pool.free == scheduler.pool.blocks
 
 
 def test_nothing_to_add() -> None:
@@ -156,6 +202,7 @@ jobs = st.tuples(
     st.sampled_from([(None,), (None,), (3,), (1, None), (None, 5, 9)]),
     st.sampled_from([0.0, 0.4, 1.0]),
     st.booleans(),
+    st.sampled_from([1, 1, 3, 8]),
 )
 def test_whatever_comes_everything_ends_right(
     found: list[tuple[list[int], int, bool, int, int | None]],
@@ -166,9 +213,11 @@ def test_whatever_comes_everything_ends_right(
     windows: Windows,
     share: float,
     catches_up: bool,
+    at_once: int,
 ) -> None:
     blocks = max(blocks, text_blocks(14 + 12, windows, 4))
     own = {"windows": windows, "share": share, "catches_up": catches_up and windows == (None,)}
+    own["at_once"] = at_once
     machine = Machine(blocks, 4, max_batch, pass_tokens, draft_tokens=draft_tokens, **own)
     scheduler = machine.scheduler
     requests = [

@@ -220,6 +220,41 @@ def error_between(engine: RankEngine, reference: RankEngine) -> float:
     return max(float((found - expected).abs().max() / expected.abs().max()) for found, expected in pairs)
 
 
+def prompts_in(engine: RankEngine) -> PagedCache:
+    """A cache with all tokens of the texts' prompts but the last ones."""
+    cache = engine.new_cache(BLOCKS)
+    for text, table, length in zip(TEXTS, TABLES, LENGTHS, strict=True):
+        engine.step([row(0, 0, table, Wanted.NOTHING)._replace(tokens=text[:length])], cache)
+    return cache
+
+
+@pytest.mark.parametrize("decoding", ["static", "dynamic", "auto"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "ministral3"])
+def test_passes_at_once(family: str, decoding: Decoding, checkpoints: dict[str, Path]) -> None:
+    engine = engine_of(checkpoints[family], "dense", decoding)
+    rows = [
+        row(text[length], length, table, Wanted.BEST)
+        for text, table, length in zip(TEXTS, TABLES, LENGTHS, strict=True)
+    ]
+    apart, cache = list[list[int]](), prompts_in(engine)
+    going_on = rows
+    for _ in range(7):
+        apart.append(engine.step(going_on, cache).best)
+        going_on = [
+            one._replace(start=one.start + 1, tokens=[token])
+            for one, token in zip(going_on, apart[-1], strict=True)
+        ]
+    cache = prompts_in(engine)
+    before = engine.figures.decode.passes
+    assert engine.several(rows, 3, cache) == apart[:3]
+    further = [
+        one._replace(start=one.start + 3, tokens=[token])
+        for one, token in zip(rows, apart[2], strict=True)
+    ]
+    assert engine.several(further, 4, cache) == apart[3:]  # one line more than texts, in a static pass
+    assert engine.figures.decode.passes == before + 7
+
+
 @pytest.mark.parametrize(("family", "program"), CASES)
 def test_logits_are_those_of_any_pass(family: str, program: str, checkpoints: dict[str, Path]) -> None:
     static, dynamic = (engine_of(checkpoints[family], program, one) for one in ("static", "dynamic"))

@@ -55,11 +55,11 @@ def test_an_engine_that_is_unloaded_is_freed_and_others_stay(rank: Any) -> None:
 
 
 def test_what_followers_do_with_rows() -> None:
-    messages = iter([("step", [1]), ("record_ahead", [2]), ("draft", [3]), None])
+    messages = iter([("step", [1]), ("record_ahead", [2]), ("draft", [3]), ("several", [4], 5), None])
     done: list[tuple[object, ...]] = []
-    names = ("step", "record_ahead", "draft")
-    ways = {name: lambda rows, _, *more, name=name: done.append((name, rows, *more)) for name in names}
+    names = ("step", "record_ahead", "draft", "several")
+    ways = {name: lambda *what, name=name: done.append((name, *what[:-1])) for name in names}
     engine: Any = SimpleNamespace(**ways, pause=lambda: None)
     rank: Any = SimpleNamespace(receiver=SimpleNamespace(receive=lambda: next(messages)))
     follow(rank, engine, Any)
-    assert done == [("step", [1]), ("record_ahead", [2]), ("draft", [3])]
+    assert done == [("step", [1]), ("record_ahead", [2]), ("draft", [3]), ("several", [4], 5)]

@@ -30,7 +30,11 @@ def test_what_a_pass_reads(tmp_path: Path) -> None:
     expected = 4 * (layers * layer + config.hidden_size * config.vocab_size + kept)
     assert speeds.bytes_read(dense, texts) == speeds.bytes_read(fused, texts) == expected
     assert fused.plan.layers == 2
-    assert speeds.continued(dense, texts)[0] != speeds.continued(fused, texts)[0]
+    found, seconds = speeds.continued(dense, texts)
+    assert found != speeds.continued(fused, texts)[0]
+    at_once = speeds.continued(dense, texts, at_once=4)
+    assert at_once[0] == found
+    assert (len(seconds), len(at_once[1])) == (9, 3)
 
 
 def test_the_shape_of_three_billion_parameters() -> None:
