@@ -46,9 +46,10 @@ from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.machine import avoid_cudnn_attention
 from surgeon.runtime.batching.request import Sampling
+from surgeon.runtime.comm.symmetric_memory import OVERLAPPING
 from surgeon.runtime.kernels.build import SWITCH
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.rank import RankOptions
+from surgeon.runtime.worker.rank import NCCL_SHARES, RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import load
 
@@ -208,14 +209,18 @@ def on_ranks(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
                 yield f"{name}: {how}", {"tokens": _on(ranks, setup, program, 2, low_rank="gather")}
 
 
+# One GPU between ranks: NCCL's kernels take few processors, so that both ranks' make progress.
+SHARED = {NCCL_SHARES: "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2", OVERLAPPING: "1"}
+
+
 @contextmanager
 def _two_ranks(setup: Setup, how: str) -> Iterator[Ranks]:
-    """Over NCCL with a GPU each, or over gloo with one between them."""
+    """Over NCCL with a GPU each, or with one between them where there is one, or over gloo."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(setup.gpus))))
     if how == "gloo":
         shown = shown.split(",")[0]
     with (
-        changed_environment(CUDA_VISIBLE_DEVICES=shown),
+        changed_environment(CUDA_VISIBLE_DEVICES=shown, **(SHARED if setup.gpus == 1 else {})),
         Ranks(RankOptions(2, setup.device, how)) as ranks,
     ):
         yield ranks

@@ -98,6 +98,9 @@ def judge_switch(_: Any, found: Any) -> Judgement:
     return Judgement("off", "on" if found else "off", not found)
 
 
+SHARING_NCCL = (2, 30)  # from which on ranks may share a GPU
+
+
 @dataclass(frozen=True)
 class Setup:
     """What the processes of a run are told.
@@ -137,8 +140,8 @@ class Setup:
 
     @property
     def collectives(self) -> tuple[str, ...]:
-        """How two ranks talk: over NCCL where each has a GPU of its own, and over gloo on one GPU."""
-        if self.gpus > 1:
+        """How two ranks talk: over NCCL where each has a GPU of its own or may share one, and over gloo on one."""
+        if self.gpus > 1 or (self.gpus and torch.cuda.nccl.version() >= SHARING_NCCL):
             return ("nccl", "gloo")
         return ("gloo",)
 

@@ -23,6 +23,7 @@ from surgeon.runtime.comm.collectives import Around, Collectives, Counts, TorchC
 MOST_BYTES = 4 << 20
 ONE_SHOT_BYTES = 256 << 10  # an estimate, for more than two ranks
 DTYPES = torch.float32, torch.bfloat16  # of which these operations take operands
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 # Takes an operand in symmetric memory, the group's name, and the result.
 Operation = Callable[[Tensor, str, Tensor], object]
 
@@ -151,7 +152,7 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
     """Send small sums of ranks, all on one machine, through that memory where it can be had.
 
     Every rank of the group calls this at the same time. `SURGEON_SYMMETRIC_MEMORY=off` in the environment leaves it,
-    and so does `NCCL_P2P_DISABLE=1`.
+    and so does `NCCL_P2P_DISABLE=1`. With `TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1` ranks may share a GPU.
     """
     group = inner.group
     if inner.rank not in group or len(group) == 1:
@@ -160,9 +161,8 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
     reached = all(
         torch.cuda.can_device_access_peer(device, other) for other in gpus if other != device.index
     )
-    if not _holds_everywhere(
-        inner, device, is_allowed(os.environ) and len(gpus) >= len(group) and reached
-    ):
+    enough = len(gpus) >= len(group) or os.environ.get(OVERLAPPING) == "1"
+    if not _holds_everywhere(inner, device, is_allowed(os.environ) and enough and reached):
         return inner
     ways = ways_through_memory(inner, device)
     if not ways:

@@ -169,6 +169,7 @@ def check_sending(collectives: str, device: str, link: Link | None, compression:
         )
 
 
+NCCL_SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
 END_SECONDS = 10.0  # how long a rank whose connection is closed may take to end
 _SENDING = threading.Lock()  # a long message is sent in parts
 
@@ -283,14 +284,17 @@ class Rank:
 
 
 def rank_device(settings: RankSettings) -> torch.device:
-    """The device of a rank: on GPUs one of its own, or over gloo, which does not mind, one that ranks share."""
+    """The device of a rank: on GPUs one of its own, or one that ranks share.
+
+    Over gloo they may, and over NCCL from 2.30 on where NCCL_MULTI_RANK_GPU_ENABLE=1 is in the environment.
+    """
     device = settings.options.device
     if device == "cpu":
         return torch.device("cpu")
     number = settings.location.local_rank
     gpus = torch.cuda.device_count()
-    # NCCL would refuse to share one.
-    if gpus and (settings.options.collectives == "gloo" or sees_its_own_gpu()):
+    may_share = settings.options.collectives == "gloo" or os.environ.get(NCCL_SHARES) == "1"
+    if gpus and (may_share or sees_its_own_gpu()):
         number %= gpus
     if number >= gpus:
         raise ValueError(

@@ -192,13 +192,18 @@ def ways_agreed_on(rank: Rank, fails: str) -> tuple[list[str], list[str]]:
     return [way.name for way in ways], memory.asked
 
 
-def asked_for_memory(rank: Rank) -> bool:
-    """Whether a rank whose GPUs reach each other tries symmetric memory, as its environment has it."""
+def asked_for_memory(rank: Rank, gpus: int = 2, shared: bool = False) -> bool:
+    """Whether a rank whose GPUs reach each other tries symmetric memory, as its environment has it.
+
+    Args:
+        shared: whether PyTorch lets ranks share one.
+    """
     collectives: Any = rank.collectives
     asked: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "device_count", lambda: gpus)
         patch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+        patch.setenv(symmetric_memory.OVERLAPPING, str(int(shared)))
         patch.setattr(symmetric_memory, "ways_through_memory", lambda *_: asked.append(True) or [])
         assert symmetric_memory.with_symmetric_memory(collectives, rank.device) is collectives
     return bool(asked)

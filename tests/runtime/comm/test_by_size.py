@@ -90,6 +90,13 @@ def test_ranks_agree_before_they_wait_for_each_other(ranks: Ranks, fails: str, a
     assert ranks.call(on_collectives.ways_agreed_on, fails) == [(ways, calls)] * 2
 
 
+@pytest.mark.parametrize(
+    ("gpus", "shared", "tries"), [(1, False, False), (1, True, True), (2, False, True)]
+)
+def test_ranks_that_share_a_gpu(ranks: Ranks, gpus: int, shared: bool, tries: bool) -> None:
+    assert ranks.call(on_collectives.asked_for_memory, gpus, shared) == [tries] * 2
+
+
 def test_memory_of_others_is_left_alone_where_nccl_leaves_it() -> None:
     assert is_allowed({})
     assert is_allowed({"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "NVL"})

@@ -26,6 +26,7 @@ from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SLOTS
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.rank import (
+    NCCL_SHARES,
     RankOptions,
     RankSettings,
     choose_collectives,
@@ -205,6 +206,15 @@ def test_processes_that_see_one_gpu_each(monkeypatch: pytest.MonkeyPatch) -> Non
     assert RankOptions(4, "auto").device == "cpu"
     with pytest.raises(ValueError, match="there is no GPU 1 for rank 3, only 1"):
         rank_device(settings)
+
+
+def test_ranks_that_nccl_lets_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NCCL_SHARES, "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
+    settings = RankSettings(1, RankLocation(1, 2), RankOptions(2, "cuda", "nccl"), Path("unused"))
+    rank = SimpleNamespace(settings=settings, device=rank_device(settings))
+    assert (rank.device, gpu_room(rank)) == (torch.device("cuda", 0), 400)
 
 
 @pytest.mark.parametrize(("kind", "gpus"), [("nccl", 3), ("gloo", 0)])

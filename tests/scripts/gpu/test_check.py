@@ -196,9 +196,16 @@ def test_kernels_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(found), wrong) == (4, ["norm in bfloat16", "norm in float16"])
 
 
-def test_two_gpus_have_rows_over_nccl_too() -> None:
-    assert {row.split(": ")[1] for row in checks(Setup("cuda", 2, ""))["ranks"].rows} == {"nccl", "gloo"}
-    assert {row.split(": ")[1] for row in checks(Setup("cuda", 1, ""))["ranks"].rows} == {"gloo"}
+@pytest.mark.parametrize(
+    ("gpus", "version", "ways"),
+    [(2, (2, 27, 5), {"nccl", "gloo"}), (1, (2, 27, 5), {"gloo"}), (1, (2, 30, 4), {"nccl", "gloo"})],
+)
+def test_rows_over_nccl_where_it_lets_two_ranks_meet(
+    gpus: int, version: tuple[int, ...], ways: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    rows = checks(Setup("cuda", gpus, ""))["ranks"].rows
+    assert {row.split(": ")[1] for row in rows} == ways
 
 
 @pytest.mark.parametrize(
