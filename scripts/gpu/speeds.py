@@ -207,7 +207,7 @@ def free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-FOUR = "surgeon, 4 at once"
+FOUR = "four passes at once"
 LOADS = {"cuda": (Load(1, 64, 64), Load(32, 1000, 32)), "cpu": (Load(1, 20, 6), Load(2, 40, 6))}
 
 
