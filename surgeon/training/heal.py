@@ -24,10 +24,10 @@ from surgeon.models.edit import decoder_layers, edit, edited_layers
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.named import hub_name
 from surgeon.opened import EditedModel, Model, open_edited
-from surgeon.training.model import TrainedModel
 from surgeon.training.racks.build import require_known
 from surgeon.training.racks.model import tensors_of
 from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.task import TrainedModel
 from surgeon.training.scope import adapter_targets, shapes_to_train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts

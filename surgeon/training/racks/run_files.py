@@ -198,13 +198,8 @@ class RacksPlan:
         """Read a run's plan."""
         said = read_json(run / PLAN_FILE)
         try:
-            settings = TrainSettings.from_json(said.pop("settings"))
-            return cls(
-                settings=settings,
-                options=TypeAdapter(ProcessOptions).validate_python(said.pop("options")),
-                **said,
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            return TypeAdapter(cls).validate_python(said)
+        except ValueError as error:
             raise ValueError(
                 f"{run / PLAN_FILE} is damaged ({first_line(error)}); remove {run} to begin the run again"
             ) from error

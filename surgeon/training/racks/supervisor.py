@@ -49,7 +49,7 @@ from surgeon.training.racks.run_files import (
     teacher_file,
     write_texts,
 )
-from surgeon.training.racks.task import RacksTrained, gather, teacher_of
+from surgeon.training.racks.task import TrainedModel, gather, teacher_of
 from surgeon.training.run import lock_run, open_run
 
 
@@ -116,7 +116,7 @@ _PROGRESS_SECONDS = 1.0
 _VAIN_STARTS = 3  # in a row that end before another checkpoint
 
 
-def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksTrained:
+def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = None) -> TrainedModel:
     """Train all racks of a model at once, each in a process of its own, which send each other their streams.
 
     Where a process is killed all racks resume from the newest checkpoint that each of them has. Killed as a whole, the
@@ -145,13 +145,16 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
         plan = prepare(asked, options)
         if not all(is_done(asked.folder, index) for index in range(plan.racks)):
             _run_until_done(asked.folder, plan, asked.settings.steps_on(len(asked.texts.training)))
-    found = gather(asked.whole, asked.racks, asked.folder)
+    found = gather(asked)
     if asked.original is None:
         return found
     judge = HeldOutQuality(asked.texts.held_out, asked.original())
-    before, after = (judge.measure(model) for model in (asked.whole, found.model))
-    last = replace(found.results[-1], original=judge.original, before=before, after=after)
-    return replace(found, results=(*found.results[:-1], last))
+    before, after = (judge.measure(model) for model in (asked.whole, found.whole.model))
+    whole, last = (
+        replace(one, original=judge.original, before=before, after=after)
+        for one in (found.whole, found.results[-1])
+    )
+    return replace(found, whole=whole, results=(*found.results[:-1], last))
 
 
 class _End(NamedTuple):
@@ -173,8 +176,7 @@ class _Processes:
         count = plan.options.replicas
         threads = plan.options.threads or threads_per_rank(plan.racks * count)
         own = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, HOSTED)}
-        if interface := interface_of(_HOST):
-            own |= interface_variables(interface)
+        own |= interface_variables(interface_of(_HOST))
         meet = ["--meet", f"{_HOST}:{self._stores[0].port}", "--child"]
         for rack in range(plan.racks):
             gpus = gpus_in_turn(rack, count) if plan.device == "cuda" else {}

@@ -73,7 +73,7 @@ def test_racks_that_meet_at_an_address(tmp_path: Path) -> None:
     (runs[1] / "rack-1").rename(runs[0] / "rack-1")
     expected, _ = in_step(SHORT, TWO)
     require_close(runs[0], expected)
-    found = gather(whole(), racks_of(whole(), TWO), runs[0])
+    found = gather(RacksToTrain(whole(), racks_of(whole(), TWO), TEXTS, SHORT, runs[0]))
     assert [each.steps for each in found.results] == [2, 2]
 
 
