@@ -271,10 +271,7 @@ class TextSource:
         """Tokens, some at a time; no conversation is longer than a window."""
         if self.chats:
             found = read_conversations(self.tokenizer, self.source, self.window, reading) or ()
-            return (
-                [Tokens(np.array(each.ids, np.int32), np.array(each.answers, np.bool_))]
-                for each in found
-            )
+            return ([each] for each in found)
         texts = documents(self.source, self.separator, reading, self.by_row)
         return TextTokens(self.tokenizer, self.apart).read(texts)
 

@@ -12,13 +12,12 @@ import torch
 from torch.nn import functional
 
 from surgeon.models.edit import edit
-from surgeon.quality.conversations import ConversationTokenizer, ConversationTokens
 from surgeon.training.racks.run_files import read_texts, write_texts
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts, load_texts, with_chat_template
 from surgeon.training.token_store import IGNORED, TextSource
-from tests.quality.test_conversations import CHATML, MARKED, tokenizer, written
+from tests.quality.test_conversations import CHATML, MARKED, Found, reader, tokenizer, written
 from tests.tiny_models import TEXT, tiny_model
 
 WINDOW = 90
@@ -34,9 +33,8 @@ def said(number: int) -> list[dict[str, str]]:
 ROWS = [{"messages": said(number)} for number in range(9)] + [{"messages": said(0)[:1]}]
 
 
-def tokens(rows: list[dict[str, Any]], window: int = WINDOW) -> list[ConversationTokens]:
-    convert = ConversationTokenizer(tokenizer(), ("messages",), window)
-    return [convert(row, "") for row in rows]
+def tokens(rows: list[dict[str, Any]], window: int = WINDOW) -> list[Found]:
+    return [reader(longest=window)(row, "") for row in rows]
 
 
 def nll(model: Any, rows: list[dict[str, Any]]) -> torch.Tensor:

@@ -39,7 +39,7 @@ PROGRAMS = ("operations", "program", "tracks")  # of which there is at most one
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}")
 _Count = Annotated[int, Strict(), Field(ge=1)]
 _Text = Annotated[str, Strict(), Field(min_length=1)]
-_ONLY_THESE = ConfigDict(extra="forbid")
+_ONLY_THESE = ConfigDict(extra="forbid", arbitrary_types_allowed=True)  # an operation has ranges
 # Where the key `training` says nothing else.
 _TRAINING: dict[str, Any] = {"scope": "all", "learning_rate": 1e-3, "schedule": "cosine"}
 _OF_HEALING = ("scope", "router", "lora", "distillation")  # by that key, of a model from scratch
@@ -56,8 +56,8 @@ class TracksSection:
 
 
 @dataclass(frozen=True)
-class ScratchKeys:
-    """Keys of a configuration, beside `surgeon` and `operations`.
+class ScratchConfig:
+    """A model from scratch: its architecture, program, text and training.
 
     Attributes:
         model: entries of a `transformers` configuration, with its model_type.
@@ -67,6 +67,10 @@ class ScratchKeys:
         program: as text.
         tracks: of a native Parallel Track model, derived from the dense `model`.
         racks: that are trained each by a loss of its own; None trains the model as one.
+        settings: of the key `training`.
+        operations: on the plain model, as in a recipe.
+        source: for error messages.
+        lines: of its keys, by the keys that lead there.
     """
 
     __pydantic_config__ = _ONLY_THESE
@@ -83,19 +87,6 @@ class ScratchKeys:
     window: Annotated[int, Strict(), Field(ge=2)] = DEFAULT_WINDOW
     separator: Annotated[str, Strict()] | None = None
     documents: Annotated[str, Strict()] = "joined"
-
-
-@dataclass(frozen=True)
-class ScratchConfig(ScratchKeys):
-    """A model from scratch: its architecture, program, text and training.
-
-    Attributes:
-        settings: of the key `training`.
-        operations: on the plain model, as in a recipe.
-        source: for error messages.
-        lines: of its keys, by the keys that lead there.
-    """
-
     settings: TrainSettings = field(default_factory=lambda: TrainSettings(**_TRAINING))
     operations: tuple[AppliedOperation, ...] = ()
     source: str = KIND
@@ -181,7 +172,8 @@ class ConfigReader(DocumentReader):
     """Reads one configuration."""
 
     kind = KIND
-    keys = ("surgeon", "operations", *(each.name for each in fields(ScratchKeys)), "training")
+    apart = ("surgeon", "operations", "training")
+    keys = (*apart[:2], *(each.name for each in fields(ScratchConfig)[:-4]), "training")
     needed = ("surgeon", "model", "tokenizer", "data")
 
     def config(self) -> ScratchConfig:
@@ -195,9 +187,10 @@ class ConfigReader(DocumentReader):
                 self.lines[there[1],],
                 f"{there[0]} and {there[1]} both say what the model's program is; keep one of them",
             )
-        apart = ("surgeon", "operations", "training")
-        keys = self.validate(
-            ScratchKeys, {name: value for name, value in document.items() if name not in apart}, ()
+        config = self.validate(
+            ScratchConfig,
+            {name: value for name, value in document.items() if name not in self.apart},
+            (),
         )
         given = document.get("training", {})
         if not isinstance(given, dict):
@@ -220,8 +213,8 @@ class ConfigReader(DocumentReader):
                 raise self.error(
                     self.lines["training", "arguments", name], f"arguments: {error}"
                 ) from error
-        config = ScratchConfig(
-            **vars(keys),
+        config = replace(
+            config,
             settings=self.validate(
                 TrainSettings, _TRAINING | given | {"arguments": arguments}, ("training",)
             ),
