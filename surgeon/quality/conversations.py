@@ -99,8 +99,9 @@ def _convert_rows(
             yield found
     if not has_answers:
         raise ValueError(
-            f"there is nothing to train on: {convert.reading.lines(data)[-1]}; give rows with answers, a larger window where "
-            "they are too long, or a chat template that marks answers ({% generation %}) where its own way is another"
+            f"there is nothing to train on: {convert.reading.lines(data)[-1]}; give rows with answers, a larger window "
+            "where they are too long, or a chat template that marks answers ({% generation %}) where its own way is "
+            "another"
         )
 
 

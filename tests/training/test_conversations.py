@@ -172,15 +172,17 @@ def test_conversations_are_tokenized_once(tmp_path: Path) -> None:
     data = written(tmp_path, ROWS)
 
     def source(template: str | None = CHATML) -> TextSource:
-        return TextSource(tokenizer(template), data, WINDOW, "whole", chats=True)
+        found = TextSource(tokenizer(template), data, WINDOW, "whole", chats=True)
+        found.folder = tmp_path
+        return found
 
-    few, _ = source().windows(2, tmp_path)
-    whole, known = source().windows(1 << 20, tmp_path)
+    few, _ = source().windows(2)
+    whole, known = source().windows(1 << 20)
     assert (len(few), known["ended"], known["left_out"]) == (2, True, {"rows_without_answer": 1})
     assert whole[:2] == few[:]
     full = source()
     full.tokens = pytest.fail
-    assert full.windows(1 << 20, tmp_path)[0][:] == whole[:]
+    assert full.windows(1 << 20)[0][:] == whole[:]
     assert source(MARKED).identity() != full.identity()
 
 

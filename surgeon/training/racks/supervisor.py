@@ -76,12 +76,8 @@ def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> Racks
         plan = replace(RacksPlan.read(folder), options=options, device=asked.device)
     else:
         plan = RacksPlan(len(racks), of_racks, settings, options, asked.device)
-    files = [start_file(folder, index) for index in range(len(racks))]
-    files += (
-        []
-        if settings.distillation is None
-        else [teacher_file(folder, index) for index in range(len(racks))]
-    )
+    kinds = [start_file] if settings.distillation is None else [start_file, teacher_file]
+    files = [kind(folder, index) for kind in kinds for index in range(len(racks))]
     if not all(path.is_file() for path in (*files, folder / TRAINING_TEXT_FILE, folder / TEXTS_FILE)):
         (folder / START).mkdir(exist_ok=True)
         for index in range(len(racks)):
@@ -166,11 +162,10 @@ class _End(NamedTuple):
 
 
 class _Processes:
-    """Processes of all racks, from one start to their end."""
+    """Processes of all racks, by their names in messages, from one start to their end."""
 
     def __init__(self, run: Path, plan: RacksPlan) -> None:
-        self.run = run
-        self.children: dict[tuple[int, int], Child] = {}
+        self.children: dict[str, Child] = {}
         # New for each start, on this machine alone: of all racks, and of the processes of each.
         self._stores = [serve_store(socket.create_server((_HOST, 0))) for _ in range(1 + plan.racks)]
         count = plan.options.replicas
@@ -178,74 +173,54 @@ class _Processes:
         own = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, HOSTED)}
         own |= interface_variables(interface_of(_HOST))
         meet = ["--meet", f"{_HOST}:{self._stores[0].port}", "--child"]
+        module = ["-P", "-m", "surgeon.training.racks.process", str(run.resolve())]
         for rack in range(plan.racks):
             gpus = gpus_in_turn(rack, count) if plan.device == "cuda" else {}
-            command = [
-                "-P",
-                "-m",
-                "surgeon.training.racks.process",
-                str(run.resolve()),
-                str(rack),
-                *meet,
-            ]
             for replica in range(count):
                 place = TorchrunEnvironment(
                     replica, count, replica, count, _HOST, self._stores[1 + rack].port, True
                 )
                 together = place.variables() if count > 1 else {}
-                log = self._log(rack, replica)
+                log = rack_folder(run, rack, replica) / LOG_FILE
                 log.parent.mkdir(parents=True, exist_ok=True)
-                self.children[rack, replica] = Child(
-                    command, log, threads, environment=own | gpus | together
+                who = f"rack {rack}" + (f", process {replica}" if count > 1 else "")
+                self.children[who] = Child(
+                    [*module, str(rack), *meet], log, threads, environment=own | gpus | together
                 )
 
-    def _log(self, rack: int, replica: int) -> Path:
-        return rack_folder(self.run, rack, replica) / LOG_FILE
-
     def look(self) -> _End | None:
-        """Find the end of all; None while they go on. When one has failed, all are ended."""
+        """Find the end of all; None while they go on. When one has failed, all are ended.
+
+        It is that of the one that did not end because of another; a signal comes before an error.
+        """
         codes = [child.poll() for child in self.children.values()]
         if None in codes and not any(codes):
             return None
         end = _End("", 0)
-        if any(codes):
-            until = time.monotonic() + _OTHERS_SECONDS
-            while (reason := self._find_reason()) is None and time.monotonic() < until:
-                time.sleep(_OTHERS_SECONDS / 20)
-            failed = next(which for which, child in self.children.items() if child.poll())
-            end = reason or self._describe_end(*failed)
+        until = time.monotonic() + _OTHERS_SECONDS
+        while any(codes):
+            ends = [_describe_end(who, child) for who, child in self.children.items() if child.poll()]
+            end = min(ends, key=lambda one: (one.said.endswith(OTHERS_ENDED), one.code))
+            if not end.said.endswith(OTHERS_ENDED) or time.monotonic() > until:
+                break
+            time.sleep(_OTHERS_SECONDS / 20)
         self.end()
         return end
-
-    def _find_reason(self) -> _End | None:
-        """The end of the one that did not end because of another; a signal comes before an error."""
-        failed = sorted(
-            (code, *which) for which, child in self.children.items() if (code := child.poll())
-        )
-        ends = (self._describe_end(rack, replica) for _, rack, replica in failed)
-        return next((end for end in ends if not end.said.endswith(OTHERS_ENDED)), None)
-
-    def _describe_end(self, rack: int, replica: int) -> _End:
-        child = self.children[rack, replica]
-        code = child.wait()
-        who = f"rack {rack}"
-        if (rack, 1) in self.children:
-            who += f", process {replica}"
-        if code < 0:
-            return _End(who, code)
-        said = f"{who} {child.ending()} (see {self._log(rack, replica)})"
-        errors = (
-            line.removeprefix("error: ")
-            for line in reversed(child.said().splitlines())
-            if line[:7] == "error: "
-        )
-        return _End(who, code, next(errors, said))
 
     def end(self) -> None:
         for child in self.children.values():
             child.kill()
         for child in self.children.values():
             child.wait()
+
+
+def _describe_end(who: str, child: Child) -> _End:
+    code = child.wait()
+    if code < 0:
+        return _End(who, code)
+    lines = reversed(child.said().splitlines())
+    errors = (line.removeprefix("error: ") for line in lines if line.startswith("error: "))
+    return _End(who, code, next(errors, f"{who} {child.ending()} (see {child.log})"))
 
 
 def _run_until_done(run: Path, plan: RacksPlan, steps: int) -> None:
