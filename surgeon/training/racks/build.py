@@ -53,7 +53,6 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
     tensors |= found.outside(family.final_norm, family.head)
     if seed is not None and index != racks.last:
         sources = layers_in(private)
-        family = found.family
         config_of_coda = config_for(found.config, sources or [0], tied=False)
         dtype = next(iter(found.others.values())).dtype
         with torch.random.fork_rng([]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -309,15 +308,12 @@ def train_in_turn(asked: RacksToTrain) -> TrainedModel:
         open_run(asked.folder, asked.identity_of_racks() | asked.settings_and_text())
         for index in range(len(asked.racks)):
             folder = rack_folder(asked.folder, index)
+            before = rack_folder(asked.folder, index - 1) / STREAMS
             if not is_done(asked.folder, index):
                 rack = rack_of(asked.whole, asked.racks, index, asked.seed)
                 settings = asked.settings
-                source = (
-                    None
-                    if rack.is_first
-                    else KeptStreams(rack_folder(asked.folder, index - 1) / STREAMS)
-                )
-                sink = None if rack.is_last else KeptStreams(rack_folder(asked.folder, index) / STREAMS)
+                source = None if rack.is_first else KeptStreams(before)
+                sink = None if rack.is_last else KeptStreams(folder / STREAMS)
                 teacher = None
                 if settings.distillation is not None:
                     assert asked.original is not None
@@ -328,22 +324,13 @@ def train_in_turn(asked: RacksToTrain) -> TrainedModel:
                     # Beside it the original's.
                     training = steps * settings.batch * (1 if teacher is None else 2)
                     measured = (2 + steps // settings.evaluate_every) * len(asked.texts.held_out.ids)
-                    window = math.prod(
-                        (text.window, int(rack.model.config.hidden_size), rack.model.dtype.itemsize)
-                    )
+                    window = text.window * int(rack.model.config.hidden_size) * rack.model.dtype.itemsize
                     sink.require_room((training + measured) * window)
                 streams = RackStreams(settings.batch, source, sink)
                 task = rack_task(rack, held_out(), streams, teacher, settings.distillation)
-                train_rack(
-                    rack,
-                    task,
-                    asked.texts,
-                    settings,
-                    asked.folder,
-                    asked.identity_of_racks(),
-                    asked.device,
-                )
+                identity = asked.identity_of_racks()
+                train_rack(rack, task, asked.texts, settings, asked.folder, identity, asked.device)
             finish_run(folder, {})
             if index > 0:  # what was kept for this rack is of no more use
-                shutil.rmtree(rack_folder(asked.folder, index - 1) / STREAMS, ignore_errors=True)
+                shutil.rmtree(before, ignore_errors=True)
         return gather(asked)

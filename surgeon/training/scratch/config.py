@@ -156,6 +156,9 @@ class ScratchConfig:
         return "\n".join(lines) + "\n"
 
 
+_PLAIN = [each.name for each in fields(ScratchConfig)[:-4]]  # keys; the last four fields are none
+
+
 def read_config_file(path: Path) -> ScratchConfig:
     """Read a configuration from a file."""
     if not is_recipe(path) and on_disk(path) is not None:
@@ -165,68 +168,56 @@ def read_config_file(path: Path) -> ScratchConfig:
 
 def parse_config(text: str, source: str = KIND) -> ScratchConfig:
     """Parse a configuration; `source` names it in error messages."""
-    return ConfigReader(text, source).config()
-
-
-class ConfigReader(DocumentReader):
-    """Reads one configuration."""
-
-    kind = KIND
-    apart = ("surgeon", "operations", "training")
-    keys = (*apart[:2], *(each.name for each in fields(ScratchConfig)[:-4]), "training")
-    needed = ("surgeon", "model", "tokenizer", "data")
-
-    def config(self) -> ScratchConfig:
-        document = {
-            name: _read_numbers(value)
-            for name, value in self.top(self.kind, self.keys, self.needed).items()
-        }
-        there = [name for name in PROGRAMS if name in document]
-        if len(there) > 1:
-            raise self.error(
-                self.lines[there[1],],
-                f"{there[0]} and {there[1]} both say what the model's program is; keep one of them",
-            )
-        config = self.validate(
-            ScratchConfig,
-            {name: value for name, value in document.items() if name not in self.apart},
-            (),
+    reader = DocumentReader(text, source)
+    keys = ("surgeon", "operations", *_PLAIN, "training")
+    top = reader.top(KIND, keys, ("surgeon", "model", "tokenizer", "data"))
+    document = {name: _read_numbers(value) for name, value in top.items()}
+    there = [name for name in PROGRAMS if name in document]
+    if len(there) > 1:
+        raise reader.error(
+            reader.lines[there[1],],
+            f"{there[0]} and {there[1]} both say what the model's program is; keep one of them",
         )
-        given = document.get("training", {})
-        if not isinstance(given, dict):
-            raise self.error(
-                self.lines["training",], f"training must be a mapping, not {show_value(given)}"
-            )
-        known = [each.name for each in fields(TrainSettings) if each.name not in _OF_HEALING]
-        for name in (name for name in given if name not in known):
-            raise self.error(
-                self.lines["training", name],
-                f"unknown key {show_value(name)}; {did_you_mean(str(name), known)}",
-            )
-        arguments = given.get("arguments", {})
-        for name, value in arguments.items() if isinstance(arguments, dict) else ():
-            try:
-                arguments[name] = read_trainer_argument(
-                    name, value if isinstance(value, str) else json.dumps(value)
-                )
-            except ValueError as error:
-                raise self.error(
-                    self.lines["training", "arguments", name], f"arguments: {error}"
-                ) from error
-        config = replace(
-            config,
-            settings=self.validate(
-                TrainSettings, _TRAINING | given | {"arguments": arguments}, ("training",)
-            ),
-            operations=self.operations(document["operations"]) if "operations" in document else (),
-            source=self.source,
-            lines=self.lines,
+    config = reader.validate(
+        ScratchConfig,
+        {name: value for name, value in document.items() if name in _PLAIN},
+        (),
+    )
+    given = document.get("training", {})
+    if not isinstance(given, dict):
+        raise reader.error(
+            reader.lines["training",], f"training must be a mapping, not {show_value(given)}"
         )
-        with config.under("documents"):
-            documents_of(config.documents)
-        with config.under("program"):
-            _ = config.program and Program.parse(config.program)
-        return config
+    known = [each.name for each in fields(TrainSettings) if each.name not in _OF_HEALING]
+    for name in (name for name in given if name not in known):
+        raise reader.error(
+            reader.lines["training", name],
+            f"unknown key {show_value(name)}; {did_you_mean(str(name), known)}",
+        )
+    arguments = given.get("arguments", {})
+    for name, value in arguments.items() if isinstance(arguments, dict) else ():
+        try:
+            arguments[name] = read_trainer_argument(
+                name, value if isinstance(value, str) else json.dumps(value)
+            )
+        except ValueError as error:
+            raise reader.error(
+                reader.lines["training", "arguments", name], f"arguments: {error}"
+            ) from error
+    config = replace(
+        config,
+        settings=reader.validate(
+            TrainSettings, _TRAINING | given | {"arguments": arguments}, ("training",)
+        ),
+        operations=reader.operations(document["operations"]) if "operations" in document else (),
+        source=source,
+        lines=reader.lines,
+    )
+    with config.under("documents"):
+        documents_of(config.documents)
+    with config.under("program"):
+        _ = config.program and Program.parse(config.program)
+    return config
 
 
 def _read_numbers(value: Any) -> Any:

@@ -208,7 +208,7 @@ def test_one_rack_is_ordinary_training(tmp_path: Path) -> None:
     assert plain is not None
     assert all(
         torch.equal(value, found.whole.model.state_dict()[name])
-        for name, value in plain.whole.model.state_dict().items()
+        for name, value in plain.model.state_dict().items()
     )
 
 
