@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, takewhile
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from surgeon.checkpoint.messages import (
 from surgeon.errors import first_line, show_value
 from surgeon.quality.sources import Row, open_rows
 from surgeon.quality.text_files import Reading, require_utf8
-from surgeon.quality.tokens import Tokens
+from surgeon.quality.tokens import Tokens, count_alike
 from surgeon.words import plural
 
 _COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"), ("prompt", "chosen"))
@@ -313,10 +313,7 @@ class _Chat:
             asked = self.text(end - 1, asks=True)
             answer = []
             if whole.startswith(asked):
-                own = self.text(end)
-                both = zip(whole, own, strict=False)
-                shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-                answer = _mark_between(coded, len(asked), shared)
+                answer = _mark_between(coded, len(asked), count_alike(whole, self.text(end)))
             if any(answer):
                 trained.append(answer)
                 self.reading.sizes["answers_across"] += _is_across(coded, len(asked))

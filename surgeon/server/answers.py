@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from surgeon.checkpoint.texts import UNFINISHED
 from surgeon.runtime.batching.request import Event, QueueFull, Sampling, TokenLogprob, UndefinedLogits
 from surgeon.runtime.stream import Answer
 from surgeon.server.bodies import Body, ChatBody, CompletionBody
@@ -32,7 +33,7 @@ from surgeon.server.errors import (
     refuse_while_draining,
 )
 from surgeon.server.state import ServerState, note_outcome
-from surgeon.server.texts import UNFINISHED, Prompt, Texts, separate
+from surgeon.server.texts import Prompt, Texts, separate
 
 LEAST_LOGPROB = -9999.0
 

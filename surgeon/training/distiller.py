@@ -10,7 +10,7 @@ The loss has three weighted parts, each a mean over the predicted tokens:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, count
@@ -25,6 +25,7 @@ from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import decoder_layers, edit, edited_layers, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
+from surgeon.models.families.specs import SublayerSpec
 from surgeon.models.weights.store import dense
 from surgeon.quality.head import OutputHead
 from surgeon.training.head_loss import (
@@ -128,13 +129,18 @@ def _before_layers(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: one for name, one in model.named_parameters() if not name.startswith(behind)}
 
 
-def _parameters(layers: EditedLayers, sublayer: Sublayer) -> dict[str, Tensor]:
+def modules_of(
+    layers: EditedLayers, sublayer: Sublayer, paths: Callable[[SublayerSpec], Iterable[str]]
+) -> list[nn.Module]:
+    """List modules of a program's sublayer, by some of its paths."""
     spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
-    owner = layers.owner(sublayer)
-    called = [owner.get_submodule(path) for path in spec.stages]
+    return [layers.owner(sublayer).get_submodule(path) for path in paths(spec)]
+
+
+def _parameters(layers: EditedLayers, sublayer: Sublayer) -> dict[str, Tensor]:
     return {
         f"{index}.{name}": one
-        for index, part in enumerate(called)
+        for index, part in enumerate(modules_of(layers, sublayer, lambda spec: spec.stages))
         for name, one in part.named_parameters()
     }
 
