@@ -26,11 +26,10 @@ from surgeon.training.distiller import (
     Distillation,
     ask_teacher,
     counterparts,
-    parts_of_loss,
+    distilled_loss,
     require_unedited_teacher,
-    watched_streams,
 )
-from surgeon.training.head_loss import LossParts, loss_at_head, next_tokens, text_loss
+from surgeon.training.head_loss import LossParts, text_loss
 from surgeon.training.racks.build import assemble, rack_of
 from surgeon.training.racks.exchange import KeptStreams, RackStreams
 from surgeon.training.racks.model import RackModel, feed_stream, open_rack, save_rack
@@ -92,24 +91,19 @@ def distilled_rack_loss(
     rack.layers.apart = not rack.is_last
 
     def loss(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        windows = model_inputs(inputs)
         keys = streams.keys(inputs["place"])
         stream = streams.take(*keys)
         incoming = [None, None] if stream is None else stream.chunk(2, dim=-1)
         with feed_stream(teacher.model, incoming[1]) as stretch:
-            taught = ask_teacher(teacher.model, windows, places, own)
+            taught = ask_teacher(teacher.model, model_inputs(inputs), places, own)
             original = stretch.outgoing
-        labels = next_tokens(inputs["labels"])
-        length = len(rack.layers.program)
-        with (
-            feed_stream(model, incoming[0]) as stretch,
-            watched_streams(model, [*places], length) as watched,
-        ):
-            at_head = loss_at_head(model, windows, lambda: own.task(taught, labels))
+        with feed_stream(model, incoming[0]) as stretch:
+            length = len(rack.layers.program)
+            parts = distilled_loss(own, model, inputs, [*places], length, lambda _: taught)
             assert stretch.outgoing is not None
             assert original is not None
             streams.give(torch.cat([stretch.outgoing, original.to(stretch.outgoing)], dim=-1), *keys)
-        return parts_of_loss(own, at_head, labels, watched, taught)
+        return parts
 
     return loss
 
