@@ -129,17 +129,17 @@ class Journal(ABC):
                 f"{self.path} was not written by surgeon {self.work}; use another output folder"
             )
         for key, value in identity.items():
+            name = _NAMES.get(key, key)
             if key not in held:
-                raise ValueError(
-                    f"{self.path.parent} holds a {self.work} of an earlier version, which does not say its "
-                    f"{_NAMES.get(key, key)}; use another output folder, or delete this one to begin again"
-                )
-            if held[key] != value:
-                change = f"{_NAMES.get(key, key)}: {_brief(held.get(key))}, now {_brief(value)}"
-                raise ValueError(
-                    f"{self.path.parent} holds a {self.work} of another {change}; use another output folder, "
-                    "or delete this one to begin again"
-                )
+                other = f"an earlier version, which does not say its {name}"
+            elif held[key] != value:
+                other = f"another {name}: {_brief(held[key])}, now {_brief(value)}"
+            else:
+                continue
+            raise ValueError(
+                f"{self.path.parent} holds a {self.work} of {other}; use another output folder, or delete this one to "
+                "begin again"
+            )
 
     def _damage_error(self, number: int) -> ValueError:
         return ValueError(f"{self.path} is damaged in line {number}; delete the file to begin again")

@@ -231,12 +231,15 @@ class Rendezvous:
         return None
 
     def _describe_missing(self, ranks: set[int]) -> str:
-        names = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, sorted(ranks)))}"
+        names = ", ".join(map(str, sorted(ranks)))
+        what = "rank"
+        if len(ranks) > 1:
+            what = "ranks"
         torchrun = self.torchrun
         where = self._listener.getsockname()[0]
         return (
-            f"{names} of {torchrun.ranks} did not join rank 0 at {where} within {torchrun.patience:g} s; see what they "
-            "say, and whether they reach that address"
+            f"{what} {names} of {torchrun.ranks} did not join rank 0 at {where} within {torchrun.patience:g} s; see "
+            "what they say, and whether they reach that address"
         )
 
 

@@ -144,7 +144,9 @@ class ConversationTokenizer:
         """
         parts = [row.get(column) for column in self.columns]
         is_text = len(parts) > 1 and isinstance(parts[0], str) and isinstance(parts[1], str | None)
-        used = self.columns if is_text else (*self.columns, "tools", *_SYSTEM)
+        used = self.columns
+        if not is_text:
+            used += ("tools", *_SYSTEM)
         self.reading.rows += 1
         self.reading.left_out.update(
             f"column {name!r}"
@@ -152,43 +154,37 @@ class ConversationTokenizer:
             if name not in used and value not in (None, "", [], {})
         )
         if is_text:
-            found = self._texts(*parts, where)
-        else:
-            asked, said = self._parts(parts, where)
-            messages = [*asked, *said]
-            prompts = {
-                f"column {name!r}": row[name] for name in _SYSTEM if row.get(name) not in (None, "")
-            }
-            for place, text in prompts.items():
-                if not isinstance(text, str):
-                    raise ValueError(
-                        f"{where}: {place} should hold a text, not {show_value(text)}; mend this row"
-                    )
-            begins = bool(messages) and messages[0]["role"] == "system"
-            stated = prompts | ({"its first message": messages[0]["content"]} if begins else {})
-            if len(set(stated.values())) > 1:
+            return self._texts(*parts, where)
+        asked, said = self._parts(parts, where)
+        messages = [*asked, *said]
+        prompts = {f"column {name!r}": row[name] for name in _SYSTEM if row.get(name) not in (None, "")}
+        for place, text in prompts.items():
+            if not isinstance(text, str):
                 raise ValueError(
-                    f"{where}: {' and '.join(stated)} have different system prompts; leave all but one out"
+                    f"{where}: {place} should hold a text, not {show_value(text)}; mend this row"
                 )
-            if prompts and not begins:
-                messages.insert(0, {"role": "system", "content": next(iter(prompts.values()))})
-            tools = row.get("tools")
-            if isinstance(tools, str) and tools.strip():  # as JSON
-                try:
-                    tools = json.loads(tools)
-                except ValueError as error:
-                    raise ValueError(
-                        f"{where}: column 'tools' is no JSON ({error}); mend this row"
-                    ) from error
-            if not isinstance(tools or [], list):
+        begins = bool(messages) and messages[0]["role"] == "system"
+        stated = prompts | ({"its first message": messages[0]["content"]} if begins else {})
+        if len(set(stated.values())) > 1:
+            raise ValueError(
+                f"{where}: {' and '.join(stated)} have different system prompts; leave all but one out"
+            )
+        if prompts and not begins:
+            messages.insert(0, {"role": "system", "content": next(iter(prompts.values()))})
+        tools = row.get("tools")
+        if isinstance(tools, str) and tools.strip():  # as JSON
+            try:
+                tools = json.loads(tools)
+            except ValueError as error:
                 raise ValueError(
-                    f"{where}: column 'tools' should hold a list, not {show_value(tools)}; mend this row"
-                )
-            chat = _Chat(self.tokenizer, messages, tools or None, where, self.reading)
-            found = self._chat(chat, len(messages) - len(said) if asked else 0)
-        if found is not None and found.answer is not None:
-            self.reading.sizes["trained"] += int(found.answer.sum())
-        return found
+                    f"{where}: column 'tools' is no JSON ({error}); mend this row"
+                ) from error
+        if not isinstance(tools or [], list):
+            raise ValueError(
+                f"{where}: column 'tools' should hold a list, not {show_value(tools)}; mend this row"
+            )
+        chat = _Chat(self.tokenizer, messages, tools or None, where, self.reading)
+        return self._chat(chat, len(messages) - len(said) if asked else 0)
 
     def _parts(self, parts: list[Any], where: str) -> tuple[list[Message], list[Message]]:
         """Split into messages before the answers that count, and the rest; all are rest in one column."""
@@ -261,7 +257,9 @@ class ConversationTokenizer:
             return None
         across = _is_across(coded, len(prompt))
         self.reading.sizes.update(characters=len(text), tokens=count, answers_across=across)
-        return _with_answer(coded["input_ids"], _mark_between(coded, len(prompt), len(text)))
+        return _with_answer(
+            coded["input_ids"], _mark_between(coded, len(prompt), len(text)), self.reading
+        )
 
 
 @dataclass(frozen=True)
@@ -302,7 +300,7 @@ class _Chat:
         if not any(found["assistant_masks"]):
             self.reading.left_out["rows_without_answer"] += 1
             return None
-        return _with_answer(found["input_ids"], found["assistant_masks"])
+        return _with_answer(found["input_ids"], found["assistant_masks"], self.reading)
 
     def compared(self, ends: Sequence[int]) -> Tokens | None:
         """Tokenize messages up to the last of these ends; answers are found by comparing texts."""
@@ -320,7 +318,7 @@ class _Chat:
         self.reading.left_out["answers_rewritten"] += len(ends) - len(trained)
         if not trained:
             return None
-        return _with_answer(coded["input_ids"], np.any(trained, axis=0))
+        return _with_answer(coded["input_ids"], np.any(trained, axis=0), self.reading)
 
     def text(self, count: int, asks: bool = False) -> str:
         """Write the first messages, with the generation prompt where they ask for an answer."""
@@ -359,7 +357,8 @@ class _Chat:
             ) from error
 
 
-def _with_answer(ids: list[int], answer: ArrayLike) -> Tokens:
+def _with_answer(ids: list[int], answer: ArrayLike, reading: Reading) -> Tokens:
+    reading.sizes["trained"] += int(np.sum(answer))
     return Tokens(np.array(ids, np.int32), np.array(answer, np.bool_))
 
 

@@ -103,9 +103,12 @@ class CompletionFormat(Format):
         begins = not answer.begun
         answer.begun = True
         new = part or answer
+        text = new.text
+        if begins:
+            text = self._echo(answer) + text
         return {
             "index": index,
-            "text": self._echo(answer) + new.text if begins else new.text,
+            "text": text,
             "logprobs": self._logprobs(answer, new.logprobs, new.offsets, self.echo and begins),
             "finish_reason": new.finish_reason,
         }
@@ -128,28 +131,22 @@ class CompletionFormat(Format):
     ) -> dict[str, Any] | None:
         if not self.wants_logprobs:
             return None
-        logprobs: dict[str, Any] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+        tokens = [one.token for one in found]
+        scored: list[TokenLogprob | None] = [*found]
+        places = list(offsets)
         if with_prompt:
             # The prompt's tokens come first; nothing predicts the first of them.
-            logprobs["tokens"] += [self.texts.piece(token) for token in answer.prompt.tokens]
-            logprobs["token_logprobs"] += [
-                None,
-                *(_finite(one.logprob) for one in answer.prompt_logprobs),
-            ]
-            logprobs["top_logprobs"] += [None, *map(self._top, answer.prompt_logprobs)]
-            logprobs["text_offset"] += answer.prompt.offsets
+            prompt = answer.prompt
             answer.shift = len(self._echo(answer))
-        for one, offset in zip(found, offsets, strict=False):  # a last event without a token has neither
-            logprobs["tokens"].append(self.texts.piece(one.token))
-            logprobs["token_logprobs"].append(_finite(one.logprob))
-            logprobs["top_logprobs"].append(self._top(one))
-            logprobs["text_offset"].append(answer.shift + offset)
-        return logprobs
+            tokens = [*prompt.tokens, *tokens]
+            scored = [None, *answer.prompt_logprobs, *scored]
+            places = [*(place - answer.shift for place in prompt.offsets), *places]
+        return {
+            "tokens": [self.texts.piece(token) for token in tokens],
+            "token_logprobs": [one and _finite(one.logprob) for one in scored],
+            "top_logprobs": [one and self._top(one) for one in scored],
+            "text_offset": [answer.shift + place for place in places],
+        }
 
     def _top(self, one: TokenLogprob) -> dict[str, float]:
         """By text, the chosen token among them; of tokens with the same text (parts of characters) the likeliest."""

@@ -60,7 +60,9 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config_of_coda)]
             model = model_class._from_config(config_of_coda, dtype=dtype)
         fresh = tensors_of(model)
-        ends = (family.final_norm,) if tied else (family.final_norm, family.head)
+        ends = [family.final_norm]
+        if not tied:
+            ends.append(family.head)
         coda = named_layers(family, fresh.layers if behind else [], len(first)) | fresh.outside(*ends)
     tensors |= coda
     if index == 0:

@@ -277,15 +277,10 @@ def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
     (folder / PLAN_FILE).unlink(missing_ok=True)  # before the rest: without it nothing is gone on with
     for rack in racks.ranges:
         each = rack_folder(folder, rack.index)
-        if each.is_dir():
-            of_processes = [each, *each.glob("replica-*")]
-            for path in checkpoints_of(each).values():
-                shutil.rmtree(path, ignore_errors=True)
-            for path in (
-                each / RACK_FILE,
-                each / RESULT_FILE,
-                *(own / PROCESS_FILE for own in of_processes),
-            ):
+        for path in checkpoints_of(each).values():
+            shutil.rmtree(path, ignore_errors=True)
+        for name in (RACK_FILE, RESULT_FILE, PROCESS_FILE):
+            for path in each.rglob(name):  # replicas have folders in it
                 path.unlink(missing_ok=True)
     shutil.rmtree(folder / START, ignore_errors=True)
     for name in (TEXTS_FILE, TRAINING_TEXT_FILE):

@@ -76,7 +76,9 @@ def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> Racks
         plan = replace(RacksPlan.read(folder), options=options, device=asked.device)
     else:
         plan = RacksPlan(len(racks), of_racks, settings, options, asked.device)
-    kinds = [start_file] if settings.distillation is None else [start_file, teacher_file]
+    kinds = [start_file]
+    if settings.distillation is not None:
+        kinds.append(teacher_file)
     files = [kind(folder, index) for kind in kinds for index in range(len(racks))]
     if not all(path.is_file() for path in (*files, folder / TRAINING_TEXT_FILE, folder / TEXTS_FILE)):
         (folder / START).mkdir(exist_ok=True)
@@ -183,7 +185,9 @@ class _Processes:
                 together = place.variables() if count > 1 else {}
                 log = rack_folder(run, rack, replica) / LOG_FILE
                 log.parent.mkdir(parents=True, exist_ok=True)
-                who = f"rack {rack}" + (f", process {replica}" if count > 1 else "")
+                who = f"rack {rack}"
+                if count > 1:
+                    who += f", process {replica}"
                 self.children[who] = Child(
                     [*module, str(rack), *meet], log, threads, environment=own | gpus | together
                 )

@@ -182,8 +182,9 @@ class TrainedModel:
     results: tuple[Trained, ...] = ()
 
     def lines(self) -> Iterator[str]:
-        texts = [] if self.racks is None else self.racks.texts[:-1]
-        for rack, one in zip(texts, self.results, strict=False):
+        if self.racks is None:
+            return
+        for rack, one in zip(self.racks.texts[:-1], self.results, strict=False):
             before = one.before.perplexity
             after = one.after.perplexity
             yield f"rack {rack}: perplexity by its coda {before:.4g} before, {after:.4g} after"
