@@ -154,7 +154,7 @@ class ConversationTokenizer:
             if name not in used and value not in (None, "", [], {})
         )
         if is_text:
-            return self._texts(*parts, where)
+            return self._texts(str(parts[0]), parts[1], where)
         asked, said = self._parts(parts, where)
         messages = [*asked, *said]
         prompts = {f"column {name!r}": row[name] for name in _SYSTEM if row.get(name) not in (None, "")}

@@ -247,9 +247,7 @@ def estimate(
     )
 
 
-def _within(
-    ends: tuple[float, float], least: float = -math.inf, most: float = math.inf
-) -> tuple[float, float]:
+def _within(ends: tuple[float, float], least: float, most: float = math.inf) -> tuple[float, float]:
     if not math.isfinite(ends[1]):
         return UNKNOWN
     low, high = (min(most, max(least, end)) for end in ends)

@@ -132,8 +132,8 @@ class ServerState:
     model: str
     capacity: int
     defaults: Defaults
-    key: str | None = None
-    origins: tuple[str, ...] = ()
+    key: str | None
+    origins: tuple[str, ...]
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     meters: Meters = field(init=False)

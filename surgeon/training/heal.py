@@ -122,7 +122,7 @@ def check_shapes(
         layout_of(edited.model, edited.asked, form)
 
 
-def student_of(edited: EditedModel, packed: bool = False) -> PreTrainedModel:
+def student_of(edited: EditedModel, packed: bool) -> PreTrainedModel:
     """Load an edited model to be trained, on the CPU, its weights in 32 bits.
 
     Args:

@@ -91,11 +91,11 @@ def train_model(
     program: Program,
     identity: Mapping[str, Any],
     original: Callable[[], PreTrainedModel] | None = None,
-    racks: Racks | None = None,
-    processes: ProcessOptions | None = None,
+    racks: Racks | None,
+    processes: ProcessOptions | None,
     by_hand: bool = False,
     seed: int | None = None,
-    device: str = "cpu",
+    device: str,
 ) -> TrainedModel | None:
     """Train a model as `surgeon.training.run.train` does, or its racks; a run that was killed resumes.
 
@@ -118,7 +118,7 @@ def train_model(
         return TrainedModel(one, folder, settings.method)
     asked = RacksToTrain(model, racks, texts, settings, folder, original, identity, seed, device)
     if by_hand:
-        prepare(asked, processes)
+        prepare(asked, processes or ProcessOptions())
         if commands := commands_by_hand(folder, len(racks)):
             print(*commands, sep="\n")
             return None

@@ -117,18 +117,17 @@ def check_settings_kept(folder: Path, settings: TrainSettings) -> None:
 def require_same(folder: Path, before: Any, identity: dict[str, Any]) -> None:
     """Refuse a folder's run that follows from something else."""
     if before != identity:
-        name, was, is_now = _find_difference("identity", before, identity)
+        name = "identity"
+        was = before
+        is_now: Any = identity
+        while isinstance(was, dict) and isinstance(is_now, dict):
+            name = next(key for key in [*is_now, *was] if is_now.get(key) != was.get(key))
+            was = was.get(name)
+            is_now = is_now.get(name)
         raise ValueError(
             f"{folder / RECORD_FILE} is of another run: its {name.replace('_', ' ')} was {show_value(was)}, and now "
             f"it is {show_value(is_now)}; choose another output, or remove {folder}"
         )
-
-
-def _find_difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
-    if not (isinstance(before, dict) and isinstance(now, dict)):
-        return name, before, now
-    inner = next(key for key in [*now, *before] if now.get(key) != before.get(key))
-    return _find_difference(inner, before.get(inner), now.get(inner))
 
 
 def read_record(folder: Path) -> dict[str, Any]:

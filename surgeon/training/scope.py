@@ -144,7 +144,7 @@ def _freeze_router(model: PreTrainedModel, router: str) -> set[int]:
 
 
 def adapter_targets(
-    model: PreTrainedModel, scope: str, program: Program, router: str = "trained"
+    model: PreTrainedModel, scope: str, program: Program, router: str
 ) -> tuple[list[str], list[str]]:
     """Name linear modules, and parameters, that are in scope for adapters; arguments as `choose_parameters`.
 

@@ -100,7 +100,7 @@ class Packer:
         ValueError: if there is no such way to treat documents.
     """
 
-    def __init__(self, window: int, documents: Documents = "joined", pad: int = 0) -> None:
+    def __init__(self, window: int, documents: Documents, pad: int = 0) -> None:
         self.window = window
         self.documents = documents_of(documents)
         self.pad = pad
@@ -220,7 +220,7 @@ class TextSource:
         tokenizer: Any,
         data: str,
         window: int,
-        documents: Documents = "joined",
+        documents: Documents,
         separator: str | None = None,
         chats: bool = False,
     ) -> None:

@@ -24,7 +24,7 @@ class Numbers(TextSource):
     """Documents of the numbers 0, 1, ...; it counts what it was asked for, and may fail."""
 
     def __init__(self, window: int = 8, fails_at: int | None = None) -> None:
-        super().__init__(tiny_tokenizer(), "demo", window)
+        super().__init__(tiny_tokenizer(), "demo", window, "joined")
         self.fails_at = fails_at
         self.given = 0
 

@@ -52,8 +52,8 @@ class RackExchange:
         index: int,
         racks: int,
         ahead: int,
-        link: Link | None = None,
-        log: RackLog | None = None,
+        link: Link | None,
+        log: RackLog,
     ) -> None:
         """Connect to all other racks, which do the same.
 
@@ -64,7 +64,7 @@ class RackExchange:
         """
         self.index = index
         self.racks = racks
-        self._log = log or RackLog()
+        self._log = log
         self._clock = SystemClock()
         self._line = None if link is None else Line(link, self._clock)
         groups = (PrefixStore(name, store) for name in ("streams", "codas", "checkpoints"))

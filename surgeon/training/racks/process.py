@@ -210,7 +210,7 @@ class RackKeeper(TrainerCallback):
         self.log.write()
 
 
-def run_rack(run: Path, index: int, meet: Address, is_held: bool = False) -> None:
+def run_rack(run: Path, index: int, meet: Address, is_held: bool) -> None:
     """Train one rack, or resume it, until all racks are done; each of its replicas calls this.
 
     Args:

@@ -53,13 +53,12 @@ from surgeon.training.racks.task import TrainedModel, gather, teacher_of
 from surgeon.training.run import lock_run, open_run
 
 
-def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksPlan:
+def prepare(asked: RacksToTrain, options: ProcessOptions) -> RacksPlan:
     """Write the files that processes begin with, where they are missing; errors as of `train_in_processes`."""
     racks = asked.racks
     settings = asked.settings
     folder = asked.folder
     settings.steps_on(len(asked.texts.training))
-    options = options or ProcessOptions()
     if settings.arguments.get("deepspeed") and options.replicas > 1:
         raise ValueError("deepspeed does not know racks; share their parameters out by fsdp")
     if settings.arguments.get("fsdp") and options.replicas == 1:
@@ -114,7 +113,7 @@ _PROGRESS_SECONDS = 1.0
 _VAIN_STARTS = 3  # in a row that end before another checkpoint
 
 
-def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = None) -> TrainedModel:
+def train_in_processes(asked: RacksToTrain, options: ProcessOptions) -> TrainedModel:
     """Train all racks of a model at once, each in a process of its own, which send each other their streams.
 
     Where a process is killed all racks resume from the newest checkpoint that each of them has. Killed as a whole, the
@@ -133,11 +132,10 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
             "racks start their processes themselves; leave accelerate launch or torchrun out, and ask for replicas of "
             "each rack to have several processes in it"
         )
-    replicas = options.replicas if options else 1
     gpus = torch.cuda.device_count()
-    if asked.device == "cuda" and replicas > gpus:
+    if asked.device == "cuda" and options.replicas > gpus:
         raise ValueError(
-            f"{replicas} processes of a rack need a GPU each, and there are {gpus}; ask for fewer, or the CPU"
+            f"{options.replicas} processes of a rack need a GPU each, and there are {gpus}; ask for fewer, or the CPU"
         )
     with lock_run(asked.folder, asked.device):
         plan = prepare(asked, options)

@@ -125,8 +125,8 @@ def rack_task(
     rack: RackModel,
     held_out: HeldOutQuality,
     streams: RackStreams,
-    teacher: RackModel | None = None,
-    distillation: Distillation | None = None,
+    teacher: RackModel | None,
+    distillation: Distillation | None,
 ) -> TrainingTask:
     """Make the task that `train` trains a rack by; it is measured by its coda's prediction on held-out text.
 
