@@ -33,6 +33,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from surgeon.demo import demo_model
 from surgeon.quality.conversations import ConversationTokenizer, conversation_columns
+from surgeon.quality.text_files import Reading
 
 NAMES = [
     "llama3",
@@ -115,9 +116,15 @@ def by_trl(coded: Any, rows: list[Row], marks: bool) -> Coded:
 
 def by_surgeon(coded: Any, rows: list[Row]) -> Coded:
     """What surgeon makes of them; nothing where a row is left out."""
-    convert = ConversationTokenizer(coded, conversation_columns(rows[0]), longest=1 << 20)
-    found = [convert(row, f"row {number}") for number, row in enumerate(rows)]
-    return [(each.ids, each.answers) for each in found]
+    convert = ConversationTokenizer(coded, conversation_columns(rows[0]), 1 << 20, Reading())
+    found: Coded = []
+    for number, row in enumerate(rows):
+        each = convert(row, f"row {number}")
+        if each is None or each.answer is None:
+            found.append(([], []))
+        else:
+            found.append((each.ids.tolist(), each.answer.astype(int).tolist()))
+    return found
 
 
 def ways(name: str) -> Iterator[tuple[str, Any, list[Row], bool]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import warnings
@@ -44,14 +45,14 @@ class Journal(ABC):
     """
 
     def __init__(self, path: Path | None, work: str, identity: dict[str, Any] | None = None) -> None:
-        self.path = path
+        self.path = path or Path(os.devnull)
         self.work = work
-        self._file: BinaryIO | None = None
+        self._file: BinaryIO = io.BytesIO()
         if path is not None:
             make_folder(path.parent)
             self._file = path.open("a+b")
         try:
-            if path is not None and self._file is not None and not lock(self._file.fileno()):
+            if path is not None and not lock(self._file.fileno()):
                 raise OSError(
                     f"another {work} is writing to {path.parent}; wait for it, or use another folder"
                 )
@@ -68,10 +69,8 @@ class Journal(ABC):
 
     def close(self) -> None:
         """Let others write to the file."""
-        if self._file is not None:
-            assert self.path is not None
-            with name_file(self.path):  # what could not be written is tried once more
-                self._file.close()
+        with name_file(self.path):  # what could not be written is tried once more
+            self._file.close()
 
     @abstractmethod
     def take(self, line: Any) -> None:
@@ -79,13 +78,10 @@ class Journal(ABC):
 
     def append(self, *lines: Any) -> None:
         """Put lines into the file at once."""
-        if self._file is not None:
-            assert self.path is not None
-            with name_file(self.path):
-                self._file.write(
-                    "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
-                )
-                self._file.flush()
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        with name_file(self.path):
+            self._file.write(text.encode())
+            self._file.flush()
 
     def keep(self, line: Any) -> None:
         """Put a line into the file, and take it in."""
@@ -93,28 +89,23 @@ class Journal(ABC):
         self.take(line)
 
     def _load(self, identity: dict[str, Any] | None) -> None:
-        lines = []
-        if self._file is not None:
-            self._file.seek(0)
-            content = self._file.read()
-            whole = content.rfind(b"\n") + 1
-            if whole < len(content):
-                os.ftruncate(self._file.fileno(), whole)
-            assert self.path is not None
-            result = self.path.with_name(f"{self.work}.json")
-            if result.is_file() and (not whole or whole < len(content)):
-                lost = "is gone or empty"
-                if content:
-                    lost = "is cut short"
-                warnings.warn(
-                    f"{self.path} {lost}, which {result.name} was made from; what is missing is found again",
-                    stacklevel=2,
-                )
-            lines = [
-                (number, line)
-                for number, line in enumerate(content[:whole].splitlines(), 1)
-                if line.strip()
-            ]
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.ftruncate(self._file.fileno(), whole)
+        result = self.path.with_name(f"{self.work}.json")
+        if result.is_file() and (not whole or whole < len(content)):
+            lost = "is gone or empty"
+            if content:
+                lost = "is cut short"
+            warnings.warn(
+                f"{self.path} {lost}, which {result.name} was made from; what is missing is found again",
+                stacklevel=2,
+            )
+        lines = [
+            (number, line) for number, line in enumerate(content[:whole].splitlines(), 1) if line.strip()
+        ]
         if identity is not None and lines:
             self._check(*lines.pop(0), identity)
         elif identity is not None:
@@ -126,7 +117,6 @@ class Journal(ABC):
                 raise self._damage_error(number) from error
 
     def _check(self, number: int, text: bytes, identity: dict[str, Any]) -> None:
-        assert self.path is not None
         try:
             first = json.loads(text)
         except ValueError as error:
@@ -139,17 +129,17 @@ class Journal(ABC):
                 f"{self.path} was not written by surgeon {self.work}; use another output folder"
             )
         for key, value in identity.items():
+            name = _NAMES.get(key, key)
             if key not in held:
-                raise ValueError(
-                    f"{self.path.parent} holds a {self.work} of an earlier version, which does not say its "
-                    f"{_NAMES.get(key, key)}; use another output folder, or delete this one to begin again"
-                )
-            if held[key] != value:
-                change = f"{_NAMES.get(key, key)}: {_brief(held.get(key))}, now {_brief(value)}"
-                raise ValueError(
-                    f"{self.path.parent} holds a {self.work} of another {change}; use another output folder, "
-                    "or delete this one to begin again"
-                )
+                other = f"an earlier version, which does not say its {name}"
+            elif held[key] != value:
+                other = f"another {name}: {_brief(held[key])}, now {_brief(value)}"
+            else:
+                continue
+            raise ValueError(
+                f"{self.path.parent} holds a {self.work} of {other}; use another output folder, or delete this one to "
+                "begin again"
+            )
 
     def _damage_error(self, number: int) -> ValueError:
         return ValueError(f"{self.path} is damaged in line {number}; delete the file to begin again")

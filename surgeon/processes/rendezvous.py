@@ -19,10 +19,11 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
 
@@ -230,12 +231,15 @@ class Rendezvous:
         return None
 
     def _describe_missing(self, ranks: set[int]) -> str:
-        names = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, sorted(ranks)))}"
+        names = ", ".join(map(str, sorted(ranks)))
+        what = "rank"
+        if len(ranks) > 1:
+            what = "ranks"
         torchrun = self.torchrun
         where = self._listener.getsockname()[0]
         return (
-            f"{names} of {torchrun.ranks} did not join rank 0 at {where} within {torchrun.patience:g} s; see what they "
-            "say, and whether they reach that address"
+            f"{what} {names} of {torchrun.ranks} did not join rank 0 at {where} within {torchrun.patience:g} s; see "
+            "what they say, and whether they reach that address"
         )
 
 
@@ -267,40 +271,34 @@ def end_when_told(lifeline: Connection, torchrun: TorchrunEnvironment) -> thread
     return watcher
 
 
-@dataclass(frozen=True)
-class Rank0Address:
-    """The address of rank 0, and the secret that lets another rank in."""
+def connect_rank0(
+    torchrun: TorchrunEnvironment, port: int, secret: bytes, purpose: Purpose
+) -> Connection:
+    """Make one of the connections to rank 0; waits until rank 0 is ready for it.
 
-    torchrun: TorchrunEnvironment
-    port: int
-    secret: bytes
-
-    def connect(self, purpose: Purpose) -> Connection:
-        """Make one of the connections to rank 0; waits until rank 0 is ready for it."""
-        torchrun = self.torchrun
-        try:
-            connected = socket.create_connection((torchrun.address, self.port), torchrun.patience)
-            interface = interface_of(connected.getsockname()[0])
-            prove(connected, self.secret, first=False)
-            connection = Connection(connected.detach())
-            location = RankLocation(torchrun.local_rank, torchrun.local_ranks, interface)
-            host = socket.gethostname()
-            now = time.monotonic()
-            connection.send(
-                Hello(
-                    purpose, torchrun.rank, torchrun.ranks, location, host, os.getpid(), __version__, now
-                )
-            )
-        except (EOFError, OSError) as error:
-            reason = str(error) or "it closed the connection"
-            raise ConnectionError(
-                f"rank 0 at {torchrun.address}, port {self.port}, has gone: {reason}"
-            ) from None
-        return connection
+    Args:
+        port: of rank 0's own.
+        secret: that lets another rank in.
+    """
+    try:
+        connected = socket.create_connection((torchrun.address, port), torchrun.patience)
+        interface = interface_of(connected.getsockname()[0])
+        prove(connected, secret, first=False)
+        connection = Connection(connected.detach())
+        location = RankLocation(torchrun.local_rank, torchrun.local_ranks, interface)
+        host = socket.gethostname()
+        now = time.monotonic()
+        connection.send(
+            Hello(purpose, torchrun.rank, torchrun.ranks, location, host, os.getpid(), __version__, now)
+        )
+    except (EOFError, OSError) as error:
+        reason = str(error) or "it closed the connection"
+        raise ConnectionError(f"rank 0 at {torchrun.address}, port {port}, has gone: {reason}") from None
+    return connection
 
 
-def find_rank0(torchrun: TorchrunEnvironment) -> Rank0Address:
-    """Find rank 0's address, as any other rank."""
+def find_rank0(torchrun: TorchrunEnvironment) -> Callable[[Purpose], Connection]:
+    """Find rank 0, as any other rank; returns what makes each of the connections to it (`connect_rank0`)."""
     deadline = time.monotonic() + torchrun.patience
     store = connect_store(torchrun)
     try:
@@ -313,4 +311,4 @@ def find_rank0(torchrun: TorchrunEnvironment) -> Rank0Address:
         raise ConnectionError(
             f"rank 0 at {torchrun.address}, port {torchrun.port}, has ended; see what it says"
         ) from None
-    return Rank0Address(torchrun, port, bytes.fromhex(secret))
+    return partial(connect_rank0, torchrun, port, bytes.fromhex(secret))

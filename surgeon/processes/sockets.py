@@ -46,8 +46,10 @@ def address_of(interface: str) -> str:
     )
 
 
-def interface_variables(interface: str) -> dict[str, str]:
+def interface_variables(interface: str | None) -> dict[str, str]:
     """Environment variables that have gloo and NCCL go by an interface: they would choose one by its name."""
+    if interface is None:
+        return {}
     # "=": no other that begins so.
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 

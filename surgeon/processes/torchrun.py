@@ -7,7 +7,7 @@ Without these variables the ranks are processes that the command starts itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -67,8 +67,9 @@ class TorchrunEnvironment:
         return named | {"MASTER_ADDR": self.address, HOSTED: str(self.hosted)}
 
 
-def read_environment(variables: Mapping[str, str] = os.environ) -> TorchrunEnvironment | None:
+def read_environment() -> TorchrunEnvironment | None:
     """Read torchrun's environment; None if nobody but surgeon starts ranks."""
+    variables = os.environ
     if not any(variables.get(name) for name in SIGNS):
         return None
     missing = [name for name in VARIABLES if not variables.get(name)]

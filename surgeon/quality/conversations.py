@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, takewhile
+from itertools import chain
 from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from surgeon.checkpoint.messages import (
     REFUSALS,
@@ -31,6 +33,7 @@ from surgeon.checkpoint.messages import (
 from surgeon.errors import first_line, show_value
 from surgeon.quality.sources import Row, open_rows
 from surgeon.quality.text_files import Reading, require_utf8
+from surgeon.quality.tokens import Tokens, count_alike
 from surgeon.words import plural
 
 _COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"), ("prompt", "chosen"))
@@ -52,37 +55,16 @@ def conversation_columns(row: Row) -> tuple[str, ...]:
     return ()
 
 
-@dataclass(frozen=True)
-class ConversationTokens:
-    """Tokens of a row.
-
-    Attributes:
-        ids: none where the row is left out.
-        answers: 1 for each token that is trained on, 0 for the others.
-        left_out: counts of rows_without_answer, rows_too_long (the first answer ends beyond the limit), answers_cut
-            (beyond the limit), answers_behind_empty, answers_rewritten (read, not trained on); and 1 for each key that
-            is not used, as "column 'id'" or "key 'name' of messages".
-        sizes: `characters` of the `tokens`; `answer_characters` of the row, trained on or not; answers_across, answers
-            whose first token begins in the prompt.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    answers: list[int] = field(default_factory=list)
-    left_out: dict[str, int] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-
-
 def read_conversations(
     tokenizer: Any, data: str, longest: int, reading: Reading | None = None
-) -> Iterator[ConversationTokens] | None:
+) -> Iterator[Tokens] | None:
     """Stream the conversations of a table or a dataset; None for other data, which is read as text.
 
     The first row decides, or the named column, if it holds a list.
 
     Args:
         data: as `surgeon.quality.data.load_windows` takes it.
-        longest, tokenizer: as `ConversationTokenizer` has them.
-        reading: counts rows, and what of them is left out, as they are read.
+        longest, tokenizer, reading: as `ConversationTokenizer` has them.
 
     Raises:
         FileNotFoundError: if there is no such file or dataset.
@@ -102,27 +84,24 @@ def read_conversations(
         columns = (column,) if isinstance(first[1].get(column), list) else ()
     if not columns:
         return None
-    return _convert_rows(
-        ConversationTokenizer(tokenizer, columns, longest), chain([first], rows), data, reading
-    )
+    convert = ConversationTokenizer(tokenizer, columns, longest, reading)
+    return _convert_rows(convert, chain([first], rows), data)
 
 
 def _convert_rows(
-    convert: ConversationTokenizer, rows: Iterable[tuple[str, Row]], data: str, reading: Reading
-) -> Iterator[ConversationTokens]:
+    convert: ConversationTokenizer, rows: Iterable[tuple[str, Row]], data: str
+) -> Iterator[Tokens]:
     has_answers = False
     for where, row in rows:
         found = convert(row, where)
-        reading.rows += 1
-        reading.left_out.update(found.left_out)
-        reading.sizes.update(found.sizes, trained=sum(found.answers))
-        if found.ids:
+        if found is not None:
             has_answers = True
             yield found
     if not has_answers:
         raise ValueError(
-            f"there is nothing to train on: {reading.lines(data)[-1]}; give rows with answers, a larger window where "
-            "they are too long, or a chat template that marks answers ({% generation %}) where its own way is another"
+            f"there is nothing to train on: {convert.reading.lines(data)[-1]}; give rows with answers, a larger window "
+            "where they are too long, or a chat template that marks answers ({% generation %}) where its own way is "
+            "another"
         )
 
 
@@ -137,12 +116,13 @@ class ConversationTokenizer:
         tokenizer: a fast one of `transformers`.
         columns: as `conversation_columns` gives them.
         longest: tokens of a row, at most.
+        reading: counts rows, and what of them is left out, as they are read.
 
     Raises:
         ValueError: if the tokenizer gives no offsets of tokens.
     """
 
-    def __init__(self, tokenizer: Any, columns: Sequence[str], longest: int) -> None:
+    def __init__(self, tokenizer: Any, columns: Sequence[str], longest: int, reading: Reading) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
                 f"{type(tokenizer).__name__} does not say where in a text its tokens stand, so that answers cannot be "
@@ -151,9 +131,10 @@ class ConversationTokenizer:
         self.tokenizer = tokenizer
         self.columns = tuple(columns)
         self.longest = longest
+        self.reading = reading
 
-    def __call__(self, row: Row, where: str) -> ConversationTokens:
-        """Tokenize a row.
+    def __call__(self, row: Row, where: str) -> Tokens | None:
+        """Tokenize a row; None where it is left out.
 
         Args:
             where: place of the row, for error messages.
@@ -162,47 +143,48 @@ class ConversationTokenizer:
             ValueError: if it is no conversation, has an unknown role, or there is no template, or it cannot render it.
         """
         parts = [row.get(column) for column in self.columns]
-        if len(parts) > 1 and isinstance(parts[0], str) and isinstance(parts[1], str | None):
-            found = self._texts(parts[0], parts[1], where)
-            used = self.columns
-        else:
-            asked, said = self._parts(parts, where)
-            messages = [*asked, *said]
-            prompts = {
-                f"column {name!r}": row[name] for name in _SYSTEM if row.get(name) not in (None, "")
-            }
-            for place, text in prompts.items():
-                if not isinstance(text, str):
-                    raise ValueError(
-                        f"{where}: {place} should hold a text, not {show_value(text)}; mend this row"
-                    )
-            begins = bool(messages) and messages[0]["role"] == "system"
-            stated = prompts | ({"its first message": messages[0]["content"]} if begins else {})
-            if len(set(stated.values())) > 1:
+        is_text = len(parts) > 1 and isinstance(parts[0], str) and isinstance(parts[1], str | None)
+        used = self.columns
+        if not is_text:
+            used += ("tools", *_SYSTEM)
+        self.reading.rows += 1
+        self.reading.left_out.update(
+            f"column {name!r}"
+            for name, value in row.items()
+            if name not in used and value not in (None, "", [], {})
+        )
+        if is_text:
+            return self._texts(str(parts[0]), parts[1], where)
+        asked, said = self._parts(parts, where)
+        messages = [*asked, *said]
+        prompts = {f"column {name!r}": row[name] for name in _SYSTEM if row.get(name) not in (None, "")}
+        for place, text in prompts.items():
+            if not isinstance(text, str):
                 raise ValueError(
-                    f"{where}: {' and '.join(stated)} have different system prompts; leave all but one out"
+                    f"{where}: {place} should hold a text, not {show_value(text)}; mend this row"
                 )
-            if prompts and not begins:
-                messages.insert(0, {"role": "system", "content": next(iter(prompts.values()))})
-            tools = row.get("tools")
-            if isinstance(tools, str) and tools.strip():  # as JSON
-                try:
-                    tools = json.loads(tools)
-                except ValueError as error:
-                    raise ValueError(
-                        f"{where}: column 'tools' is no JSON ({error}); mend this row"
-                    ) from error
-            if not isinstance(tools or [], list):
+        begins = bool(messages) and messages[0]["role"] == "system"
+        stated = prompts | ({"its first message": messages[0]["content"]} if begins else {})
+        if len(set(stated.values())) > 1:
+            raise ValueError(
+                f"{where}: {' and '.join(stated)} have different system prompts; leave all but one out"
+            )
+        if prompts and not begins:
+            messages.insert(0, {"role": "system", "content": next(iter(prompts.values()))})
+        tools = row.get("tools")
+        if isinstance(tools, str) and tools.strip():  # as JSON
+            try:
+                tools = json.loads(tools)
+            except ValueError as error:
                 raise ValueError(
-                    f"{where}: column 'tools' should hold a list, not {show_value(tools)}; mend this row"
-                )
-            chat = _Chat(self.tokenizer, messages, tools or None, where)
-            found = self._chat(chat, len(messages) - len(said) if asked else 0)
-            used = (*self.columns, "tools", *_SYSTEM)
-        unused = [
-            name for name, value in row.items() if name not in used and value not in (None, "", [], {})
-        ]
-        return replace(found, left_out={f"column {name!r}": 1 for name in unused} | found.left_out)
+                    f"{where}: column 'tools' is no JSON ({error}); mend this row"
+                ) from error
+        if not isinstance(tools or [], list):
+            raise ValueError(
+                f"{where}: column 'tools' should hold a list, not {show_value(tools)}; mend this row"
+            )
+        chat = _Chat(self.tokenizer, messages, tools or None, where, self.reading)
+        return self._chat(chat, len(messages) - len(said) if asked else 0)
 
     def _parts(self, parts: list[Any], where: str) -> tuple[list[Message], list[Message]]:
         """Split into messages before the answers that count, and the rest; all are rest in one column."""
@@ -221,8 +203,9 @@ class ConversationTokenizer:
             return asked, said[len(asked) :]
         return asked, said
 
-    def _chat(self, chat: _Chat, asked: int) -> ConversationTokens:
+    def _chat(self, chat: _Chat, asked: int) -> Tokens | None:
         """Tokenize a chat; answers among its first `asked` messages do not count."""
+        left_out = self.reading.left_out
         # Numbers of messages up to each answer that is not empty, and of these before the first empty one.
         assistants = {
             number: bool(message["content"].strip()) or "tool_calls" in message
@@ -233,46 +216,49 @@ class ConversationTokenizer:
         empty = (end for end, is_filled in assistants.items() if not is_filled)
         first_empty = next(empty, len(chat.messages) + 1)
         ends = [end for end in answers if end < first_empty]
-        left_out = Counter(answers_behind_empty=len(answers) - len(ends))
-        characters = 0
+        left_out["answers_behind_empty"] += len(answers) - len(ends)
         for answer in (chat.messages[end - 1] for end in answers):
-            characters += len(answer["content"])
+            self.reading.sizes["answer_characters"] += len(answer["content"])
             if calls := answer.get("tool_calls"):
-                characters += len(json.dumps(calls, ensure_ascii=False))
-        sizes = {"answer_characters": characters}
+                self.reading.sizes["answer_characters"] += len(json.dumps(calls, ensure_ascii=False))
         if not ends:
-            return ConversationTokens(left_out=left_out + Counter(["rows_without_answer"]), sizes=sizes)
+            left_out["rows_without_answer"] += 1
+            return None
         chat = chat.with_calls(ends[-1])
         fitting = len(ends)
         if chat.length(ends[-1]) > self.longest:
             fitting = bisect_right(ends, self.longest, key=chat.length)
         if not fitting:
-            return ConversationTokens(left_out=left_out + Counter(["rows_too_long"]), sizes=sizes)
+            left_out["rows_too_long"] += 1
+            return None
+        left_out["answers_cut"] += len(ends) - fitting
         # Marks would count the answers in a prompt, too.
         if not asked and _MARK.search(self.tokenizer.get_chat_template(None, chat.tools)):
             found = chat.marked(ends[fitting - 1])
         else:
             found = chat.compared(ends[:fitting])
-        left_out["answers_cut"] = len(ends) - fitting
-        if found.ids:
+        if found is not None:
             left_out.update(chat.unused(ends[fitting - 1]))
-            sizes |= {"characters": len(chat.text(ends[fitting - 1])), "tokens": len(found.ids)}
-        return replace(found, left_out=left_out + Counter(found.left_out), sizes=sizes | found.sizes)
+            whole = chat.text(ends[fitting - 1])
+            self.reading.sizes.update(characters=len(whole), tokens=len(found.ids))
+        return found
 
-    def _texts(self, prompt: str, completion: str | None, where: str) -> ConversationTokens:
+    def _texts(self, prompt: str, completion: str | None, where: str) -> Tokens | None:
         if not (completion or "").strip():
-            return ConversationTokens(left_out={"rows_without_answer": 1})
+            self.reading.left_out["rows_without_answer"] += 1
+            return None
         eos = self.tokenizer.eos_token or ""
         text = require_utf8(f"{prompt}{str(completion).removesuffix(eos)}{eos}", where)
-        sizes = {"answer_characters": len(text) - len(prompt)}
+        self.reading.sizes["answer_characters"] += len(text) - len(prompt)
         coded = self.tokenizer(text, return_offsets_mapping=True)
-        if len(coded["input_ids"]) > self.longest:
-            return ConversationTokens(left_out={"rows_too_long": 1}, sizes=sizes)
-        sizes |= {"characters": len(text), "tokens": len(coded["input_ids"])} | _count_across(
-            coded, len(prompt)
-        )
-        return ConversationTokens(
-            coded["input_ids"], _mark_between(coded, len(prompt), len(text)), sizes=sizes
+        count = len(coded["input_ids"])
+        if count > self.longest:
+            self.reading.left_out["rows_too_long"] += 1
+            return None
+        across = _is_across(coded, len(prompt))
+        self.reading.sizes.update(characters=len(text), tokens=count, answers_across=across)
+        return _with_answer(
+            coded["input_ids"], _mark_between(coded, len(prompt), len(text)), self.reading
         )
 
 
@@ -284,6 +270,7 @@ class _Chat:
     messages: list[Message]
     tools: list[Any] | None
     where: str
+    reading: Reading
     _texts: dict[tuple[int, bool], str] = field(default_factory=dict, init=False)
     _coded: dict[int, Any] = field(default_factory=dict, init=False)
 
@@ -305,37 +292,33 @@ class _Chat:
     def length(self, count: int) -> int:
         return len(self._tokens(count)["input_ids"])
 
-    def marked(self, count: int) -> ConversationTokens:
+    def marked(self, count: int) -> Tokens | None:
         with self._explain_template_errors(count):
             found = self._apply(
                 self.messages[:count], return_dict=True, return_assistant_tokens_mask=True
             )
         if not any(found["assistant_masks"]):
-            return ConversationTokens(left_out={"rows_without_answer": 1})
-        return ConversationTokens(found["input_ids"], found["assistant_masks"])
+            self.reading.left_out["rows_without_answer"] += 1
+            return None
+        return _with_answer(found["input_ids"], found["assistant_masks"], self.reading)
 
-    def compared(self, ends: Sequence[int]) -> ConversationTokens:
+    def compared(self, ends: Sequence[int]) -> Tokens | None:
         """Tokenize messages up to the last of these ends; answers are found by comparing texts."""
         whole = self.text(ends[-1])
         coded = self._tokens(ends[-1])
-        trained = list[list[int]]()
-        across = Counter[str]()
+        trained = list[list[bool]]()
         for end in ends:
             asked = self.text(end - 1, asks=True)
             answer = []
             if whole.startswith(asked):
-                own = self.text(end)
-                both = zip(whole, own, strict=False)
-                shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-                answer = _mark_between(coded, len(asked), shared)
+                answer = _mark_between(coded, len(asked), count_alike(whole, self.text(end)))
             if any(answer):
                 trained.append(answer)
-                across.update(_count_across(coded, len(asked)))
-        lost = +Counter(answers_rewritten=len(ends) - len(trained))
+                self.reading.sizes["answers_across"] += _is_across(coded, len(asked))
+        self.reading.left_out["answers_rewritten"] += len(ends) - len(trained)
         if not trained:
-            return ConversationTokens(left_out=lost)
-        answers = [int(any(token)) for token in zip(*trained, strict=True)]
-        return ConversationTokens(coded["input_ids"], answers, lost, dict(across))
+            return None
+        return _with_answer(coded["input_ids"], np.any(trained, axis=0), self.reading)
 
     def text(self, count: int, asks: bool = False) -> str:
         """Write the first messages, with the generation prompt where they ask for an answer."""
@@ -374,15 +357,18 @@ class _Chat:
             ) from error
 
 
-def _mark_between(coded: Any, first: int, behind: int) -> list[int]:
-    return [int(first < end <= behind) for _, end in coded["offset_mapping"]]
+def _with_answer(ids: list[int], answer: ArrayLike, reading: Reading) -> Tokens:
+    reading.sizes["trained"] += int(np.sum(answer))
+    return Tokens(np.array(ids, np.int32), np.array(answer, np.bool_))
 
 
-def _count_across(coded: Any, place: int) -> dict[str, int]:
-    """Count a token that begins before a place of a text and ends behind it."""
-    if any(start < place < end for start, end in coded["offset_mapping"]):
-        return {"answers_across": 1}
-    return {}
+def _mark_between(coded: Any, first: int, behind: int) -> list[bool]:
+    return [first < end <= behind for _, end in coded["offset_mapping"]]
+
+
+def _is_across(coded: Any, place: int) -> bool:
+    """Tell whether a token begins before a place of a text and ends behind it."""
+    return any(start < place < end for start, end in coded["offset_mapping"])
 
 
 def _parse_messages(found: Any, where: str) -> list[Message]:

@@ -223,7 +223,6 @@ def held_out(
     searched: Windows,
     tokens: int | None = None,
     other: str | None = None,
-    between: int = 0,
 ) -> Windows:
     """Load text that a search has not seen: what follows its windows, or another text, in windows of equal length.
 
@@ -232,7 +231,6 @@ def held_out(
         searched: the first windows of their data.
         tokens: by default as many as were searched on, and at least two windows; a note tells where there are fewer.
         other: another text, as `load_windows` takes it.
-        between: tokens, whole windows, behind the searched ones that were used for something else.
 
     Raises:
         FileNotFoundError: if there is no such other text.
@@ -249,7 +247,7 @@ def held_out(
             f"is no interval; hold out {LEAST_HELD_OUT * window} or more"
         )
     if other is None:
-        used = searched.ids.numel() + between
+        used = searched.ids.numel()
         try:
             found = load_windows(tokenizer, searched.source, window, wanted, separator, after=used)
         except ValueError as error:

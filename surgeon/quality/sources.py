@@ -262,7 +262,7 @@ class TextRows(NamedTuple):
 
     rows: Iterator[tuple[str, Row]]
     source: str
-    column: str | None = None
+    column: str | None
     how: str = "{source}:{column}"
 
 

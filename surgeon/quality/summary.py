@@ -59,10 +59,7 @@ def known_interval(
     values: Values, least: float = -math.inf, most: float = math.inf
 ) -> tuple[float, float]:
     """The interval within `least` and `most`; NaN where it is unknown."""
-    low, high = interval(values)
-    if math.isfinite(high):
-        return (max(least, low), min(most, high))
-    return UNKNOWN
+    return _within(interval(values), least, most)
 
 
 def perplexity_interval(nll: Values) -> tuple[float, float] | None:
@@ -203,7 +200,7 @@ def quality_of(
         found = estimate(nll, divergence, beside.by_window("nll"), range(count))
         base = beside.by_window("divergence")
         difference = divergence - base[:count]
-        low, high = _clamp_interval(*_estimate_interval(divergence, difference, base))
+        low, high = _within(_estimate_interval(divergence, difference, base), 0.0)
         mean = mean_divergence(base.mean() + difference)
         found = replace(found, divergence=mean, divergence_low=low, divergence_high=high)
     windows = {name: tuple(own.tolist()) for name, own in values.items()}
@@ -246,14 +243,15 @@ def estimate(
         _exp(low) if math.isfinite(low) else math.nan,
         _exp(high) if math.isfinite(high) else math.nan,
         mean_divergence(divergence),
-        *_clamp_interval(*interval(divergence)),
+        *known_interval(divergence, 0.0),
     )
 
 
-def _clamp_interval(low: float, high: float) -> tuple[float, float]:
-    if not math.isfinite(high):
+def _within(ends: tuple[float, float], least: float, most: float = math.inf) -> tuple[float, float]:
+    if not math.isfinite(ends[1]):
         return UNKNOWN
-    return max(0.0, low), max(0.0, high)
+    low, high = (min(most, max(least, end)) for end in ends)
+    return low, high
 
 
 def _estimate_interval(values: Values, difference: Values, base: Values) -> tuple[float, float]:

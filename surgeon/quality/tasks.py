@@ -81,7 +81,7 @@ class TaskModel(HFLM):  # type: ignore[misc]
         ValueError: from its methods, if a text cannot be scored with this model.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, answers: Answers, batch_size: int = 1) -> None:
+    def __init__(self, model: Any, tokenizer: Any, answers: Answers, batch_size: int) -> None:
         super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         self.answers = answers
         self.asked: set[str] = set()

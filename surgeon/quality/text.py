@@ -160,7 +160,7 @@ def text_values(
     return dict(zip(("nll", *_COMPARED), columns, strict=False))
 
 
-def split_windows(ids: Tensor, answers: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor | slice]]:
+def split_windows(ids: Tensor, answers: Tensor | None) -> Iterator[tuple[Tensor, Tensor | slice]]:
     """Yield windows, (1, tokens), up to the last answer, and the places, (tokens - 1,), whose next token counts."""
     for window, marks in zip(
         ids.split(1), [None] * len(ids) if answers is None else answers, strict=True

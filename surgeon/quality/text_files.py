@@ -45,9 +45,12 @@ class Reading:
     Attributes:
         column: of a table or dataset; None for text.
         rows: of a table, read so far.
-        left_out: counts of byte_order_marks, carriage_returns, null_rows, rows_without_column, empty_documents; and for
-            conversations those of `ConversationTokens`.
-        sizes: of conversations, as in `ConversationTokens`, and tokens `trained` on.
+        left_out: counts of byte_order_marks, carriage_returns, null_rows, rows_without_column, empty_documents; of
+            conversations rows_without_answer, rows_too_long (the first answer ends beyond the limit), answers_cut
+            (beyond the limit), answers_behind_empty, answers_rewritten (read, not trained on), and rows with each key
+            that is not used, as "column 'id'" or "key 'name' of messages".
+        sizes: of conversations: `characters` of the `tokens`; `answer_characters` of rows, trained on or not;
+            answers_across, answers whose first token begins in the prompt; and tokens `trained` on.
         notes: further ones, one line each.
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from operator import itemgetter
@@ -166,8 +166,7 @@ class TextTokens:
             left = len(self._held)
             most = 0
             for token, at in seams:
-                both = zip(self._held[token : token + _AGREEING], own[at:], strict=False)
-                agreeing = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+                agreeing = count_alike(self._held[token : token + _AGREEING], own[at:])
                 if agreeing > most:
                     left = token
                     first = at
@@ -191,6 +190,12 @@ class TextTokens:
         return Tokens(
             np.array([*begin, *before, *coded.ids[first:end], *close], np.int32), ends=block.ends
         )
+
+
+def count_alike(one: Sequence[object], other: Sequence[object]) -> int:
+    """Count the first items that two sequences have in common."""
+    both = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

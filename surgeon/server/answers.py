@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from surgeon.checkpoint.texts import UNFINISHED
 from surgeon.runtime.batching.request import Event, QueueFull, Sampling, TokenLogprob, UndefinedLogits
 from surgeon.runtime.stream import Answer
 from surgeon.server.bodies import Body, ChatBody, CompletionBody
@@ -32,7 +33,7 @@ from surgeon.server.errors import (
     refuse_while_draining,
 )
 from surgeon.server.state import ServerState, note_outcome
-from surgeon.server.texts import UNFINISHED, Prompt, Texts, separate
+from surgeon.server.texts import Prompt, Texts, separate
 
 LEAST_LOGPROB = -9999.0
 
@@ -98,26 +99,24 @@ class CompletionFormat(Format):
         super().__init__(model, texts, wants_logprobs)
         self.echo = echo
 
-    def _choice(self, index: int, answer: Reply) -> dict[str, Any]:
-        text = self._echo(answer) + answer.text
-        logprobs = self._logprobs(answer, answer.logprobs, answer.offsets, self.echo)
+    def _choice(self, index: int, answer: Reply, part: Event | None = None) -> dict[str, Any]:
+        begins = not answer.begun
+        answer.begun = True
+        new = part or answer
+        text = new.text
+        if begins:
+            text = self._echo(answer) + text
         return {
             "index": index,
             "text": text,
-            "logprobs": logprobs,
-            "finish_reason": answer.finish_reason,
+            "logprobs": self._logprobs(answer, new.logprobs, new.offsets, self.echo and begins),
+            "finish_reason": new.finish_reason,
         }
 
     def pieces(self, index: int, answer: Reply, event: Event) -> list[dict[str, Any]]:
         if not (event.tokens or event.finish_reason):
             return []  # the prompt is shown as a whole, once all of it has been scored
-        begins = not answer.begun
-        answer.begun = True
-        text = self._echo(answer) + event.text if begins else event.text
-        logprobs = self._logprobs(answer, event.logprobs, event.offsets, self.echo and begins)
-        return [
-            {"index": index, "text": text, "logprobs": logprobs, "finish_reason": event.finish_reason}
-        ]
+        return [self._choice(index, answer, event)]
 
     def _echo(self, answer: Reply) -> str:
         prompt = answer.prompt
@@ -132,28 +131,22 @@ class CompletionFormat(Format):
     ) -> dict[str, Any] | None:
         if not self.wants_logprobs:
             return None
-        logprobs: dict[str, Any] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+        tokens = [one.token for one in found]
+        scored: list[TokenLogprob | None] = [*found]
+        places = list(offsets)
         if with_prompt:
             # The prompt's tokens come first; nothing predicts the first of them.
-            logprobs["tokens"] += [self.texts.piece(token) for token in answer.prompt.tokens]
-            logprobs["token_logprobs"] += [
-                None,
-                *(_finite(one.logprob) for one in answer.prompt_logprobs),
-            ]
-            logprobs["top_logprobs"] += [None, *map(self._top, answer.prompt_logprobs)]
-            logprobs["text_offset"] += answer.prompt.offsets
+            prompt = answer.prompt
             answer.shift = len(self._echo(answer))
-        for one, offset in zip(found, offsets, strict=False):  # a last event without a token has neither
-            logprobs["tokens"].append(self.texts.piece(one.token))
-            logprobs["token_logprobs"].append(_finite(one.logprob))
-            logprobs["top_logprobs"].append(self._top(one))
-            logprobs["text_offset"].append(answer.shift + offset)
-        return logprobs
+            tokens = [*prompt.tokens, *tokens]
+            scored = [None, *answer.prompt_logprobs, *scored]
+            places = [*(place - answer.shift for place in prompt.offsets), *places]
+        return {
+            "tokens": [self.texts.piece(token) for token in tokens],
+            "token_logprobs": [one and _finite(one.logprob) for one in scored],
+            "top_logprobs": [one and self._top(one) for one in scored],
+            "text_offset": [answer.shift + place for place in places],
+        }
 
     def _top(self, one: TokenLogprob) -> dict[str, float]:
         """By text, the chosen token among them; of tokens with the same text (parts of characters) the likeliest."""
@@ -229,7 +222,6 @@ def usage_of(answers: Sequence[Reply], each: int) -> dict[str, Any]:
     }
 
 
-Arrived = list[tuple[int, Event]]
 Result = TypeVar("Result")
 
 
@@ -240,11 +232,13 @@ class Choices:
     """Open requests, numbered in the order in which they were asked for.
 
     Attributes:
+        answers: what has come of each.
         prompt_field: of the body, for errors about prompts.
     """
 
-    def __init__(self, state: ServerState, prompt_field: str) -> None:
+    def __init__(self, state: ServerState, answers: Sequence[Reply], prompt_field: str) -> None:
         self.state = state
+        self.answers = answers
         self.prompt_field = prompt_field
         self._begun = time.monotonic()
         self._first: dict[int, float] = {}
@@ -283,11 +277,15 @@ class Choices:
         return bool(self._open)
 
     async def next(self) -> list[tuple[int, Event]]:
-        """Wait for events; returns all that have come, each with the number of its choice."""
+        """Wait for events and add them; returns all that have come, each with the number of its choice."""
         found = [self._note(*await self._arrived.get())]
         while not self._arrived.empty():
             found.append(self._note(*self._arrived.get_nowait()))
         return found
+
+    async def finish(self) -> None:
+        while self._open:
+            await self.next()
 
     def _note(self, choice: int, event: Event | Exception) -> tuple[int, Event]:
         if isinstance(event, Exception):
@@ -304,6 +302,7 @@ class Choices:
             if event.finish_reason == "cancelled":
                 raise refuse_while_draining()
             self.state.meters.ended(now - self._first.get(choice, now), event.usage.new)
+        self.answers[choice].add(event)
         return choice, event
 
     def close(self) -> None:
@@ -312,53 +311,47 @@ class Choices:
             self.state.service.cancel(self._open.popitem()[1])
 
 
-async def complete(request: Request, state: ServerState, body: CompletionBody) -> Response:
-    """Answer /v1/completions."""
+async def respond(request: Request, state: ServerState, body: CompletionBody | ChatBody) -> Response:
+    """Answer /v1/completions or /v1/chat/completions."""
+    state.check_model(body.model)
     body.check()
-    several = separate(body.prompt)
-    _check_number(state, body, len(several))
-    most = state.service.max_tokens
-    prompts = await asyncio.to_thread(lambda: [state.texts.prompt(one, most) for one in several])
-    style = CompletionFormat(state.model, state.texts, body.logprobs is not None, bool(body.echo))
-    return await _answer(request, state, body, prompts, style)
-
-
-async def chat(request: Request, state: ServerState, body: ChatBody) -> Response:
-    """Answer /v1/chat/completions."""
-    body.check()
-    _check_number(state, body, 1)
-    given = body.messages, state.service.max_tokens, body.chat_template_kwargs
-    prompt = await asyncio.to_thread(state.texts.chat, *given)
-    style = ChatFormat(state.model, state.texts, bool(body.logprobs))
-    return await _answer(request, state, body, [prompt], style)
-
-
-async def _answer(
-    request: Request, state: ServerState, body: Body, prompts: list[Prompt], style: Format
-) -> Response:
+    room = state.service.max_tokens
+    style: Format
+    if isinstance(body, CompletionBody):
+        several = separate(body.prompt)
+        read = partial(state.texts.prompt, most=room)
+        style = CompletionFormat(state.model, state.texts, body.logprobs is not None, bool(body.echo))
+    else:
+        several = [body.messages]
+        read = partial(state.texts.chat, most=room, variables=body.chat_template_kwargs)
+        style = ChatFormat(state.model, state.texts, bool(body.logprobs))
+    wanted = len(several) * body.choices
+    if wanted > state.capacity:
+        reason = (
+            f"prompts times n are {wanted} answers; this server takes {state.capacity} at a time at most"
+        )
+        raise invalid(reason, "n" if body.choices > 1 else body.prompt_field)
+    prompts: list[Prompt] = await asyncio.to_thread(lambda: [*map(read, several)])
     answers = []
     asks = []
     for place, prompt in enumerate(prompts):
-        sampling = body.sampling(len(prompt.tokens), state.service.max_tokens, state.defaults)
+        sampling = body.sampling(len(prompt.tokens), room, state.defaults)
         for number in range(body.choices):
             answers.append(Reply(prompt=prompt))
             asks.append((prompt.tokens, replace(sampling, place=(place, number))))
-    choices = Choices(state, body.prompt_field)
+    choices = Choices(state, answers, body.prompt_field)
     await choices.submit(asks)
     try:
         # Until here the model might have refused the prompts.
         if body.wanted_logprobs()[1] is not None:
-            located = await asyncio.to_thread(
-                lambda: [state.texts.located(prompt) for prompt in prompts]
-            )
+            located = await asyncio.to_thread(lambda: [*map(state.texts.located, prompts)])
             for number, answer in enumerate(answers):
                 answer.prompt = located[number // body.choices]
         # Only now is it known whether there will be an answer, so only now can a stream have its status.
         first = await _unless_gone(request, choices.next())
         if body.stream:
-            chunks = _chunks(request.scope, choices, answers, style, body, first)
-            return _EventStream(chunks, choices)
-        await _unless_gone(request, _collect(choices, answers, first))
+            return _EventStream(_chunks(request.scope, choices, style, body, first), choices)
+        await _unless_gone(request, choices.finish())
     except ClientDisconnect:
         choices.close()
         return Response(status_code=GONE)
@@ -368,26 +361,8 @@ async def _answer(
     return JSONResponse(style.whole(answers, usage_of(answers, body.choices)))
 
 
-def _check_number(state: ServerState, body: Body, prompts: int) -> None:
-    wanted = prompts * body.choices
-    if wanted > state.capacity:
-        reason = (
-            f"prompts times n are {wanted} answers; this server takes {state.capacity} at a time at most"
-        )
-        raise invalid(reason, "n" if body.choices > 1 else body.prompt_field)
-
-
-async def _collect(choices: Choices, answers: list[Reply], arrived: Arrived) -> None:
-    while True:
-        for choice, event in arrived:
-            answers[choice].add(event)
-        if not choices.open:
-            return
-        arrived = await choices.next()
-
-
 async def _chunks(
-    scope: Scope, choices: Choices, answers: list[Reply], style: Format, body: Body, arrived: Arrived
+    scope: Scope, choices: Choices, style: Format, body: Body, arrived: list[tuple[int, Event]]
 ) -> AsyncIterator[bytes]:
     """The events of a stream; those that arrived together are sent together."""
     more = {"usage": None} if body.wants_usage else {}
@@ -395,8 +370,7 @@ async def _chunks(
         while True:
             found: list[bytes] = []
             for choice, event in arrived:
-                answers[choice].add(event)
-                pieces = style.pieces(choice, answers[choice], event)
+                pieces = style.pieces(choice, choices.answers[choice], event)
                 found.extend(_line(style.chunk([piece], **more)) for piece in pieces)
             if found:
                 yield b"".join(found)
@@ -409,7 +383,7 @@ async def _chunks(
         yield _line(error.body())
         return
     if body.wants_usage:
-        yield _line(style.chunk([], usage=usage_of(answers, body.choices)))
+        yield _line(style.chunk([], usage=usage_of(choices.answers, body.choices)))
     yield b"data: [DONE]\n\n"
 
 

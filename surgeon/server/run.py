@@ -33,7 +33,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from surgeon.server.answers import chat, complete
+from surgeon.server.answers import respond
 from surgeon.server.bodies import ChatBody, CompletionBody
 from surgeon.server.errors import ApiError, explain
 from surgeon.server.state import (
@@ -56,13 +56,11 @@ def make_app(state: ServerState) -> ASGIApp:
 
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request, body: CompletionBody) -> Response:
-        state.check_model(body.model)
-        return await complete(request, state, body)
+        return await respond(request, state, body)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(request: Request, body: ChatBody) -> Response:
-        state.check_model(body.model)
-        return await chat(request, state, body)
+        return await respond(request, state, body)
 
     @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")

@@ -50,36 +50,14 @@ _COUNTERS = {
 }
 
 
-class _ServiceCollector(Collector):
-    """Asks the service when it is asked itself."""
+class Meters(Collector):
+    """Counts of this server, and those of its service, which is asked as often as somebody asks for them."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self.service.stats()
-        for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(f"surgeon_{name}", text, value=getattr(stats, name))
-        used = stats.blocks - stats.free_blocks
-        yield GaugeMetricFamily(
-            "surgeon_used_blocks", "Blocks of the cache that requests use.", value=used
-        )
-        yield GaugeMetricFamily(
-            "surgeon_up",
-            "1 while the ranks run, 0 when one has failed.",
-            value=self.service.failure is None,
-        )
-        for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(f"surgeon_{name}", text, value=getattr(stats, name))
-
-
-class Meters:
-    """Counts of this server, and those of its service."""
-
-    def __init__(self, service: Service) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of lines
         self.registry = CollectorRegistry()
-        self.registry.register(_ServiceCollector(service))
+        self.registry.register(self)
         self._requests = Counter(
             "surgeon_http_requests",
             "HTTP requests that were answered, by path and status (499: the client hung up).",
@@ -95,6 +73,23 @@ class Meters:
         self._each = self._seconds(
             "time_per_output_token", "Between tokens, mean of each request.", _SHORT
         )
+
+    def collect(self) -> Iterator[Metric]:
+        """Ask the service."""
+        stats = self.service.stats()
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"surgeon_{name}", text, value=getattr(stats, name))
+        used = stats.blocks - stats.free_blocks
+        yield GaugeMetricFamily(
+            "surgeon_used_blocks", "Blocks of the cache that requests use.", value=used
+        )
+        yield GaugeMetricFamily(
+            "surgeon_up",
+            "1 while the ranks run, 0 when one has failed.",
+            value=self.service.failure is None,
+        )
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(f"surgeon_{name}", text, value=getattr(stats, name))
 
     def _seconds(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(
@@ -137,8 +132,8 @@ class ServerState:
     model: str
     capacity: int
     defaults: Defaults
-    key: str | None = None
-    origins: tuple[str, ...] = ()
+    key: str | None
+    origins: tuple[str, ...]
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     meters: Meters = field(init=False)

@@ -14,7 +14,6 @@ from surgeon.server.errors import invalid
 
 FIELD = "chat_template_kwargs"
 MOST_VARIABLES = 1 << 16  # bytes of them
-UNFINISHED = "\ufffd"  # what a token decodes to that holds a part of a character
 # Tokens are decoded behind this one, because tokenizers write a text's first token differently.
 ANCHOR = "a"
 

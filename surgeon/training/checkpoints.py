@@ -226,7 +226,7 @@ def trained_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
-def checkpoint_bytes(model: Any, frozen: bool = False) -> int:
+def checkpoint_bytes(model: Any, frozen: bool) -> int:
     """Estimate a checkpoint's size: trained parameters with Adam's state, and frozen ones."""
     trained = sum(one.numel() * one.element_size() for _, one in trained_parameters(model))
     every = sum(one.numel() * one.element_size() for one in model.parameters()) if frozen else trained

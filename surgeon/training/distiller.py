@@ -10,9 +10,10 @@ The loss has three weighted parts, each a mean over the predicted tokens:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, count
 from typing import Any, NamedTuple
 
@@ -25,10 +26,10 @@ from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import decoder_layers, edit, edited_layers, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
+from surgeon.models.families.specs import SublayerSpec
 from surgeon.models.weights.store import dense
 from surgeon.quality.head import OutputHead
 from surgeon.training.head_loss import (
-    HeadLoss,
     LogitsTask,
     TeacherStream,
     TeacherTarget,
@@ -128,13 +129,18 @@ def _before_layers(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: one for name, one in model.named_parameters() if not name.startswith(behind)}
 
 
-def _parameters(layers: EditedLayers, sublayer: Sublayer) -> dict[str, Tensor]:
+def modules_of(
+    layers: EditedLayers, sublayer: Sublayer, paths: Callable[[SublayerSpec], Iterable[str]]
+) -> list[nn.Module]:
+    """List modules of a program's sublayer, by some of its paths."""
     spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
-    owner = layers.owner(sublayer)
-    called = [owner.get_submodule(path) for path in spec.stages]
+    return [layers.owner(sublayer).get_submodule(path) for path in paths(spec)]
+
+
+def _parameters(layers: EditedLayers, sublayer: Sublayer) -> dict[str, Tensor]:
     return {
         f"{index}.{name}": one
-        for index, part in enumerate(called)
+        for index, part in enumerate(modules_of(layers, sublayer, lambda spec: spec.stages))
         for name, one in part.named_parameters()
     }
 
@@ -197,14 +203,6 @@ class Distillation:
     @property
     def parts(self) -> tuple[str, ...]:
         return tuple(name for name in PARTS if getattr(self, name))
-
-    def task(self, taught: TeacherOutput, labels: Tensor) -> LogitsTask:
-        """The task of a student's logits.
-
-        Args:
-            labels: (windows, tokens), the token that each is to predict.
-        """
-        return LogitsTask(taught.target, labels.flatten(), self.temperature, self.logits, self.text)
 
 
 class TeacherOutput(NamedTuple):
@@ -293,27 +291,16 @@ class Distiller:
         Raises:
             ValueError: if the student runs no program, or another one, or has another vocabulary or size of the stream.
         """
-        windows = model_inputs(batch)
-        labels = next_tokens(batch["labels"])
-        taught: TeacherOutput | None = None
-        with watched_streams(model, [*self.counterparts, self.shared], len(self.program)) as streams:
+        ask = partial(self._ask, batch)
+        nodes = [*self.counterparts, self.shared]
+        return distilled_loss(self.distillation, model, batch, nodes, len(self.program), ask)
 
-            def task() -> LogitsTask:
-                nonlocal taught
-                taught = self._ask(batch, windows, streams)
-                return self.distillation.task(taught, labels)
-
-            at_head = loss_at_head(model, windows, task)
-        assert taught is not None
-        return parts_of_loss(self.distillation, at_head, labels, streams, taught)
-
-    def _ask(
-        self, batch: Mapping[str, Tensor], windows: Mapping[str, Tensor], streams: Mapping[int, Tensor]
-    ) -> TeacherOutput:
+    def _ask(self, batch: Mapping[str, Tensor], streams: Mapping[int, Tensor]) -> TeacherOutput:
         """Ask the teacher, or read its logits; it begins with the student's stream where it shares that."""
         if self.stored is not None:
             return TeacherOutput(self.stored.read(batch["index"]), {})
         assert self.teacher is not None
+        windows = model_inputs(batch)
         if not self.shared:
             return ask_teacher(self.teacher, windows, self.counterparts, self.distillation)
         layers = edited_layers(self.teacher)
@@ -364,22 +351,39 @@ def ask_teacher(
     return TeacherOutput(target, {node: streams[place] for node, place in nodes.items()}, len(places))
 
 
-def parts_of_loss(
+def distilled_loss(
     distillation: Distillation,
-    at_head: HeadLoss,
-    labels: Tensor,
-    streams: Mapping[int, Tensor],
-    taught: TeacherOutput,
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    nodes: Sequence[int],
+    length: int,
+    ask: Callable[[Mapping[int, Tensor]], TeacherOutput],
 ) -> dict[str, Tensor]:
     """Compute a student's loss with its gradient, and its weighted parts, each unweighted and without a gradient.
 
     All are means over the predicted tokens.
 
     Args:
-        at_head: of the student's predictions.
-        labels: (windows, tokens), the token that each is to predict; IGNORED where nothing is.
-        streams: the student's, by node.
+        model, batch: as `Distiller.loss` takes them.
+        nodes, length: as `watched_streams` takes them, of the student.
+        ask: gives what the teacher says, of the student's streams by node; called when they have come to the head.
     """
+    labels = next_tokens(batch["labels"])
+    taught = TeacherOutput(None, {})
+    with watched_streams(model, nodes, length) as streams:
+
+        def task() -> LogitsTask:
+            nonlocal taught
+            taught = ask(streams)
+            return LogitsTask(
+                taught.target,
+                labels.flatten(),
+                distillation.temperature,
+                distillation.logits,
+                distillation.text,
+            )
+
+        at_head = loss_at_head(model, model_inputs(batch), task)
     loss = at_head.loss
     sums = {"logits": at_head.divergence, "text": at_head.nll}
     predicted = labels != IGNORED

@@ -8,7 +8,7 @@ al. 2024, arXiv 2410.10989, section 3.2), and none for tokens at which nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from importlib.util import find_spec
@@ -88,8 +88,7 @@ class FullLogits:
         return divergence, log_q.exp().sub_(p)
 
 
-@dataclass(frozen=True)
-class TopLogits:
+class TopLogits(NamedTuple):
     """The largest log-probabilities of a teacher, and the total of the others.
 
     The divergence is that over the kept tokens and one more, which stands for all others: by the log-sum inequality it
@@ -120,7 +119,12 @@ class TopLogits:
 
     def at(self, rows: Tensor) -> TopLogits:
         rows = rows.to(self.ids.device)
-        return TopLogits(self.ids[rows], self.log_p[rows], self.rest[rows])
+        return TopLogits(*(each[rows] for each in self))
+
+    @classmethod
+    def join(cls, parts: Sequence[TopLogits]) -> TopLogits:
+        """Join those of some tokens and of others behind them."""
+        return cls(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
     def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
         ids, log_p, rest = (

@@ -24,10 +24,10 @@ from surgeon.models.edit import decoder_layers, edit, edited_layers
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.named import hub_name
 from surgeon.opened import EditedModel, Model, open_edited
-from surgeon.training.model import TrainedModel
 from surgeon.training.racks.build import require_known
 from surgeon.training.racks.model import tensors_of
 from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.task import TrainedModel
 from surgeon.training.scope import adapter_targets, shapes_to_train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
@@ -122,7 +122,7 @@ def check_shapes(
         layout_of(edited.model, edited.asked, form)
 
 
-def student_of(edited: EditedModel, packed: bool = False) -> PreTrainedModel:
+def student_of(edited: EditedModel, packed: bool) -> PreTrainedModel:
     """Load an edited model to be trained, on the CPU, its weights in 32 bits.
 
     Args:

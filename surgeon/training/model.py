@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,6 @@ from accelerate import PartialState
 from pydantic import ConfigDict, Field, Strict
 from transformers import PreTrainedModel
 
-from surgeon.exports.in_memory import export, export_with_codas
 from surgeon.exports.prove import Proof
 from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
@@ -25,16 +24,14 @@ from surgeon.training.racks.run_files import (
     NEVER,
     ProcessOptions,
     RacksToTrain,
-    finish_racks,
     parse_averaging,
 )
 from surgeon.training.racks.supervisor import commands_by_hand, prepare, train_in_processes
-from surgeon.training.racks.task import RacksTrained, train_in_turn
-from surgeon.training.run import Trained, finish_run, train
+from surgeon.training.racks.task import TrainedModel, train_in_turn
+from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
 from surgeon.training.token_store import IGNORED
-from surgeon.words import plural
 
 
 @dataclass(frozen=True)
@@ -85,76 +82,6 @@ class RackOptions:
         return None
 
 
-@dataclass(frozen=True)
-class TrainedModel:
-    """A model that was trained as one, or rack by rack.
-
-    Attributes:
-        whole: the result as if it had been trained as one: the last rack's figures are the whole model's.
-        folder: of the run.
-        method: for people.
-        racks: None where it was trained as one.
-        parts: results of every rack, and codas.
-    """
-
-    whole: Trained
-    folder: Path
-    method: str
-    racks: Racks | None = None
-    parts: RacksTrained | None = None
-
-    def lines(self) -> Iterator[str]:
-        if self.racks is None or self.parts is None:
-            return
-        for rack, one in zip(self.racks.texts[:-1], self.parts.results, strict=False):
-            before = one.before.perplexity
-            after = one.after.perplexity
-            yield f"rack {rack}: perplexity by its coda {before:.4g} before, {after:.4g} after"
-
-    def record(self, texts: TrainTexts, settings: TrainSettings) -> dict[str, Any]:
-        entries = {
-            "method": self.method,
-            **texts.record(),
-            "window": texts.training.window,
-            "settings": settings.to_json(),
-            "steps": self.whole.steps,
-            "tokens": self.whole.tokens,
-            "seconds": self.whole.seconds,
-        }
-        if self.racks is not None and self.parts is not None:
-            each = zip(self.racks.texts, self.parts.results, strict=True)
-            entries["racks"] = {
-                "coda": self.racks.depth,
-                "each": [{"layers": text} | one.to_json() for text, one in each],
-            }
-        return entries
-
-    def write(self, output: Path, **options: Any) -> Proof:
-        """Write a checkpoint, with adapters merged and codas beside it.
-
-        Args:
-            options: as `surgeon.export` takes them.
-
-        Raises:
-            NotProven: if what was written is not the model, or its program not the one that was trained.
-            OSError, ValueError: as `surgeon.export`.
-        """
-        model = self.whole.merged()
-        racks = self.racks
-        if racks is None or self.parts is None:
-            return export(model, output, **options)
-        return export_with_codas(
-            model, output, racks.texts, racks.ends, racks.depth, self.parts.codas, **options
-        )
-
-    def finish(self, record: dict[str, Any]) -> None:
-        """Complete the run's record and remove what only the run needed, once the checkpoint is written."""
-        if self.racks is None:
-            finish_run(self.folder, record)
-        else:
-            finish_racks(self.folder, self.racks, record)
-
-
 def train_model(
     model: PreTrainedModel,
     texts: TrainTexts,
@@ -164,11 +91,11 @@ def train_model(
     program: Program,
     identity: Mapping[str, Any],
     original: Callable[[], PreTrainedModel] | None = None,
-    racks: Racks | None = None,
-    processes: ProcessOptions | None = None,
+    racks: Racks | None,
+    processes: ProcessOptions | None,
     by_hand: bool = False,
     seed: int | None = None,
-    device: str = "cpu",
+    device: str,
 ) -> TrainedModel | None:
     """Train a model as `surgeon.training.run.train` does, or its racks; a run that was killed resumes.
 
@@ -191,18 +118,13 @@ def train_model(
         return TrainedModel(one, folder, settings.method)
     asked = RacksToTrain(model, racks, texts, settings, folder, original, identity, seed, device)
     if by_hand:
-        prepare(asked, processes)
+        prepare(asked, processes or ProcessOptions())
         if commands := commands_by_hand(folder, len(racks)):
             print(*commands, sep="\n")
             return None
     if processes is None:
-        found = train_in_turn(asked)
-    else:
-        found = train_in_processes(asked, processes)
-    seconds = sum(result.seconds for result in found.results)
-    whole = replace(found.results[-1], seconds=seconds, model=found.model)
-    cut = f"rack by rack (layers {', '.join(racks.texts)}) with codas of {plural(racks.depth, 'layer')}"
-    return TrainedModel(whole, folder, f"{settings.method}, {cut}", racks, found)
+        return train_in_turn(asked)
+    return train_in_processes(asked, processes)
 
 
 _MARKS = ("\u27e6", "\u27e7")  # white square brackets, around what is learned

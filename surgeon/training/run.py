@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,18 +117,17 @@ def check_settings_kept(folder: Path, settings: TrainSettings) -> None:
 def require_same(folder: Path, before: Any, identity: dict[str, Any]) -> None:
     """Refuse a folder's run that follows from something else."""
     if before != identity:
-        name, was, is_now = _find_difference("identity", before, identity)
+        name = "identity"
+        was = before
+        is_now: Any = identity
+        while isinstance(was, dict) and isinstance(is_now, dict):
+            name = next(key for key in [*is_now, *was] if is_now.get(key) != was.get(key))
+            was = was.get(name)
+            is_now = is_now.get(name)
         raise ValueError(
             f"{folder / RECORD_FILE} is of another run: its {name.replace('_', ' ')} was {show_value(was)}, and now "
             f"it is {show_value(is_now)}; choose another output, or remove {folder}"
         )
-
-
-def _find_difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
-    if not (isinstance(before, dict) and isinstance(now, dict)):
-        return name, before, now
-    inner = next(key for key in [*now, *before] if now.get(key) != before.get(key))
-    return _find_difference(inner, before.get(inner), now.get(inner))
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -223,16 +222,18 @@ class TrainingTask:
     """Loss and measure of a training.
 
     Attributes:
-        held_out: measures the model meanwhile.
+        measure: measures the model meanwhile, on held-out text.
         towards: the loss; None for the text's.
         callbacks: of the Trainer, after those of the run itself.
+        original: quality of the original on that text; None without one.
         uses_all: whether every trained parameter has a share in every loss. Processes need not find that out from the
             model's outputs then, which a loss of streams inside it does not come from.
     """
 
-    held_out: Measure
+    measure: Measure
     towards: LossParts | None = None
     callbacks: Sequence[TrainerCallback] = ()
+    original: Quality | None = None
     uses_all: bool = False
 
 
@@ -301,7 +302,7 @@ def train(
         task = task or _make_task(original, program, texts, settings, folder, known, trained, arguments)
         if task.uses_all and arguments.ddp_find_unused_parameters is None:
             arguments.ddp_find_unused_parameters = False
-        trainer = ModelTrainer(trained, arguments, text, task.held_out, task.towards)
+        trainer = ModelTrainer(trained, arguments, text, task.measure, task.towards)
         is_first = bool(arguments.should_save)
         tokens = settings.batch * text.window
         log = RunLog(folder if is_first else None, tokens)
@@ -326,7 +327,7 @@ def train(
         )
         with bar as log.advance:
             if is_first:
-                log.before = _measure_before(folder, task.held_out, trained)
+                log.before = _measure_before(folder, task.measure, trained)
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             trained = trainer.whole_model()
         if trained is None:
@@ -335,18 +336,13 @@ def train(
         after = trainer.measured(trained)
         whole: Any = trained.get_base_model() if isinstance(trained, PeftModel) else trained
         whole.config.use_cache = caches  # which the Trainer has turned off
-        return Trained(
-            step, step * tokens, log.seconds, task.held_out.original, log.before, after, trained
-        )
+        return Trained(step, step * tokens, log.seconds, task.original, log.before, after, trained)
 
 
-def _measure_before(folder: Path, held_out: Measure, model: nn.Module) -> Quality:
-    known = read_record(folder).get(_BEFORE)
-    if known is not None:
-        return Quality.from_json(known)
-    found = held_out.measure(model, 0)
-    add_to_record(folder, {_BEFORE: found.to_json()})
-    return found
+def _measure_before(folder: Path, measure: Measure, model: nn.Module) -> Quality:
+    if _BEFORE not in read_record(folder):
+        add_to_record(folder, {_BEFORE: measure(model, 0).to_json()})
+    return Quality.from_json(read_record(folder)[_BEFORE])
 
 
 def _make_task(
@@ -363,17 +359,18 @@ def _make_task(
     if load_original is None:
         if wanted is not None:
             raise ValueError("there is no original to distil from; name it as the teacher")
-        return TrainingTask(HeldOutQuality(texts.held_out, None))
+        return TrainingTask(HeldOutQuality(texts.held_out, None).measure)
     original = load_original()
     held_out = HeldOutQuality(texts.held_out, original)
+    task = TrainingTask(held_out.measure, original=held_out.original)
     if wanted is None:
-        return TrainingTask(held_out)
+        return task
     if wanted.kept is None:
         distiller = Distiller(wanted, program, original)
         # A compiled student hides its stream, and noise changes it.
         if not (arguments.torch_compile or arguments.neftune_noise_alpha):
             distiller.share(student)
-        return TrainingTask(held_out, distiller.loss)
+        return replace(task, towards=distiller.loss)
     text = texts.training
     stored = TeacherLogits(
         folder / TEACHER_FOLDER,
@@ -386,4 +383,4 @@ def _make_task(
         temperature=wanted.temperature,
     )
     stored.make(original, text)
-    return TrainingTask(held_out, Distiller(wanted, program, stored).loss)
+    return replace(task, towards=Distiller(wanted, program, stored).loss)

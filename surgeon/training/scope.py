@@ -19,6 +19,7 @@ from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.models.edit import edit, edited_layers
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.opened import Model
+from surgeon.training.distiller import modules_of
 from surgeon.training.settings import TrainSettings
 
 TRAINED = 4  # numbers for each parameter that is trained: itself, its gradient, and AdamW's two moments
@@ -143,7 +144,7 @@ def _freeze_router(model: PreTrainedModel, router: str) -> set[int]:
 
 
 def adapter_targets(
-    model: PreTrainedModel, scope: str, program: Program, router: str = "trained"
+    model: PreTrainedModel, scope: str, program: Program, router: str
 ) -> tuple[list[str], list[str]]:
     """Name linear modules, and parameters, that are in scope for adapters; arguments as `choose_parameters`.
 
@@ -184,8 +185,7 @@ def _beside_mixtures(layers: EditedLayers) -> Iterator[nn.Module]:
     """The feed-forwards of a program on an architecture of mixtures."""
     for sublayer in layers.program.sublayers() if layers.family.mixture is not None else ():
         if sublayer.kind == FEED_FORWARD:
-            spec = layers.family.spec(FEED_FORWARD, sublayer.layers[0])
-            yield from (layers.owner(sublayer).get_submodule(path) for path in spec.modules)
+            yield from modules_of(layers, sublayer, lambda spec: spec.modules)
 
 
 def add_adapters(
@@ -231,9 +231,7 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
         yield model
     elif scope == "edited":
         for sublayer in find_edited(model, program):
-            spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
-            owner = layers.owner(sublayer)
-            yield from (owner.get_submodule(path) for path in spec.stages)
+            yield from modules_of(layers, sublayer, lambda spec: spec.stages)
     elif scope == "routers":
         yield from routers_of(layers)
     else:
@@ -244,6 +242,4 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
             if scope == "norms"
             else find_edited(model, program)
         ):
-            spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
-            owner = layers.owner(sublayer)
-            yield from (owner.get_submodule(path) for path in spec.norms.values())
+            yield from modules_of(layers, sublayer, lambda spec: spec.norms.values())

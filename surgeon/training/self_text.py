@@ -141,7 +141,7 @@ class SelfText(TextSource):
             now = f", {self._new:,} now in {self._seconds:.1f} s ({self._new / self._seconds:.1f} tokens/s)"
         return f"{self.original.name} wrote {what}, {written['tokens']:,} tokens{now}, in {self.folder / TEXTS_FILE}"
 
-    def windows(self, count: int, cache: Path | None = None) -> tuple[datasets.Dataset, dict[str, Any]]:  # noqa: ARG002
+    def windows(self, count: int) -> tuple[datasets.Dataset, dict[str, Any]]:
         """Read or write so many windows in the folder.
 
         Raises:
@@ -150,7 +150,7 @@ class SelfText(TextSource):
             RankFailed: if the process that writes fails.
         """
         self._wanted = count * self.window
-        rows, known = super().windows(count, self.folder)
+        rows, known = super().windows(count)
         self.written = known["written"]
         return rows, known
 

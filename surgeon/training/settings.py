@@ -269,10 +269,3 @@ class TrainSettings:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"arguments": dict(self.arguments), "learning_rate": self.rate}
-
-    @classmethod
-    def from_json(cls, entries: Mapping[str, Any]) -> TrainSettings:
-        distilled = entries["distillation"]
-        return cls(
-            **{**entries, "distillation": None if distilled is None else Distillation(**distilled)}
-        )

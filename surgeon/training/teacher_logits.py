@@ -27,7 +27,6 @@ _FILE_BYTES = 16 << 20  # no more is lost in a kill
 _MOST_WINDOWS = 128  # in a file
 _LOCK = ".lock"
 UNREADABLE = (OSError, SafetensorError)
-_TENSORS = ("ids", "log_p", "rest")  # in a file, as `TopLogits` has them
 _NAMES = {
     "format": "an older or a newer version's format",
     "model_hash": "another teacher",
@@ -107,12 +106,12 @@ class TeacherLogits:
             try:
                 with safe_open(path, "pt") as file:
                     row = window - windows.start
-                    rows.append([file.get_slice(name)[row] for name in _TENSORS])
+                    rows.append(TopLogits(*(file.get_slice(name)[row] for name in TopLogits._fields)))
             except UNREADABLE as error:
                 raise OSError(
                     f"{path} cannot be read any more ({error}); start again, and it is made again"
                 ) from error
-        return TopLogits(*(torch.cat(each) for each in zip(*rows, strict=True)))
+        return TopLogits.join(rows)
 
     def make(self, teacher: PreTrainedModel, text: TrainingText) -> None:
         """Run the teacher on every training window that is missing; of several processes one does, the others wait.
@@ -149,9 +148,9 @@ class TeacherLogits:
                 for window in windows:
                     parts.append(self._top_of(teacher, text, window))
                     advance(1)
-                tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS}
                 shaped = {
-                    name: tensor.unflatten(0, (len(windows), -1)) for name, tensor in tensors.items()
+                    name: tensor.unflatten(0, (len(windows), -1))
+                    for name, tensor in TopLogits.join(parts)._asdict().items()
                 }
                 try:
                     with whole_file(self._path(windows)) as beside:
@@ -172,14 +171,12 @@ class TeacherLogits:
         head = OutputHead(teacher)
         blocks = stream.to(head.weight.device).split(head.rows(len(stream)))
         parts = [TopLogits.of(head.logits(block), self.kept, self.temperature) for block in blocks]
-        ids, log_p, rest = (
-            torch.cat([getattr(part, name) for part in parts]).cpu() for name in _TENSORS
-        )
-        if not log_p.isfinite().all():
+        top = TopLogits(*(each.cpu() for each in TopLogits.join(parts)))
+        if not top.log_p.isfinite().all():
             raise ValueError(
                 f"the teacher's logits are not finite in training window {window}; are its weights damaged?"
             )
-        return TopLogits(ids.int(), log_p, rest)
+        return top._replace(ids=top.ids.int())
 
     def _is_whole(self, windows: range) -> bool:
         """Tell whether a file can be read; ValueError if it holds logits of something else."""

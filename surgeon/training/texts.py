@@ -182,7 +182,6 @@ def load_texts(
     held_out_tokens: int | None = None,
     separator: str | None = None,
     documents: Documents = "joined",
-    cache: Path | None = None,
     own: TextSource | None = None,
 ) -> TrainTexts:
     """Load training text and held-out text, the former from the disk, where it is tokenized once.
@@ -199,7 +198,6 @@ def load_texts(
         held_out_tokens: to measure on, in whole windows; by default 16,384 at most, and of the training text no more
             than a tenth, at least one window.
         documents: how they share windows (`Packer`).
-        cache: folder of windows; by default among what `datasets` keeps (HF_DATASETS_CACHE).
         own: a text that is written as far as it is needed, by its name (`surgeon.training.self_text`).
 
     Raises:
@@ -239,7 +237,7 @@ def load_texts(
         share = weight / sum(several.values())
         source = own_texts.get(name) or TextSource(tokenizer, name, window, documents, separator, chats)
         needed = wanted if len(several) == 1 else ceil(share * wanted) + 1
-        text, rest = _split(source, needed, ceil(share * behind), held_out_tokens is None, cache)
+        text, rest = _split(source, needed, ceil(share * behind), held_out_tokens is None)
         texts.append(text)
         rests += [] if rest is None else [rest]
         if measured is not None:
@@ -275,7 +273,7 @@ def _hold_conversations(tokenizer: Any, names: Sequence[str], own: Iterable[str]
 
 
 def _split(
-    source: TextSource, needed: int, behind: int, is_share: bool, cache: Path | None
+    source: TextSource, needed: int, behind: int, is_share: bool
 ) -> tuple[TrainingText, datasets.Dataset | None]:
     """Split a text into at most `needed` windows to train on, and those behind them.
 
@@ -288,7 +286,7 @@ def _split(
     asked = needed + behind
     if is_share and not source.endless:
         asked = max(asked, HELD_OUT_SHARE * behind)
-    rows, known = source.windows(asked, cache)
+    rows, known = source.windows(asked)
     there = len(rows)
     if is_share:
         behind = min(behind, max(1, there // HELD_OUT_SHARE))

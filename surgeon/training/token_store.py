@@ -100,7 +100,7 @@ class Packer:
         ValueError: if there is no such way to treat documents.
     """
 
-    def __init__(self, window: int, documents: Documents = "joined", pad: int = 0) -> None:
+    def __init__(self, window: int, documents: Documents, pad: int = 0) -> None:
         self.window = window
         self.documents = documents_of(documents)
         self.pad = pad
@@ -201,6 +201,7 @@ class TextSource:
 
     Attributes:
         endless: whether it is made as it is asked for, and is no file of its name.
+        folder: of windows.
 
     Args:
         data, separator: as `load_windows` takes them.
@@ -219,12 +220,13 @@ class TextSource:
         tokenizer: Any,
         data: str,
         window: int,
-        documents: Documents = "joined",
+        documents: Documents,
         separator: str | None = None,
         chats: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.source = data
+        self.folder = Path(datasets.config.HF_DATASETS_CACHE) / "surgeon"
         self.window = window
         self.documents = documents
         self.separator = separator
@@ -271,14 +273,11 @@ class TextSource:
         """Tokens, some at a time; no conversation is longer than a window."""
         if self.chats:
             found = read_conversations(self.tokenizer, self.source, self.window, reading) or ()
-            return (
-                [Tokens(np.array(each.ids, np.int32), np.array(each.answers, np.bool_))]
-                for each in found
-            )
+            return ([each] for each in found)
         texts = documents(self.source, self.separator, reading, self.by_row)
         return TextTokens(self.tokenizer, self.apart).read(texts)
 
-    def windows(self, count: int, cache: Path | None = None) -> tuple[datasets.Dataset, dict[str, Any]]:
+    def windows(self, count: int) -> tuple[datasets.Dataset, dict[str, Any]]:
         """Read or make so many windows, or all that there are; with what is known of the text read for them.
 
         Raises:
@@ -286,8 +285,8 @@ class TextSource:
             ValueError: if it is no text.
         """
         name = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:32]
-        folder = (cache or datasets.config.HF_DATASETS_CACHE / "surgeon") / name
-        make_folder(folder.parent)
+        folder = self.folder / name
+        make_folder(self.folder)
         with lock_file(folder.with_suffix(".lock")):
             path = folder / _KNOWN_FILE
             known = read_json(path) if path.is_file() else {"windows": 0, "ended": False}

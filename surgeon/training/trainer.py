@@ -10,10 +10,10 @@ import math
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,14 +42,8 @@ from surgeon.words import first_few, plural
 _WINDOWS_NAMED = 16
 
 
-class Measure(Protocol):
-    """Judges a model while it is trained."""
-
-    @property
-    def original(self) -> Quality | None: ...
-
-    def measure(self, model: nn.Module, step: int) -> Quality:
-        """Measure a model after so many steps, without dropout."""
+# Measures a model after so many steps, without dropout.
+Measure = Callable[[nn.Module, int], Quality]
 
 
 class ModelTrainer(Trainer):
@@ -71,14 +65,14 @@ class ModelTrainer(Trainer):
         model: PreTrainedModel | nn.Module,
         arguments: TrainingArguments,
         text: TrainingText,
-        held_out: Measure,
+        measure: Measure,
         towards: LossParts | None = None,
     ) -> None:
         of_process = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
         self.batch = of_process * arguments.world_size
         self.order = RunOrder(len(text), arguments.max_steps, self.batch, arguments.seed, text.parts)
         self.checkpoints = RunCheckpoints(arguments)
-        self.held_out = held_out
+        self.measure = measure
         self.towards = towards
         self.balance = ExpertBalance(model)
         # Parts of the loss, summed over the micro-batches since the last log.
@@ -298,7 +292,7 @@ class ModelTrainer(Trainer):
         """Measure the model as it is now on held-out text."""
         step = self.state.global_step
         try:
-            return self.held_out.measure(model, step)
+            return self.measure(model, step)
         except ValueError as error:
             raise Diverged(f"held-out text after step {step}: {error} {self._last_good()}") from error
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.processes.rendezvous import PURPOSES, Rank0Address, Rendezvous, find_rank0
+from surgeon.processes.rendezvous import PURPOSES, Rendezvous, connect_rank0, find_rank0
 from surgeon.processes.sockets import interface_of, interface_variables
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
 from tests.waiting import PATIENCE
@@ -36,8 +36,8 @@ def other(torchrun: TorchrunEnvironment, rank: int = 1) -> TorchrunEnvironment:
 
 
 def join(torchrun: TorchrunEnvironment) -> dict[str, Connection]:
-    rank0 = find_rank0(torchrun)
-    return {purpose: rank0.connect(purpose) for purpose in PURPOSES}
+    connect = find_rank0(torchrun)
+    return {purpose: connect(purpose) for purpose in PURPOSES}
 
 
 class Aside(threading.Thread):
@@ -143,7 +143,7 @@ def test_rank_0_ends_while_others_wait(torchrun: TorchrunEnvironment) -> None:
 )
 def test_contradictions(changes: dict[str, Any], message: str, torchrun: TorchrunEnvironment) -> None:
     rendezvous = Rendezvous(torchrun)
-    joining = Aside(find_rank0(replace(other(torchrun), **changes)).connect, "lifeline")
+    joining = Aside(find_rank0(replace(other(torchrun), **changes)), "lifeline")
     with pytest.raises(ValueError, match=message):
         rendezvous.accept()
     assert re.match(message, joining.outcome().recv_bytes().decode())
@@ -153,11 +153,11 @@ def test_a_rank_that_is_there_twice(
     torchrun: TorchrunEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendezvous = Rendezvous(replace(torchrun, ranks=3))
-    rank0 = find_rank0(replace(other(torchrun), ranks=3))
+    connect = find_rank0(replace(other(torchrun), ranks=3))
     waiting = Aside(rendezvous.accept)
-    rank0.connect("lifeline")
+    connect("lifeline")
     monkeypatch.setattr(os, "getpid", lambda: 17)
-    second = rank0.connect("lifeline")
+    second = connect("lifeline")
     error = waiting.outcome()
     assert isinstance(error, ValueError)
     assert re.match("RANK 1 is taken twice: by process 17 on .* and by process .* on .*", str(error))
@@ -171,7 +171,7 @@ def test_another_version(torchrun: TorchrunEnvironment, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         Connection, "send", lambda end, hello: send(end, replace(hello, version="0.0.7"))
     )
-    find_rank0(other(torchrun)).connect("lifeline")
+    find_rank0(other(torchrun))("lifeline")
     assert re.match(
         r"rank 1 on .* runs surgeon 0.0.7, and rank 0 .*; install the same", str(waiting.outcome())
     )
@@ -192,11 +192,11 @@ class Loaded:
 
 def test_strangers_are_not_listened_to(torchrun: TorchrunEnvironment) -> None:
     rendezvous = Rendezvous(torchrun)
-    rank0 = find_rank0(other(torchrun))
+    port = rendezvous._listener.getsockname()[1]
     waiting = Aside(rendezvous.accept)
     # One that sends a pickle at once, one that goes at once, one that guesses the secret.
     for stranger in range(2):
-        connected = socket.create_connection((torchrun.address, rank0.port))
+        connected = socket.create_connection((torchrun.address, port))
         if stranger:
             body = pickle.dumps(Loaded())
             connected.sendall(len(body).to_bytes(4, "big") + body)
@@ -204,9 +204,8 @@ def test_strangers_are_not_listened_to(torchrun: TorchrunEnvironment) -> None:
             while connected.recv(1000):  # its challenge, then what it thinks of the answer
                 pass
         connected.close()
-    guess = Rank0Address(other(torchrun), rank0.port, b"x" * 32)
     with pytest.raises(ConnectionError, match="rank 0 at .* has gone: digest sent was rejected"):
-        guess.connect("commands")
+        connect_rank0(other(torchrun), port, b"x" * 32, "commands")
     assert not Loaded.seen
     join(other(torchrun))
     assert [each["commands"].hello.rank for each in waiting.outcome()] == [1]
@@ -215,8 +214,8 @@ def test_strangers_are_not_listened_to(torchrun: TorchrunEnvironment) -> None:
 def test_ranks_know_that_it_is_rank_0(torchrun: TorchrunEnvironment) -> None:
     """Whoever took rank 0's port after it ended does not know the secret either."""
     with socket.create_server(("127.0.0.1", 0)) as impostor:
-        rank0 = Rank0Address(other(torchrun), impostor.getsockname()[1], b"x" * 32)
-        joining = Aside(rank0.connect, "commands")
+        port = impostor.getsockname()[1]
+        joining = Aside(connect_rank0, other(torchrun), port, b"x" * 32, "commands")
         connection = Connection(impostor.accept()[0].detach())
         connection.send_bytes(b"#CHALLENGE#" + b"0" * 20)
         connection.recv_bytes()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import pyarrow as pa
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizer
 
 from surgeon.quality.conversations import ConversationTokenizer, conversation_columns, read_conversations
 from surgeon.quality.text_files import Reading
+from surgeon.quality.tokens import Tokens
 from tests.tiny_models import tiny_tokenizer
 
 CHATML = (
@@ -58,8 +59,34 @@ def tokenizer(template: str | None = CHATML) -> Any:
     return found
 
 
-def reader(template: str | None = CHATML, *columns: str, longest: int = 1000) -> ConversationTokenizer:
-    return ConversationTokenizer(tokenizer(template), columns or ("messages",), longest)
+class Found(NamedTuple):
+    """What a row comes to, and what is counted of it."""
+
+    ids: list[int]
+    answers: list[int]
+    left_out: dict[str, int]
+    sizes: dict[str, int]
+
+
+def listed(found: Tokens | None) -> tuple[list[int], list[int]]:
+    if found is None:
+        return [], []
+    assert found.answer is not None
+    return found.ids.tolist(), found.answer.astype(int).tolist()
+
+
+def reader(
+    template: str | None = CHATML, *columns: str, longest: int = 1000
+) -> Callable[[dict[str, Any], str], Found]:
+    def read(row: dict[str, Any], where: str) -> Found:
+        reading = Reading()
+        convert = ConversationTokenizer(tokenizer(template), columns or ("messages",), longest, reading)
+        found = listed(convert(row, where))
+        assert reading.rows == 1
+        assert reading.sizes["trained"] == sum(found[1])
+        return Found(*found, dict(+reading.left_out), dict(+reading.sizes))
+
+    return read
 
 
 def pieces(*parts: tuple[str, int]) -> tuple[list[int], list[int]]:
@@ -334,7 +361,7 @@ def test_a_tokenizer_without_places_is_refused() -> None:
             return {"a": 0}
 
     with pytest.raises(ValueError, match="Slow does not say where"):
-        ConversationTokenizer(Slow(), ("messages",), 10)
+        ConversationTokenizer(Slow(), ("messages",), 10, Reading())
 
 
 def written(folder: Path, rows: list[dict[str, Any]], name: str = "chat.jsonl") -> str:
@@ -358,7 +385,8 @@ def test_tables_of_conversations_are_read_in_order_and_counted(name: str, tmp_pa
     found = read_conversations(tokenizer(), data, longest, reading)
     assert found is not None
     convert = reader(longest=longest)
-    assert list(found) == [convert(row, "") for row in rows if row["messages"] != [ASKED]]
+    wanted = [convert(row, "") for row in rows if row["messages"] != [ASKED]]
+    assert [listed(each) for each in found] == [(each.ids, each.answers) for each in wanted]
     assert reading.lines("x") == [
         "x: left out 1 row without an answer, 1 answer behind a window's end, column 'id' of 4 rows (of 4 rows read)"
     ]
@@ -384,9 +412,9 @@ def test_nulls_that_parquet_puts_into_objects_are_none_of_theirs(tmp_path: Path)
     one, other = (read_conversations(tokenizer(template), str(data), 1000) for data in (lines, table))
     assert one is not None
     assert other is not None
-    found = list(one)
-    assert list(other) == found
-    assert "null" not in tokenizer().decode([token for each in found for token in each.ids])
+    found = [listed(each) for each in one]
+    assert [listed(each) for each in other] == found
+    assert "null" not in tokenizer().decode([token for ids, _ in found for token in ids])
 
 
 def test_a_run_that_trains_on_little_of_its_answers_says_so(tmp_path: Path) -> None:
@@ -403,7 +431,7 @@ def test_a_run_that_trains_on_little_of_its_answers_says_so(tmp_path: Path) -> N
         if few:
             text = "".join(message["content"] for message in turns if message["role"] == "assistant")
             about = len(text) * len(only.ids) / len(tokenizer().decode(only.ids))
-            assert f"only {sum(only.answers)} tokens of answers count, where the answers" in lines[0]
+            assert f"only {sum(listed(only)[1])} tokens of answers count, where the answers" in lines[0]
             assert int(lines[0].split("about ")[1].split(";")[0].replace(",", "")) == pytest.approx(
                 about, rel=0.01
             )
@@ -414,11 +442,11 @@ def test_a_column_of_lists_is_one_of_conversations_if_it_is_named(tmp_path: Path
     assert read_conversations(tokenizer(), data, 100) is None
     assert read_conversations(tokenizer(), f"{data}:text", 100) is None
     assert read_conversations(tokenizer(), "demo", 100) is None
-    found = read_conversations(tokenizer(), f"{data}:chosen", 100)
+    reading = Reading()
+    found = read_conversations(tokenizer(), f"{data}:chosen", 100, reading)
     assert found is not None
-    assert next(found) == replace(
-        reader()({"messages": [ASKED, MORE]}, ""), left_out={"column 'text'": 1}
-    )
+    assert listed(next(found)) == reader()({"messages": [ASKED, MORE]}, "")[:2]
+    assert +reading.left_out == {"column 'text'": 1}
 
 
 def test_where_no_row_has_an_answer_it_is_said_why(tmp_path: Path) -> None:

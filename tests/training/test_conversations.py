@@ -12,13 +12,12 @@ import torch
 from torch.nn import functional
 
 from surgeon.models.edit import edit
-from surgeon.quality.conversations import ConversationTokenizer, ConversationTokens
 from surgeon.training.racks.run_files import read_texts, write_texts
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts, load_texts, with_chat_template
 from surgeon.training.token_store import IGNORED, TextSource
-from tests.quality.test_conversations import CHATML, MARKED, tokenizer, written
+from tests.quality.test_conversations import CHATML, MARKED, Found, reader, tokenizer, written
 from tests.tiny_models import TEXT, tiny_model
 
 WINDOW = 90
@@ -34,9 +33,8 @@ def said(number: int) -> list[dict[str, str]]:
 ROWS = [{"messages": said(number)} for number in range(9)] + [{"messages": said(0)[:1]}]
 
 
-def tokens(rows: list[dict[str, Any]], window: int = WINDOW) -> list[ConversationTokens]:
-    convert = ConversationTokenizer(tokenizer(), ("messages",), window)
-    return [convert(row, "") for row in rows]
+def tokens(rows: list[dict[str, Any]], window: int = WINDOW) -> list[Found]:
+    return [reader(longest=window)(row, "") for row in rows]
 
 
 def nll(model: Any, rows: list[dict[str, Any]]) -> torch.Tensor:
@@ -174,15 +172,17 @@ def test_conversations_are_tokenized_once(tmp_path: Path) -> None:
     data = written(tmp_path, ROWS)
 
     def source(template: str | None = CHATML) -> TextSource:
-        return TextSource(tokenizer(template), data, WINDOW, "whole", chats=True)
+        found = TextSource(tokenizer(template), data, WINDOW, "whole", chats=True)
+        found.folder = tmp_path
+        return found
 
-    few, _ = source().windows(2, tmp_path)
-    whole, known = source().windows(1 << 20, tmp_path)
+    few, _ = source().windows(2)
+    whole, known = source().windows(1 << 20)
     assert (len(few), known["ended"], known["left_out"]) == (2, True, {"rows_without_answer": 1})
     assert whole[:2] == few[:]
     full = source()
     full.tokens = pytest.fail
-    assert full.windows(1 << 20, tmp_path)[0][:] == whole[:]
+    assert full.windows(1 << 20)[0][:] == whole[:]
     assert source(MARKED).identity() != full.identity()
 
 

@@ -72,7 +72,7 @@ def trained(folder: Path, task: TrainingTask, **options: Any) -> Trained:
 
 def test_a_task_is_told_where_the_run_is(tmp_path: Path) -> None:
     held_out, loss, counter = Watched(), HalfTheLoss(), Counter()
-    trained(tmp_path, TrainingTask(held_out, loss, [counter]))
+    trained(tmp_path, TrainingTask(held_out.measure, loss, [counter]))
     assert loss.places == [[first, first + 1] for first in range(0, 16, 2)]
     assert loss.windows == list(RunOrder(10, 4, 4, 0))
     assert held_out.asked == [0, 2, 4, 4]
@@ -87,13 +87,14 @@ def test_a_run_that_goes_on_has_the_places_that_are_left(tmp_path: Path) -> None
             return super().__call__(model, inputs)
 
     with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "killed", TrainingTask(Watched(), Killed()))
+        trained(tmp_path / "killed", TrainingTask(Watched().measure, Killed()))
     held_out, loss = Watched(), HalfTheLoss()
-    found = trained(tmp_path / "killed", TrainingTask(held_out, loss))
+    found = trained(tmp_path / "killed", TrainingTask(held_out.measure, loss))
     assert loss.places == [[8, 9], [10, 11], [12, 13], [14, 15]]
     assert held_out.asked == [4, 4]
     assert same(
-        weights(found), weights(trained(tmp_path / "whole", TrainingTask(Watched(), HalfTheLoss())))
+        weights(found),
+        weights(trained(tmp_path / "whole", TrainingTask(Watched().measure, HalfTheLoss()))),
     )
 
 
@@ -101,7 +102,10 @@ def test_its_loss_is_what_is_trained(tmp_path: Path) -> None:
     """Half the loss with plain gradient descent is half the rate on the whole loss."""
     plain = {"optim": "sgd", "max_grad_norm": 0.0}
     found = trained(
-        tmp_path / "half", TrainingTask(Watched(), HalfTheLoss()), learning_rate=0.5, arguments=plain
+        tmp_path / "half",
+        TrainingTask(Watched().measure, HalfTheLoss()),
+        learning_rate=0.5,
+        arguments=plain,
     )
     whole = run(tmp_path / "whole", **SETTINGS | {"learning_rate": 0.25, "arguments": plain})
     for name, value in weights(whole).items():
@@ -111,4 +115,4 @@ def test_its_loss_is_what_is_trained(tmp_path: Path) -> None:
 
 def test_a_task_is_not_distilled(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not distilled as well"):
-        trained(tmp_path, TrainingTask(Watched()), distillation=Distillation())
+        trained(tmp_path, TrainingTask(Watched().measure), distillation=Distillation())

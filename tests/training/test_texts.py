@@ -91,10 +91,9 @@ def test_held_out_documents_are_measured_each_by_itself(tmp_path: Path, document
         30 * window,
         held_out_tokens=9 * window,
         documents=documents,
-        cache=tmp_path,
     )
     assert len(found.training) == 30
-    stored, _ = TextSource(tokenizer, str(path), window, documents).windows(39, tmp_path)
+    stored, _ = TextSource(tokenizer, str(path), window, documents).windows(39)
     model = tiny_model("llama", 2, vocab_size=300).eval()
     values = list[torch.Tensor]()
     for row in stored.select(range(30, 39)).with_format("torch"):

@@ -24,7 +24,7 @@ class Numbers(TextSource):
     """Documents of the numbers 0, 1, ...; it counts what it was asked for, and may fail."""
 
     def __init__(self, window: int = 8, fails_at: int | None = None) -> None:
-        super().__init__(tiny_tokenizer(), "demo", window)
+        super().__init__(tiny_tokenizer(), "demo", window, "joined")
         self.fails_at = fails_at
         self.given = 0
 
@@ -35,6 +35,12 @@ class Numbers(TextSource):
             self.given += 1
             reading.left_out["null_rows"] += 1
             yield [Tokens(np.arange(5 * number, 5 * number + 5, dtype=np.int32))]
+
+
+def at(folder: Path, source: TextSource) -> TextSource:
+    """The source with its windows in a folder."""
+    source.folder = folder
+    return source
 
 
 WINDOWS = torch.arange(496).view(62, 8)
@@ -50,16 +56,16 @@ def test_it_is_made_once_as_far_as_it_is_needed(tmp_path: Path) -> None:
         (70, 62, 0),
     ):
         source = Numbers()
-        rows, known = source.windows(asked, tmp_path)
+        rows, known = at(tmp_path, source).windows(asked)
         assert source.given == given
         assert torch.equal(rows.with_format("torch")[:]["input_ids"], WINDOWS[:wanted])
     assert known["left_out"] == {"null_rows": 100}
-    assert len(Numbers(4).windows(1, tmp_path)[0]) == 1
+    assert len(at(tmp_path, Numbers(4)).windows(1)[0]) == 1
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
 
 
 def test_digests_and_what_is_shared(tmp_path: Path) -> None:
-    rows, _ = Numbers().windows(30, tmp_path)
+    rows, _ = at(tmp_path, Numbers()).windows(30)
     assert rows_digest(rows, 8) == digest_of(WINDOWS[:30])
     assert rows_digest(rows.select(range(13)), 8) == digest_of(WINDOWS[:13])
     others = Windows(WINDOWS[28:32], "others", "a")
@@ -72,8 +78,8 @@ def test_digests_and_what_is_shared(tmp_path: Path) -> None:
 
 def test_a_text_that_breaks_is_read_again(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="ended in an error; try again"):
-        Numbers(fails_at=40).windows(1 << 40, tmp_path)
-    rows, _ = Numbers().windows(1 << 40, tmp_path)
+        at(tmp_path, Numbers(fails_at=40)).windows(1 << 40)
+    rows, _ = at(tmp_path, Numbers()).windows(1 << 40)
     assert torch.equal(rows.with_format("torch")[:]["input_ids"], WINDOWS)
 
 
@@ -89,9 +95,9 @@ def test_killed_it_leaves_nothing_half_written(tmp_path: Path, name: str) -> Non
             name,
             lambda *rest: os.kill(os.getpid(), 9) if next(calls) == dies else write(*rest),
         )
-        Numbers().windows(1 << 40, tmp_path)
+        at(tmp_path, Numbers()).windows(1 << 40)
         os._exit(1)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
-    rows, _ = Numbers().windows(1 << 40, tmp_path)
+    rows, _ = at(tmp_path, Numbers()).windows(1 << 40)
     assert torch.equal(rows.with_format("torch")[:]["input_ids"], WINDOWS)
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1

@@ -144,8 +144,8 @@ def test_it_changes_the_files(name: str, tmp_path: Path, plain_files: Path) -> N
 
 def trainer_with(folder: Path, **arguments: Any) -> ModelTrainer:
     made = training_arguments(TrainSettings(batch=4, arguments=arguments), folder, 1, 4)
-    held_out: Any = None  # nothing is measured
-    return ModelTrainer(student(), made, TEXTS.training, held_out)
+    measure: Any = None  # nothing is measured
+    return ModelTrainer(student(), made, TEXTS.training, measure)
 
 
 # What the Trainer is made of changes.

@@ -31,7 +31,9 @@ def trainer_of(model: Any, folder: Path) -> ModelTrainer:
 
     arguments = training_arguments(TrainSettings(scope="all"), folder, 1, 4)
     windows = Windows(IDS, "", digest_of(IDS))
-    return ModelTrainer(model, arguments, TrainingText.of(windows), HeldOutQuality(windows, None))
+    return ModelTrainer(
+        model, arguments, TrainingText.of(windows), HeldOutQuality(windows, None).measure
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -360,11 +360,11 @@ def main() -> None:
 
 def be_rank(torchrun: TorchrunEnvironment) -> NoReturn:
     """Join rank 0 and run what it sends, then end this process as rank 0 says: with code 0 if nothing has failed."""
-    rank0 = find_rank0(torchrun)
-    watcher = end_when_told(rank0.connect("lifeline"), torchrun)
+    connect = find_rank0(torchrun)
+    watcher = end_when_told(connect("lifeline"), torchrun)
     try:
-        commands = rank0.connect("commands")
-        channel = rank0.connect("channel")
+        commands = connect("commands")
+        channel = connect("channel")
         serve(commands, [channel.fileno()])
     except Exception:
         watcher.join(END_SECONDS)  # if this is but a consequence, rank 0 knows of what

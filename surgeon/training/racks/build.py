@@ -47,31 +47,29 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
         [nodes[place] for place in part] for part in (racks.ranges[index].nodes, racks.private(index))
     )
     tied = bool(found.config.tie_word_embeddings)
-    count = len(layers_in(own))
-    coda = named_layers(family, [found.layers[source] for source in layers_in(private)], count)
-    tensors = named_layers(family, [found.layers[source] for source in layers_in(own)])
+    first = layers_in(own)
+    behind = layers_in(private)
+    coda = named_layers(family, [found.layers[source] for source in behind], len(first))
+    tensors = named_layers(family, [found.layers[source] for source in first])
     tensors |= found.outside(family.final_norm, family.head)
     if seed is not None and index != racks.last:
-        sources = layers_in(private)
-        family = found.family
-        config_of_coda = config_for(found.config, sources or [0], tied=False)
+        config_of_coda = config_for(found.config, behind or [0], tied=False)
         dtype = next(iter(found.others.values())).dtype
         with torch.random.fork_rng([]):
             torch.manual_seed((seed << 20) + index + 1)
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config_of_coda)]
             model = model_class._from_config(config_of_coda, dtype=dtype)
         fresh = tensors_of(model)
-        layers = named_layers(family, fresh.layers if sources else [], count)
-        coda = layers | fresh.outside(family.final_norm, family.head)
-        tensors |= {name: coda.pop(name) for name in found.outside(family.final_norm)}
-        head = {name: coda.pop(name) for name in found.outside(family.head)}
-        tensors |= {} if tied else head
+        ends = [family.final_norm]
+        if not tied:
+            ends.append(family.head)
+        coda = named_layers(family, fresh.layers if behind else [], len(first)) | fresh.outside(*ends)
     tensors |= coda
     if index == 0:
         tensors |= found.outside(*family.embeddings)
-    config = config_for(found.config, [*layers_in(own), *layers_in(private)], tied and len(racks) == 1)
+    config = config_for(found.config, [*first, *behind], tied and len(racks) == 1)
     numbers = {name: one.clone(memory_format=torch.contiguous_format) for name, one in tensors.items()}
-    program = renumber_layers(own) + renumber_layers(private, count)
+    program = renumber_layers(own) + renumber_layers(private, len(first))
     return RackModel(racks, index, build_stretch(config, program, numbers, index == 0, len(own)))
 
 

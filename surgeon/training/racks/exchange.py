@@ -52,8 +52,8 @@ class RackExchange:
         index: int,
         racks: int,
         ahead: int,
-        link: Link | None = None,
-        log: RackLog | None = None,
+        link: Link | None,
+        log: RackLog,
     ) -> None:
         """Connect to all other racks, which do the same.
 
@@ -64,7 +64,7 @@ class RackExchange:
         """
         self.index = index
         self.racks = racks
-        self._log = log or RackLog()
+        self._log = log
         self._clock = SystemClock()
         self._line = None if link is None else Line(link, self._clock)
         groups = (PrefixStore(name, store) for name in ("streams", "codas", "checkpoints"))
@@ -200,7 +200,7 @@ _STREAMS = "streams"  # of a file: (windows, tokens, width)
 
 @dataclass(frozen=True)
 class RackStreams:
-    """Streams that a rack takes and gives, a micro-batch at a time.
+    """Streams that a rack takes and gives, a micro-batch or a held-out window at a time.
 
     Places count windows in the run's order; step s, from 1, has those from (s - 1) * batch on.
 
@@ -214,31 +214,22 @@ class RackStreams:
     source: RackExchange | KeptStreams | None = None
     sink: RackExchange | KeptStreams | None = None
 
-    def take(self, places: Tensor) -> Tensor | None:
-        """Ask for the streams of a micro-batch, (windows, tokens, width); None in the first rack."""
-        if self.source is None:
-            return None
-        return torch.stack([self.source.ask(key) for key in self._keys(places)])
-
-    def give(self, places: Tensor, stream: Tensor) -> None:
-        if self.sink is not None:
-            self.sink.offer(*zip(self._keys(places), stream, strict=True))
-
-    def take_held_out(self, step: int, window: int) -> Tensor | None:
-        """Ask for the stream of a held-out window, (1, tokens, width), after so many steps of the rack before."""
-        if self.source is None:
-            return None
-        return self.source.ask(ItemKey(step, ItemKind.HELD_OUT, window))[None]
-
-    def give_held_out(self, step: int, window: int, stream: Tensor) -> None:
-        if self.sink is not None:
-            self.sink.offer((ItemKey(step, ItemKind.HELD_OUT, window), stream[0]))
-
-    def _keys(self, places: Tensor) -> list[ItemKey]:
+    def keys(self, places: Tensor) -> list[ItemKey]:
+        """List the keys of a micro-batch."""
         return [
             ItemKey(one // self.batch + 1, ItemKind.TRAINING, one % self.batch)
             for one in places.tolist()
         ]
+
+    def take(self, *keys: ItemKey) -> Tensor | None:
+        """Ask for the streams of windows, (windows, tokens, width); None in the first rack."""
+        if self.source is None:
+            return None
+        return torch.stack([self.source.ask(key) for key in keys])
+
+    def give(self, stream: Tensor, *keys: ItemKey) -> None:
+        if self.sink is not None:
+            self.sink.offer(*zip(keys, stream, strict=True))
 
 
 class KeptStreams:

@@ -170,53 +170,38 @@ def average_codas(codas: list[Tensor]) -> Tensor:
 
 
 @dataclass(eq=False)
-class CodaAveraging(TrainerCallback):
-    """Sets a rack's coda to the mean of all racks' codas, waiting for the slowest.
+class RackKeeper(TrainerCallback):
+    """Keeps a rack in step with the others: checkpoints, so that all have one in common, and averaged codas.
 
     The last rack's coda, the model's own end, takes part. Each rack's optimiser keeps its own state.
 
     Args:
+        exchange: with the other racks.
         parameters: gives those of this rack's coda, by names that are the same in all racks; sharding replaces them
             before the first step.
-        every: steps.
-        exchange: with the other racks.
+        every: steps, after which a coda is set to the mean of all racks', waiting for the slowest; None for never.
     """
-
-    parameters: Callable[[], Mapping[str, nn.Parameter]]
-    every: int
-    exchange: RackExchange
-
-    @torch.no_grad()
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
-        del args, control, kwargs
-        if state.global_step % self.every:
-            return
-        coda = [one for _, one in sorted(self.parameters().items())]
-        own = torch.cat([gather_whole(one).flatten().cpu() for one in coda])
-        mean = average_codas(self.exchange.gather(state.global_step, own))
-        begin = 0
-        for one in coda:
-            set_whole(one, mean[begin : begin + one.numel()].view(one.shape))
-            begin += one.numel()
-
-
-@dataclass(eq=False)
-class RackKeeper(TrainerCallback):
-    """Keeps a rack's checkpoints in step with the others', so that all have one in common at any time."""
 
     exchange: RackExchange
     log: RackLog
+    parameters: Callable[[], Mapping[str, nn.Parameter]]
+    every: int | None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.log.begin_computing()
 
+    @torch.no_grad()
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Wait for the others before a checkpoint is written, and the oldest one removed."""
-        del args, state
+        """Average codas, and wait for the others before a checkpoint is written, and the oldest one removed."""
+        del args
+        if self.every is not None and state.global_step % self.every == 0:
+            coda = [one for _, one in sorted(self.parameters().items())]
+            own = torch.cat([gather_whole(one).flatten().cpu() for one in coda])
+            mean = average_codas(self.exchange.gather(state.global_step, own))
+            for one, part in zip(coda, mean.split([one.numel() for one in coda]), strict=True):
+                set_whole(one, part.view(one.shape))
         if control.should_save:
             self.exchange.before_checkpoint()
 
@@ -225,7 +210,7 @@ class RackKeeper(TrainerCallback):
         self.log.write()
 
 
-def run_rack(run: Path, index: int, meet: Address, is_held: bool = False) -> None:
+def run_rack(run: Path, index: int, meet: Address, is_held: bool) -> None:
     """Train one rack, or resume it, until all racks are done; each of its replicas calls this.
 
     Args:
@@ -253,8 +238,8 @@ def run_rack(run: Path, index: int, meet: Address, is_held: bool = False) -> Non
     folder = rack_folder(run, index, replica)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / PROCESS_FILE, {"process": os.getpid()})
-    if not is_held and (interface := interface_to(meet)):
-        os.environ.update(interface_variables(interface))
+    if not is_held:
+        os.environ.update(interface_variables(interface_to(meet)))
     away = plan.options.away
     store = open_store(meet, index, is_held or replica > 0, away)
     if agree(store, run, index, plan.racks, replica == 0, away):
@@ -276,14 +261,11 @@ def run_rack(run: Path, index: int, meet: Address, is_held: bool = False) -> Non
         teacher = open_rack(teacher_file(run, rack.index))
     held_out = HeldOutQuality(texts.held_out, None)
     task = rack_task(rack, held_out, streams, teacher, settings.distillation)
-    callbacks: list[TrainerCallback] = [RackKeeper(exchange, log)]
     every = parse_averaging(plan.options.average)
-    if every is not None:
-        callbacks.insert(0, CodaAveraging(rack.coda_parameters, every, exchange))
+    task = replace(task, callbacks=[RackKeeper(exchange, log, rack.coda_parameters, every)])
     if plan.options.pace:
         assert task.towards is not None
         task = replace(task, towards=paced_loss(task.towards, plan.options.pace[rack.index], log))
-    task = replace(task, callbacks=callbacks)
     train_rack(rack, task, texts, settings, run, plan.identity, plan.device)
     exchange.finish()
     log.write()

@@ -198,13 +198,8 @@ class RacksPlan:
         """Read a run's plan."""
         said = read_json(run / PLAN_FILE)
         try:
-            settings = TrainSettings.from_json(said.pop("settings"))
-            return cls(
-                settings=settings,
-                options=TypeAdapter(ProcessOptions).validate_python(said.pop("options")),
-                **said,
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            return TypeAdapter(cls).validate_python(said)
+        except ValueError as error:
             raise ValueError(
                 f"{run / PLAN_FILE} is damaged ({first_line(error)}); remove {run} to begin the run again"
             ) from error
@@ -282,15 +277,10 @@ def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
     (folder / PLAN_FILE).unlink(missing_ok=True)  # before the rest: without it nothing is gone on with
     for rack in racks.ranges:
         each = rack_folder(folder, rack.index)
-        if each.is_dir():
-            of_processes = [each, *each.glob("replica-*")]
-            for path in checkpoints_of(each).values():
-                shutil.rmtree(path, ignore_errors=True)
-            for path in (
-                each / RACK_FILE,
-                each / RESULT_FILE,
-                *(own / PROCESS_FILE for own in of_processes),
-            ):
+        for path in checkpoints_of(each).values():
+            shutil.rmtree(path, ignore_errors=True)
+        for name in (RACK_FILE, RESULT_FILE, PROCESS_FILE):
+            for path in each.rglob(name):  # replicas have folders in it
                 path.unlink(missing_ok=True)
     shutil.rmtree(folder / START, ignore_errors=True)
     for name in (TEXTS_FILE, TRAINING_TEXT_FILE):

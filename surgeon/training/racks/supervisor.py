@@ -49,17 +49,16 @@ from surgeon.training.racks.run_files import (
     teacher_file,
     write_texts,
 )
-from surgeon.training.racks.task import RacksTrained, gather, teacher_of
+from surgeon.training.racks.task import TrainedModel, gather, teacher_of
 from surgeon.training.run import lock_run, open_run
 
 
-def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksPlan:
+def prepare(asked: RacksToTrain, options: ProcessOptions) -> RacksPlan:
     """Write the files that processes begin with, where they are missing; errors as of `train_in_processes`."""
     racks = asked.racks
     settings = asked.settings
     folder = asked.folder
     settings.steps_on(len(asked.texts.training))
-    options = options or ProcessOptions()
     if settings.arguments.get("deepspeed") and options.replicas > 1:
         raise ValueError("deepspeed does not know racks; share their parameters out by fsdp")
     if settings.arguments.get("fsdp") and options.replicas == 1:
@@ -76,12 +75,10 @@ def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> Racks
         plan = replace(RacksPlan.read(folder), options=options, device=asked.device)
     else:
         plan = RacksPlan(len(racks), of_racks, settings, options, asked.device)
-    files = [start_file(folder, index) for index in range(len(racks))]
-    files += (
-        []
-        if settings.distillation is None
-        else [teacher_file(folder, index) for index in range(len(racks))]
-    )
+    kinds = [start_file]
+    if settings.distillation is not None:
+        kinds.append(teacher_file)
+    files = [kind(folder, index) for kind in kinds for index in range(len(racks))]
     if not all(path.is_file() for path in (*files, folder / TRAINING_TEXT_FILE, folder / TEXTS_FILE)):
         (folder / START).mkdir(exist_ok=True)
         for index in range(len(racks)):
@@ -116,7 +113,7 @@ _PROGRESS_SECONDS = 1.0
 _VAIN_STARTS = 3  # in a row that end before another checkpoint
 
 
-def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksTrained:
+def train_in_processes(asked: RacksToTrain, options: ProcessOptions) -> TrainedModel:
     """Train all racks of a model at once, each in a process of its own, which send each other their streams.
 
     Where a process is killed all racks resume from the newest checkpoint that each of them has. Killed as a whole, the
@@ -135,23 +132,25 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
             "racks start their processes themselves; leave accelerate launch or torchrun out, and ask for replicas of "
             "each rack to have several processes in it"
         )
-    replicas = options.replicas if options else 1
     gpus = torch.cuda.device_count()
-    if asked.device == "cuda" and replicas > gpus:
+    if asked.device == "cuda" and options.replicas > gpus:
         raise ValueError(
-            f"{replicas} processes of a rack need a GPU each, and there are {gpus}; ask for fewer, or the CPU"
+            f"{options.replicas} processes of a rack need a GPU each, and there are {gpus}; ask for fewer, or the CPU"
         )
     with lock_run(asked.folder, asked.device):
         plan = prepare(asked, options)
         if not all(is_done(asked.folder, index) for index in range(plan.racks)):
             _run_until_done(asked.folder, plan, asked.settings.steps_on(len(asked.texts.training)))
-    found = gather(asked.whole, asked.racks, asked.folder)
+    found = gather(asked)
     if asked.original is None:
         return found
     judge = HeldOutQuality(asked.texts.held_out, asked.original())
-    before, after = (judge.measure(model) for model in (asked.whole, found.model))
-    last = replace(found.results[-1], original=judge.original, before=before, after=after)
-    return replace(found, results=(*found.results[:-1], last))
+    before, after = (judge.measure(model) for model in (asked.whole, found.whole.model))
+    whole, last = (
+        replace(one, original=judge.original, before=before, after=after)
+        for one in (found.whole, found.results[-1])
+    )
+    return replace(found, whole=whole, results=(*found.results[:-1], last))
 
 
 class _End(NamedTuple):
@@ -163,87 +162,67 @@ class _End(NamedTuple):
 
 
 class _Processes:
-    """Processes of all racks, from one start to their end."""
+    """Processes of all racks, by their names in messages, from one start to their end."""
 
     def __init__(self, run: Path, plan: RacksPlan) -> None:
-        self.run = run
-        self.children: dict[tuple[int, int], Child] = {}
+        self.children: dict[str, Child] = {}
         # New for each start, on this machine alone: of all racks, and of the processes of each.
         self._stores = [serve_store(socket.create_server((_HOST, 0))) for _ in range(1 + plan.racks)]
         count = plan.options.replicas
         threads = plan.options.threads or threads_per_rank(plan.racks * count)
         own = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, HOSTED)}
-        if interface := interface_of(_HOST):
-            own |= interface_variables(interface)
+        own |= interface_variables(interface_of(_HOST))
         meet = ["--meet", f"{_HOST}:{self._stores[0].port}", "--child"]
+        module = ["-P", "-m", "surgeon.training.racks.process", str(run.resolve())]
         for rack in range(plan.racks):
             gpus = gpus_in_turn(rack, count) if plan.device == "cuda" else {}
-            command = [
-                "-P",
-                "-m",
-                "surgeon.training.racks.process",
-                str(run.resolve()),
-                str(rack),
-                *meet,
-            ]
             for replica in range(count):
                 place = TorchrunEnvironment(
                     replica, count, replica, count, _HOST, self._stores[1 + rack].port, True
                 )
                 together = place.variables() if count > 1 else {}
-                log = self._log(rack, replica)
+                log = rack_folder(run, rack, replica) / LOG_FILE
                 log.parent.mkdir(parents=True, exist_ok=True)
-                self.children[rack, replica] = Child(
-                    command, log, threads, environment=own | gpus | together
+                who = f"rack {rack}"
+                if count > 1:
+                    who += f", process {replica}"
+                self.children[who] = Child(
+                    [*module, str(rack), *meet], log, threads, environment=own | gpus | together
                 )
 
-    def _log(self, rack: int, replica: int) -> Path:
-        return rack_folder(self.run, rack, replica) / LOG_FILE
-
     def look(self) -> _End | None:
-        """Find the end of all; None while they go on. When one has failed, all are ended."""
+        """Find the end of all; None while they go on. When one has failed, all are ended.
+
+        It is that of the one that did not end because of another; a signal comes before an error.
+        """
         codes = [child.poll() for child in self.children.values()]
         if None in codes and not any(codes):
             return None
         end = _End("", 0)
-        if any(codes):
-            until = time.monotonic() + _OTHERS_SECONDS
-            while (reason := self._find_reason()) is None and time.monotonic() < until:
-                time.sleep(_OTHERS_SECONDS / 20)
-            failed = next(which for which, child in self.children.items() if child.poll())
-            end = reason or self._describe_end(*failed)
+        until = time.monotonic() + _OTHERS_SECONDS
+        while any(codes):
+            ends = [_describe_end(who, child) for who, child in self.children.items() if child.poll()]
+            end = min(ends, key=lambda one: (one.said.endswith(OTHERS_ENDED), one.code))
+            if not end.said.endswith(OTHERS_ENDED) or time.monotonic() > until:
+                break
+            time.sleep(_OTHERS_SECONDS / 20)
         self.end()
         return end
-
-    def _find_reason(self) -> _End | None:
-        """The end of the one that did not end because of another; a signal comes before an error."""
-        failed = sorted(
-            (code, *which) for which, child in self.children.items() if (code := child.poll())
-        )
-        ends = (self._describe_end(rack, replica) for _, rack, replica in failed)
-        return next((end for end in ends if not end.said.endswith(OTHERS_ENDED)), None)
-
-    def _describe_end(self, rack: int, replica: int) -> _End:
-        child = self.children[rack, replica]
-        code = child.wait()
-        who = f"rack {rack}"
-        if (rack, 1) in self.children:
-            who += f", process {replica}"
-        if code < 0:
-            return _End(who, code)
-        said = f"{who} {child.ending()} (see {self._log(rack, replica)})"
-        errors = (
-            line.removeprefix("error: ")
-            for line in reversed(child.said().splitlines())
-            if line[:7] == "error: "
-        )
-        return _End(who, code, next(errors, said))
 
     def end(self) -> None:
         for child in self.children.values():
             child.kill()
         for child in self.children.values():
             child.wait()
+
+
+def _describe_end(who: str, child: Child) -> _End:
+    code = child.wait()
+    if code < 0:
+        return _End(who, code)
+    lines = reversed(child.said().splitlines())
+    errors = (line.removeprefix("error: ") for line in lines if line.startswith("error: "))
+    return _End(who, code, next(errors, f"{who} {child.ending()} (see {child.log})"))
 
 
 def _run_until_done(run: Path, plan: RacksPlan, steps: int) -> None:

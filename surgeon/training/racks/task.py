@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -17,6 +16,8 @@ from transformers import PreTrainedModel
 
 from surgeon.checkpoint.codas import Coda
 from surgeon.checkpoint.stored import read_json
+from surgeon.exports.in_memory import export, export_with_codas
+from surgeon.exports.prove import Proof
 from surgeon.models.families import family_of
 from surgeon.processes.files import write_json
 from surgeon.quality.summary import Quality
@@ -25,27 +26,28 @@ from surgeon.training.distiller import (
     Distillation,
     ask_teacher,
     counterparts,
-    parts_of_loss,
+    distilled_loss,
     require_unedited_teacher,
-    watched_streams,
 )
-from surgeon.training.head_loss import LossParts, loss_at_head, next_tokens, text_loss
+from surgeon.training.head_loss import LossParts, text_loss
 from surgeon.training.racks.build import assemble, rack_of
 from surgeon.training.racks.exchange import KeptStreams, RackStreams
 from surgeon.training.racks.model import RackModel, feed_stream, open_rack, save_rack
 from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.rack_log import ItemKey, ItemKind
 from surgeon.training.racks.run_files import (
     RACK_FILE,
     RESULT_FILE,
     STREAMS,
     RacksToTrain,
+    finish_racks,
     is_done,
     rack_folder,
 )
 from surgeon.training.run import Trained, TrainingTask, finish_run, lock_run, open_run, train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts, model_inputs
-from surgeon.training.trainer import Measure
+from surgeon.words import plural
 
 
 def teacher_of(original: PreTrainedModel, racks: Racks, index: int) -> RackModel:
@@ -89,25 +91,19 @@ def distilled_rack_loss(
     rack.layers.apart = not rack.is_last
 
     def loss(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        windows = model_inputs(inputs)
-        stream = streams.take(inputs["place"])
+        keys = streams.keys(inputs["place"])
+        stream = streams.take(*keys)
         incoming = [None, None] if stream is None else stream.chunk(2, dim=-1)
         with feed_stream(teacher.model, incoming[1]) as stretch:
-            taught = ask_teacher(teacher.model, windows, places, own)
+            taught = ask_teacher(teacher.model, model_inputs(inputs), places, own)
             original = stretch.outgoing
-        labels = next_tokens(inputs["labels"])
-        length = len(rack.layers.program)
-        with (
-            feed_stream(model, incoming[0]) as stretch,
-            watched_streams(model, [*places], length) as watched,
-        ):
-            at_head = loss_at_head(model, windows, lambda: own.task(taught, labels))
+        with feed_stream(model, incoming[0]) as stretch:
+            length = len(rack.layers.program)
+            parts = distilled_loss(own, model, inputs, [*places], length, lambda _: taught)
             assert stretch.outgoing is not None
             assert original is not None
-            streams.give(
-                inputs["place"], torch.cat([stretch.outgoing, original.to(stretch.outgoing)], dim=-1)
-            )
-        return parts_of_loss(own, at_head, labels, watched, taught)
+            streams.give(torch.cat([stretch.outgoing, original.to(stretch.outgoing)], dim=-1), *keys)
+        return parts
 
     return loss
 
@@ -117,84 +113,124 @@ def rack_loss(streams: RackStreams, model: nn.Module, inputs: Mapping[str, Any])
 
     The stream of a micro-batch is handed on before its gradient is computed, so that the rack behind need not wait.
     """
-    with feed_stream(model, streams.take(inputs["place"])) as layers:
+    keys = streams.keys(inputs["place"])
+    with feed_stream(model, streams.take(*keys)) as layers:
         loss = text_loss(model, inputs)
         assert layers.outgoing is not None
-        streams.give(inputs["place"], layers.outgoing)
+        streams.give(layers.outgoing, *keys)
     return {"loss": loss}
-
-
-class RackHeldOut:
-    """Measures a rack by its coda's prediction on held-out text; a `Measure`.
-
-    Args:
-        held_out: the text, and the original where divergence from it is wanted.
-    """
-
-    def __init__(self, held_out: HeldOutQuality, streams: RackStreams) -> None:
-        self.held_out = held_out
-        self.streams = streams
-        self._latest: tuple[int, Quality] | None = None
-
-    @property
-    def original(self) -> Quality | None:
-        return self.held_out.original
-
-    def measure(self, model: nn.Module, step: int) -> Quality:
-        """Measure the coda's prediction after so many steps, once for each."""
-        if self._latest is not None and self._latest[0] == step:
-            return self._latest[1]
-        whole = logits_of(model)
-        windows = iter(range(len(self.held_out.ids)))
-
-        def logits(ids: Tensor) -> Tensor:
-            window = next(windows)
-            with feed_stream(model, self.streams.take_held_out(step, window)) as layers:
-                found = whole(ids)
-                assert layers.outgoing is not None
-                self.streams.give_held_out(step, window, layers.outgoing)
-            return found
-
-        quality = self.held_out.quality(model, logits)
-        self._latest = step, quality
-        return quality
 
 
 def rack_task(
     rack: RackModel,
     held_out: HeldOutQuality,
     streams: RackStreams,
-    teacher: RackModel | None = None,
-    distillation: Distillation | None = None,
+    teacher: RackModel | None,
+    distillation: Distillation | None,
 ) -> TrainingTask:
-    """Make the task that `train` trains a rack by.
+    """Make the task that `train` trains a rack by; it is measured by its coda's prediction on held-out text.
 
     Args:
+        held_out: the text, and the original where divergence from it is wanted.
         teacher: its part of the original (`teacher_of`), where it is distilled.
         distillation: what is learned from that.
     """
     assert (streams.source is None) == rack.is_first
-    measure: Measure = RackHeldOut(held_out, streams)
+    measured: dict[int, Quality] = {}  # by step, since other racks make a step's streams once
+
+    def measure(model: nn.Module, step: int) -> Quality:
+        whole = logits_of(model)
+        windows = iter(range(len(held_out.ids)))
+
+        def logits(ids: Tensor) -> Tensor:
+            key = ItemKey(step, ItemKind.HELD_OUT, next(windows))
+            with feed_stream(model, streams.take(key)) as layers:
+                found = whole(ids)
+                assert layers.outgoing is not None
+                streams.give(layers.outgoing, key)
+            return found
+
+        if step not in measured:
+            measured[step] = held_out.quality(model, logits)
+        return measured[step]
+
+    task = TrainingTask(measure, partial(rack_loss, streams), original=held_out.original)
     if teacher is None or distillation is None:
-        return TrainingTask(measure, partial(rack_loss, streams))
-    return TrainingTask(
-        measure, distilled_rack_loss(rack, teacher, distillation, streams), uses_all=True
-    )
+        return task
+    loss = distilled_rack_loss(rack, teacher, distillation, streams)
+    return replace(task, towards=loss, uses_all=True)
 
 
 @dataclass(frozen=True)
-class RacksTrained:
-    """The result of training racks.
+class TrainedModel:
+    """A model that was trained as one, or rack by rack.
 
     Attributes:
-        model: the whole model, in memory.
+        whole: the result as if it had been trained as one, with the model in memory.
+        folder: of the run.
+        method: for people.
+        racks: None where it was trained as one.
         codas: of every rack but the last.
         results: of every rack, by its coda's prediction; the last one's are the whole model's.
     """
 
-    model: PreTrainedModel
-    codas: tuple[Coda, ...]
-    results: tuple[Trained, ...]
+    whole: Trained
+    folder: Path
+    method: str
+    racks: Racks | None = None
+    codas: tuple[Coda, ...] = ()
+    results: tuple[Trained, ...] = ()
+
+    def lines(self) -> Iterator[str]:
+        if self.racks is None:
+            return
+        for rack, one in zip(self.racks.texts[:-1], self.results, strict=False):
+            before = one.before.perplexity
+            after = one.after.perplexity
+            yield f"rack {rack}: perplexity by its coda {before:.4g} before, {after:.4g} after"
+
+    def record(self, texts: TrainTexts, settings: TrainSettings) -> dict[str, Any]:
+        entries = {
+            "method": self.method,
+            **texts.record(),
+            "window": texts.training.window,
+            "settings": settings.to_json(),
+            "steps": self.whole.steps,
+            "tokens": self.whole.tokens,
+            "seconds": self.whole.seconds,
+        }
+        if self.racks is not None:
+            each = zip(self.racks.texts, self.results, strict=True)
+            entries["racks"] = {
+                "coda": self.racks.depth,
+                "each": [{"layers": text} | one.to_json() for text, one in each],
+            }
+        return entries
+
+    def write(self, output: Path, **options: Any) -> Proof:
+        """Write a checkpoint, with adapters merged and codas beside it.
+
+        Args:
+            options: as `surgeon.export` takes them.
+
+        Raises:
+            NotProven: if what was written is not the model, or its program not the one that was trained.
+            OSError, ValueError: as `surgeon.export`.
+        """
+        model = self.whole.merged()
+        racks = self.racks
+        if racks is None:
+            return export(model, output, **options)
+        return export_with_codas(
+            model, output, racks.texts, racks.ends, racks.depth, self.codas, **options
+        )
+
+    def finish(self, record: dict[str, Any]) -> None:
+        """Complete the run's record and remove what only the run needed, once the checkpoint is written."""
+        if self.racks is None:
+            finish_run(self.folder, record)
+        else:
+            finish_racks(self.folder, self.racks, record)
 
 
 def train_rack(
@@ -222,8 +258,10 @@ def train_rack(
         write_json(folder / RESULT_FILE, found.to_json())
 
 
-def gather(whole: PreTrainedModel, racks: Racks, run: Path) -> RacksTrained:
+def gather(asked: RacksToTrain) -> TrainedModel:
     """Collect the racks of a run that is done."""
+    racks = asked.racks
+    run = asked.folder
     for index in range(len(racks)):
         if not is_done(run, index):
             path = rack_folder(run, index) / RESULT_FILE
@@ -233,12 +271,14 @@ def gather(whole: PreTrainedModel, racks: Racks, run: Path) -> RacksTrained:
     folders = [rack_folder(run, index) for index in range(len(racks))]
     found = [open_rack(each / RACK_FILE) for each in folders]
     results = tuple(Trained.from_json(read_json(each / RESULT_FILE)) for each in folders)
-    return RacksTrained(
-        assemble(whole, racks, found), tuple(rack.coda() for rack in found[:-1]), results
-    )
+    seconds = sum(result.seconds for result in results)
+    whole = replace(results[-1], seconds=seconds, model=assemble(asked.whole, racks, found))
+    cut = f"rack by rack (layers {', '.join(racks.texts)}) with codas of {plural(racks.depth, 'layer')}"
+    codas = tuple(rack.coda() for rack in found[:-1])
+    return TrainedModel(whole, run, f"{asked.settings.method}, {cut}", racks, codas, results)
 
 
-def train_in_turn(asked: RacksToTrain) -> RacksTrained:
+def train_in_turn(asked: RacksToTrain) -> TrainedModel:
     """Train the racks of a model one after the other; a run that was killed resumes.
 
     Raises:
@@ -263,15 +303,12 @@ def train_in_turn(asked: RacksToTrain) -> RacksTrained:
         open_run(asked.folder, asked.identity_of_racks() | asked.settings_and_text())
         for index in range(len(asked.racks)):
             folder = rack_folder(asked.folder, index)
+            before = rack_folder(asked.folder, index - 1) / STREAMS
             if not is_done(asked.folder, index):
                 rack = rack_of(asked.whole, asked.racks, index, asked.seed)
                 settings = asked.settings
-                source = (
-                    None
-                    if rack.is_first
-                    else KeptStreams(rack_folder(asked.folder, index - 1) / STREAMS)
-                )
-                sink = None if rack.is_last else KeptStreams(rack_folder(asked.folder, index) / STREAMS)
+                source = None if rack.is_first else KeptStreams(before)
+                sink = None if rack.is_last else KeptStreams(folder / STREAMS)
                 teacher = None
                 if settings.distillation is not None:
                     assert asked.original is not None
@@ -282,22 +319,13 @@ def train_in_turn(asked: RacksToTrain) -> RacksTrained:
                     # Beside it the original's.
                     training = steps * settings.batch * (1 if teacher is None else 2)
                     measured = (2 + steps // settings.evaluate_every) * len(asked.texts.held_out.ids)
-                    window = math.prod(
-                        (text.window, int(rack.model.config.hidden_size), rack.model.dtype.itemsize)
-                    )
+                    window = text.window * int(rack.model.config.hidden_size) * rack.model.dtype.itemsize
                     sink.require_room((training + measured) * window)
                 streams = RackStreams(settings.batch, source, sink)
                 task = rack_task(rack, held_out(), streams, teacher, settings.distillation)
-                train_rack(
-                    rack,
-                    task,
-                    asked.texts,
-                    settings,
-                    asked.folder,
-                    asked.identity_of_racks(),
-                    asked.device,
-                )
+                identity = asked.identity_of_racks()
+                train_rack(rack, task, asked.texts, settings, asked.folder, identity, asked.device)
             finish_run(folder, {})
             if index > 0:  # what was kept for this rack is of no more use
-                shutil.rmtree(rack_folder(asked.folder, index - 1) / STREAMS, ignore_errors=True)
-        return gather(asked.whole, asked.racks, asked.folder)
+                shutil.rmtree(before, ignore_errors=True)
+        return gather(asked)

@@ -58,7 +58,7 @@ class Blueprint:
     program: Program
     tokenizer: Any
     parameters: int
-    racks: Racks | None = None
+    racks: Racks | None
 
     @property
     def family(self) -> Family:

@@ -39,7 +39,7 @@ PROGRAMS = ("operations", "program", "tracks")  # of which there is at most one
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}")
 _Count = Annotated[int, Strict(), Field(ge=1)]
 _Text = Annotated[str, Strict(), Field(min_length=1)]
-_ONLY_THESE = ConfigDict(extra="forbid")
+_ONLY_THESE = ConfigDict(extra="forbid", arbitrary_types_allowed=True)  # an operation has ranges
 # Where the key `training` says nothing else.
 _TRAINING: dict[str, Any] = {"scope": "all", "learning_rate": 1e-3, "schedule": "cosine"}
 _OF_HEALING = ("scope", "router", "lora", "distillation")  # by that key, of a model from scratch
@@ -56,8 +56,8 @@ class TracksSection:
 
 
 @dataclass(frozen=True)
-class ScratchKeys:
-    """Keys of a configuration, beside `surgeon` and `operations`.
+class ScratchConfig:
+    """A model from scratch: its architecture, program, text and training.
 
     Attributes:
         model: entries of a `transformers` configuration, with its model_type.
@@ -67,6 +67,10 @@ class ScratchKeys:
         program: as text.
         tracks: of a native Parallel Track model, derived from the dense `model`.
         racks: that are trained each by a loss of its own; None trains the model as one.
+        settings: of the key `training`.
+        operations: on the plain model, as in a recipe.
+        source: for error messages.
+        lines: of its keys, by the keys that lead there.
     """
 
     __pydantic_config__ = _ONLY_THESE
@@ -83,19 +87,6 @@ class ScratchKeys:
     window: Annotated[int, Strict(), Field(ge=2)] = DEFAULT_WINDOW
     separator: Annotated[str, Strict()] | None = None
     documents: Annotated[str, Strict()] = "joined"
-
-
-@dataclass(frozen=True)
-class ScratchConfig(ScratchKeys):
-    """A model from scratch: its architecture, program, text and training.
-
-    Attributes:
-        settings: of the key `training`.
-        operations: on the plain model, as in a recipe.
-        source: for error messages.
-        lines: of its keys, by the keys that lead there.
-    """
-
     settings: TrainSettings = field(default_factory=lambda: TrainSettings(**_TRAINING))
     operations: tuple[AppliedOperation, ...] = ()
     source: str = KIND
@@ -165,6 +156,9 @@ class ScratchConfig(ScratchKeys):
         return "\n".join(lines) + "\n"
 
 
+_PLAIN = [each.name for each in fields(ScratchConfig)[:-4]]  # keys; the last four fields are none
+
+
 def read_config_file(path: Path) -> ScratchConfig:
     """Read a configuration from a file."""
     if not is_recipe(path) and on_disk(path) is not None:
@@ -174,66 +168,56 @@ def read_config_file(path: Path) -> ScratchConfig:
 
 def parse_config(text: str, source: str = KIND) -> ScratchConfig:
     """Parse a configuration; `source` names it in error messages."""
-    return ConfigReader(text, source).config()
-
-
-class ConfigReader(DocumentReader):
-    """Reads one configuration."""
-
-    kind = KIND
-    keys = ("surgeon", "operations", *(each.name for each in fields(ScratchKeys)), "training")
-    needed = ("surgeon", "model", "tokenizer", "data")
-
-    def config(self) -> ScratchConfig:
-        document = {
-            name: _read_numbers(value)
-            for name, value in self.top(self.kind, self.keys, self.needed).items()
-        }
-        there = [name for name in PROGRAMS if name in document]
-        if len(there) > 1:
-            raise self.error(
-                self.lines[there[1],],
-                f"{there[0]} and {there[1]} both say what the model's program is; keep one of them",
-            )
-        apart = ("surgeon", "operations", "training")
-        keys = self.validate(
-            ScratchKeys, {name: value for name, value in document.items() if name not in apart}, ()
+    reader = DocumentReader(text, source)
+    keys = ("surgeon", "operations", *_PLAIN, "training")
+    top = reader.top(KIND, keys, ("surgeon", "model", "tokenizer", "data"))
+    document = {name: _read_numbers(value) for name, value in top.items()}
+    there = [name for name in PROGRAMS if name in document]
+    if len(there) > 1:
+        raise reader.error(
+            reader.lines[there[1],],
+            f"{there[0]} and {there[1]} both say what the model's program is; keep one of them",
         )
-        given = document.get("training", {})
-        if not isinstance(given, dict):
-            raise self.error(
-                self.lines["training",], f"training must be a mapping, not {show_value(given)}"
-            )
-        known = [each.name for each in fields(TrainSettings) if each.name not in _OF_HEALING]
-        for name in (name for name in given if name not in known):
-            raise self.error(
-                self.lines["training", name],
-                f"unknown key {show_value(name)}; {did_you_mean(str(name), known)}",
-            )
-        arguments = given.get("arguments", {})
-        for name, value in arguments.items() if isinstance(arguments, dict) else ():
-            try:
-                arguments[name] = read_trainer_argument(
-                    name, value if isinstance(value, str) else json.dumps(value)
-                )
-            except ValueError as error:
-                raise self.error(
-                    self.lines["training", "arguments", name], f"arguments: {error}"
-                ) from error
-        config = ScratchConfig(
-            **vars(keys),
-            settings=self.validate(
-                TrainSettings, _TRAINING | given | {"arguments": arguments}, ("training",)
-            ),
-            operations=self.operations(document["operations"]) if "operations" in document else (),
-            source=self.source,
-            lines=self.lines,
+    config = reader.validate(
+        ScratchConfig,
+        {name: value for name, value in document.items() if name in _PLAIN},
+        (),
+    )
+    given = document.get("training", {})
+    if not isinstance(given, dict):
+        raise reader.error(
+            reader.lines["training",], f"training must be a mapping, not {show_value(given)}"
         )
-        with config.under("documents"):
-            documents_of(config.documents)
-        with config.under("program"):
-            _ = config.program and Program.parse(config.program)
-        return config
+    known = [each.name for each in fields(TrainSettings) if each.name not in _OF_HEALING]
+    for name in (name for name in given if name not in known):
+        raise reader.error(
+            reader.lines["training", name],
+            f"unknown key {show_value(name)}; {did_you_mean(str(name), known)}",
+        )
+    arguments = given.get("arguments", {})
+    for name, value in arguments.items() if isinstance(arguments, dict) else ():
+        try:
+            arguments[name] = read_trainer_argument(
+                name, value if isinstance(value, str) else json.dumps(value)
+            )
+        except ValueError as error:
+            raise reader.error(
+                reader.lines["training", "arguments", name], f"arguments: {error}"
+            ) from error
+    config = replace(
+        config,
+        settings=reader.validate(
+            TrainSettings, _TRAINING | given | {"arguments": arguments}, ("training",)
+        ),
+        operations=reader.operations(document["operations"]) if "operations" in document else (),
+        source=source,
+        lines=reader.lines,
+    )
+    with config.under("documents"):
+        documents_of(config.documents)
+    with config.under("program"):
+        _ = config.program and Program.parse(config.program)
+    return config
 
 
 def _read_numbers(value: Any) -> Any:

@@ -18,7 +18,7 @@ from surgeon.training.racks.model import RackModel, open_rack
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.run_files import RACK_FILE, ProcessOptions, RacksToTrain, rack_folder
 from surgeon.training.racks.supervisor import train_in_processes
-from surgeon.training.racks.task import RacksTrained, train_in_turn
+from surgeon.training.racks.task import TrainedModel, train_in_turn
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
 from tests.tiny_models import tiny_model
@@ -47,7 +47,7 @@ def racks_of(model: Any, texts: str = THREE) -> Racks:
     return Racks.parse(texts, program_of(model), 1)
 
 
-def one_after_the_other(folder: Path, settings: TrainSettings = SETTINGS) -> RacksTrained:
+def one_after_the_other(folder: Path, settings: TrainSettings = SETTINGS) -> TrainedModel:
     """What three racks come to in one process."""
     model = whole()
     return train_in_turn(RacksToTrain(model, racks_of(model), TEXTS, settings, folder))
@@ -64,7 +64,7 @@ def in_processes(
     dropout: float = 0.2,
     racks: str = THREE,
     **options: Any,
-) -> RacksTrained:
+) -> TrainedModel:
     """What they come to in processes of their own."""
     model = whole(dropout)
     given = ProcessOptions(**{"threads": 1, "away": 60.0} | options)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ SHORT = TrainSettings(scope="all", steps=2, batch=4, learning_rate=1e-2, evaluat
 
 def prepared(run: Path, options: ProcessOptions | None = None, racks: str = THREE) -> None:
     model = whole(0.0)
-    prepare(RacksToTrain(model, racks_of(model, racks), TEXTS, SHORT, run), options)
+    prepare(RacksToTrain(model, racks_of(model, racks), TEXTS, SHORT, run), options or ProcessOptions())
 
 
 def begin(
@@ -73,7 +74,7 @@ def test_racks_that_meet_at_an_address(tmp_path: Path) -> None:
     (runs[1] / "rack-1").rename(runs[0] / "rack-1")
     expected, _ = in_step(SHORT, TWO)
     require_close(runs[0], expected)
-    found = gather(whole(), racks_of(whole(), TWO), runs[0])
+    found = gather(RacksToTrain(whole(), racks_of(whole(), TWO), TEXTS, SHORT, runs[0]))
     assert [each.steps for each in found.results] == [2, 2]
 
 
@@ -125,7 +126,7 @@ def test_as_many_processes_as_were_prepared(refused: Any, tmp_path: Path) -> Non
         prepared(tmp_path / "other", ProcessOptions(replicas=3))
     sharded = replace(SHORT, arguments={"fsdp": True})
     asked = RacksToTrain(whole(), racks_of(whole()), TEXTS, sharded, tmp_path / "other")
-    for train in (prepare, train_in_turn):
+    for train in (partial(prepare, options=ProcessOptions()), train_in_turn):
         with pytest.raises(ValueError, match="among its processes.* 2 replicas or more of each"):
             train(asked)
     with pytest.raises(ValueError, match="at least 1 process, not 0; give 1 replica or more"):

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerState
+from transformers import TrainerControl, TrainerState
 
-from surgeon.training.racks.process import CodaAveraging, average_codas, parse_averaging
+from surgeon.training.racks.process import RackKeeper, average_codas, parse_averaging
+from surgeon.training.racks.rack_log import RackLog
 from tests.selection import case
 from tests.training.racks.local_run import SETTINGS, TWO, in_processes, in_step, require_close
 from tests.training.racks.test_exchange import connected
@@ -35,14 +36,14 @@ def coda(numbers: int) -> dict[str, torch.nn.Parameter]:
     return {"b": torch.nn.Parameter(torch.randn(2, 2)), "a": torch.nn.Parameter(torch.randn(numbers))}
 
 
-def make_steps(averaging: list[CodaAveraging], steps: int) -> list[str]:
+def make_steps(averaging: list[RackKeeper], steps: int) -> list[str]:
     """Let all racks make steps at once; returns what failed."""
     failed: list[str] = []
 
-    def work(callback: CodaAveraging) -> None:
+    def work(callback: RackKeeper) -> None:
         try:
             for step in range(1, steps + 1):
-                callback.on_step_end(None, TrainerState(global_step=step), None)  # type: ignore[arg-type]
+                callback.on_step_end(None, TrainerState(global_step=step), TrainerControl())  # type: ignore[arg-type]
         except ValueError as error:
             failed.append(str(error))
 
@@ -58,7 +59,7 @@ def test_all_have_the_mean_afterwards(tmp_path: Path) -> None:
     codas: Codas = [coda(3) for _ in range(3)]
     before = [{name: one.detach().clone() for name, one in each.items()} for each in codas]
     with connected(tmp_path, 3) as exchanges:
-        averaging = [CodaAveraging(codas[rack].copy, 2, exchanges[rack]) for rack in range(3)]
+        averaging = [RackKeeper(exchanges[rack], RackLog(), codas[rack].copy, 2) for rack in range(3)]
         assert make_steps(averaging, 1) == []
         assert all(
             torch.equal(codas[rack][name], one)
@@ -76,7 +77,7 @@ def test_all_have_the_mean_afterwards(tmp_path: Path) -> None:
 def test_codas_of_other_shapes(tmp_path: Path) -> None:
     codas = [coda(3), coda(3), coda(2)]
     with connected(tmp_path, 3) as exchanges:
-        averaging = [CodaAveraging(codas[rack].copy, 1, exchanges[rack]) for rack in range(3)]
+        averaging = [RackKeeper(exchanges[rack], RackLog(), codas[rack].copy, 1) for rack in range(3)]
         failed = make_steps(averaging, 1)
     assert len(failed) == 3
     assert any(

@@ -28,7 +28,7 @@ from surgeon.training.racks.run_files import (
     rack_folder,
 )
 from surgeon.training.racks.supervisor import train_in_processes
-from surgeon.training.racks.task import RacksTrained, gather, train_in_turn
+from surgeon.training.racks.task import TrainedModel, gather, train_in_turn
 from tests import warm
 from tests.selection import case
 from tests.tiny_models import tiny_model
@@ -51,18 +51,18 @@ CODE = "import sys; from tests.training.racks import local_run as run; run.main(
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RacksTrained]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainedModel]:
     folder = tmp_path_factory.mktemp("expected")
     return folder, one_after_the_other(folder)
 
 
-def require_same(folder: Path, found: RacksTrained, expected: tuple[Path, RacksTrained]) -> None:
+def require_same(folder: Path, found: TrainedModel, expected: tuple[Path, TrainedModel]) -> None:
     """Weights, losses and what was measured, bit for bit."""
     other, wanted = expected
     for mine, theirs in zip(weights(folder), weights(other), strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    states = [one.model.state_dict() for one in (found, wanted)]
+    states = [one.whole.model.state_dict() for one in (found, wanted)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
     for coda, other_coda in zip(found.codas, wanted.codas, strict=True):
         assert all(torch.equal(coda.tensors[name], one) for name, one in other_coda.tensors.items())
@@ -94,7 +94,7 @@ def kill_at(folder: Path, *ends: tuple[int, int, int]) -> threading.Thread:
 
 
 def test_processes_come_to_the_same_and_leave_what_they_did(
-    tmp_path: Path, expected: tuple[Path, RacksTrained]
+    tmp_path: Path, expected: tuple[Path, TrainedModel]
 ) -> None:
     """What is done is not done again; another run's folder is refused; and what is left when it is written."""
     require_same(tmp_path, in_processes(tmp_path), expected)
@@ -136,7 +136,7 @@ def test_racks_of_mixtures_come_to_the_same(family: str, tmp_path: Path) -> None
 
 
 def test_one_after_the_other_is_killed(
-    tmp_path: Path, expected: tuple[Path, RacksTrained], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, expected: tuple[Path, TrainedModel], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The last, the one in the middle, the first; all go on from the newest checkpoint that all have."""
     killing = kill_at(tmp_path, (2, 0, 2), (1, 0, 4), (0, 0, 6))
@@ -193,7 +193,7 @@ def listen_since(folder: Path, moment: float) -> bool:
 
 
 def test_the_supervisor_ends_and_no_rack_is_left(
-    tmp_path: Path, expected: tuple[Path, RacksTrained]
+    tmp_path: Path, expected: tuple[Path, TrainedModel]
 ) -> None:
     """By Ctrl-C, then by a kill as soon as all are there again: the same command goes on each time."""
     begun = -1.0
@@ -227,14 +227,14 @@ def test_an_error_is_the_run_s_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_result_that_is_gone_is_made_again(
-    tmp_path: Path, expected: tuple[Path, RacksTrained]
+    tmp_path: Path, expected: tuple[Path, TrainedModel]
 ) -> None:
     """From the last checkpoint; only where nobody makes it again is it missed."""
     in_processes(tmp_path)
     (tmp_path / "rack-1" / "result.json").unlink()
     model = whole()
     with pytest.raises(FileNotFoundError, match=r"rack-1/result\.json is gone; put it back, or remove"):
-        gather(model, racks_of(model), tmp_path)
+        gather(RacksToTrain(model, racks_of(model), TEXTS, SETTINGS, tmp_path))
     require_same(tmp_path, in_processes(tmp_path), expected)
 
 

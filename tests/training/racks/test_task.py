@@ -142,7 +142,8 @@ def test_the_last_rack_learns_the_original_s_predictions_too(made: Any) -> None:
     ids = inputs["input_ids"]
     parts = distilled(rack.model, inputs)
     streams, wanted = stream_of_original(ids)
-    handed_on, original_stream = RackStreams(4, source=between).take(torch.arange(4, 6)).chunk(2, dim=-1)
+    taking = RackStreams(4, source=between)
+    handed_on, original_stream = taking.take(*taking.keys(torch.arange(4, 6))).chunk(2, dim=-1)
     assert torch.allclose(original_stream, streams[3], atol=1e-5)
     ends = list[Tensor]()
     rack.model.model.norm.register_forward_pre_hook(lambda _, given: ends.append(given[0]))

@@ -22,7 +22,7 @@ from surgeon.training.racks.model import open_rack, save_rack
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.rack_log import ItemKey, ItemKind
 from surgeon.training.racks.run_files import RacksToTrain, rack_folder
-from surgeon.training.racks.task import RacksTrained, train_in_turn
+from surgeon.training.racks.task import TrainedModel, train_in_turn
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
@@ -51,7 +51,7 @@ def cut(model: Any, texts: str = "0:1,1:3,3:4", depth: int = 1) -> Racks:
     return Racks.parse(texts, program_of(model), depth)
 
 
-def trained(folder: Path, model: Any, racks: Racks, **options: Any) -> RacksTrained:
+def trained(folder: Path, model: Any, racks: Racks, **options: Any) -> TrainedModel:
     return train_in_turn(RacksToTrain(model, racks, TEXTS, TrainSettings(**SETTINGS | options), folder))
 
 
@@ -70,7 +70,7 @@ def test_racks_in_turn_are_racks_in_step(tmp_path: Path) -> None:
             torch.equal(tensor, rack.coda().tensors[name]) for name, tensor in coda.tensors.items()
         )
     expected = [rack.tensors() for rack in together]
-    own = found.model.state_dict()
+    own = found.whole.model.state_dict()
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"):
         assert torch.equal(own[name], expected[0].named()[name])
     for name in ("model.layers.0.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"):
@@ -122,10 +122,10 @@ def test_recomputed_activations_change_nothing(tmp_path: Path) -> None:
         )
         for checkpointed in (False, True)
     )
-    for name, value in plain.model.state_dict().items():
-        assert torch.equal(value, again.model.state_dict()[name]), name
+    for name, value in plain.whole.model.state_dict().items():
+        assert torch.equal(value, again.whole.model.state_dict()[name]), name
     changed = "model.layers.3.mlp.up_proj.weight"
-    assert not torch.equal(plain.model.state_dict()[changed], model.state_dict()[changed])
+    assert not torch.equal(plain.whole.model.state_dict()[changed], model.state_dict()[changed])
 
 
 def test_what_is_measured_is_the_model(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_what_is_measured_is_the_model(tmp_path: Path) -> None:
     asked = RacksToTrain(model, cut(model, "0:2,2:4", 2), TEXTS, settings, tmp_path, lambda: original)
     found = train_in_turn(asked)
     first, last = found.results
-    for result, expected in ((last.before, model), (last.after, found.model)):
+    for result, expected in ((last.before, model), (last.after, found.whole.model)):
         wanted = text_quality(logits_of(expected), ids, logits_of(original))
         assert result.perplexity == pytest.approx(wanted.perplexity, rel=1e-5)
         assert result.divergence == pytest.approx(wanted.divergence, rel=1e-4)
@@ -175,9 +175,9 @@ def test_killed_it_goes_on_with_the_same_bits(tmp_path: Path, monkeypatch: pytes
     # Six micro-batches for each rack, two that were cut off, one made again.
     assert calls == 2 * 6 + 2 + 1
     for other in (found, again):
-        state = other.model.state_dict()
+        state = other.whole.model.state_dict()
         assert all(
-            torch.equal(value, state[name]) for name, value in expected.model.state_dict().items()
+            torch.equal(value, state[name]) for name, value in expected.whole.model.state_dict().items()
         )
         assert all(
             torch.equal(value, other.codas[0].tensors[name])
@@ -190,13 +190,13 @@ def test_a_tied_model_is_untied(tmp_path: Path) -> None:
     """Its embedding is the first rack's and its head the last one's; as a checkpoint, too."""
     model = tiny_model("llama", 4, dropout=0.0, tie_word_embeddings=True)
     found = trained(tmp_path / "run", model, cut(model, "0:2,2:4"))
-    assert not found.model.config.tie_word_embeddings
-    assert not torch.equal(found.model.lm_head.weight, found.model.model.embed_tokens.weight)
-    surgeon.export(found.model, tmp_path / "made")
+    assert not found.whole.model.config.tie_word_embeddings
+    assert not torch.equal(found.whole.model.lm_head.weight, found.whole.model.model.embed_tokens.weight)
+    surgeon.export(found.whole.model, tmp_path / "made")
     ids = TEXTS.held_out.ids
     loaded = surgeon.load(tmp_path / "made")
-    assert torch.equal(loaded(input_ids=ids).logits, found.model(input_ids=ids).logits)
-    alone = trained(tmp_path / "one", model, cut(model, "0:4")).model
+    assert torch.equal(loaded(input_ids=ids).logits, found.whole.model(input_ids=ids).logits)
+    alone = trained(tmp_path / "one", model, cut(model, "0:4")).whole.model
     assert alone.config.tie_word_embeddings
     assert alone.lm_head.weight is alone.model.embed_tokens.weight
 
@@ -207,7 +207,7 @@ def test_one_rack_is_ordinary_training(tmp_path: Path) -> None:
     plain = train(whole(), TEXTS, TrainSettings(**SETTINGS), tmp_path / "plain")
     assert plain is not None
     assert all(
-        torch.equal(value, found.model.state_dict()[name])
+        torch.equal(value, found.whole.model.state_dict()[name])
         for name, value in plain.model.state_dict().items()
     )
 
@@ -264,21 +264,21 @@ def test_kept_streams(tmp_path: Path) -> None:
         torch.arange(8),
     )
     giving = RackStreams(4, sink=kept)
-    giving.give(places[:2], numbers[:2])
-    giving.give(places[2:4], numbers[2:4])
-    giving.give_held_out(1, 1, numbers[5:6])
-    giving.give(places[4:6], numbers[4:6])
-    giving.give(places[4:8], numbers[4:8])  # again, by a rack that came back
+    giving.give(numbers[:2], *giving.keys(places[:2]))
+    giving.give(numbers[2:4], *giving.keys(places[2:4]))
+    giving.give(numbers[5:6], ItemKey(1, ItemKind.HELD_OUT, 1))
+    giving.give(numbers[4:6], *giving.keys(places[4:6]))
+    giving.give(numbers[4:8], *giving.keys(places[4:8]))  # again, by a rack that came back
     taking = RackStreams(4, source=KeptStreams(tmp_path / "kept"))
     for each in places.split(3):
-        assert torch.equal(taking.take(each), numbers[each])  # type: ignore[arg-type]
-    assert torch.equal(taking.take_held_out(1, 1), numbers[5:6])  # type: ignore[arg-type]
+        assert torch.equal(taking.take(*taking.keys(each)), numbers[each])  # type: ignore[arg-type]
+    assert torch.equal(taking.take(ItemKey(1, ItemKind.HELD_OUT, 1)), numbers[5:6])  # type: ignore[arg-type]
     with pytest.raises(
         OSError, match=r"kept does not have window 0 of step 3; remove .* to begin the run again"
     ):
-        taking.take(torch.arange(8, 9))
+        taking.take(*taking.keys(torch.arange(8, 9)))
     with pytest.raises(OSError, match=r"kept does not have held-out window 0 after step 3"):
-        taking.take_held_out(3, 0)
+        taking.take(ItemKey(3, ItemKind.HELD_OUT))
     with pytest.raises(OSError, match="needed"):
         kept.require_room(1 << 60)
     for path in (tmp_path / "kept").glob("000000002-*"):
