@@ -35,6 +35,18 @@ from surgeon.training.settings import TrainSettings, check_taken, check_trainer_
 _OF_OPTIMISERS = ("optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
+class OneDevice(TrainingArguments):
+    """Arguments of a process that computes on one device, however many there are.
+
+    transformers' own replicate the model on all devices (nn.DataParallel), take the batch of each for the batch, and
+    lose hooks on the model's streams. Several devices take a process each.
+    """
+
+    @property
+    def n_gpu(self) -> int:
+        return min(1, int(super().n_gpu))
+
+
 def parse_trainer_arguments(texts: Iterable[str] | Mapping[str, Any] | None) -> dict[str, Any]:
     """Parse arguments of TrainingArguments from texts like "gradient_checkpointing=true"; a mapping is copied.
 
@@ -139,10 +151,7 @@ def training_arguments(
                     f"accelerator_config: {min(odd)} is decided by the run; what is taken is non_blocking, and "
                     "sync_each_batch of gradient_accumulation_kwargs"
                 )
-        arguments = TrainingArguments(**given | decided)
-        # A process has one device, however many there are. On all of them transformers would replicate the model
-        # (nn.DataParallel), take the batch of each for the batch, and lose hooks on the model's streams.
-        arguments._n_gpu = min(1, arguments.n_gpu)
+        arguments = OneDevice(**given | decided)
         # With this config ZeRO 3 would shard every model that is read, an original, too.
         unset_hf_deepspeed_config()
     except (ImportError, TypeError) as error:
