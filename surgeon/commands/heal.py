@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from surgeon.findings.heal import HealRun
     from surgeon.language.recipe import Recipe
     from surgeon.opened import EditedModel, Model
-    from surgeon.training.distiller import Distillation
     from surgeon.training.model import RackOptions
     from surgeon.training.self_text import SelfText
     from surgeon.training.settings import TrainSettings
@@ -109,18 +108,24 @@ def settings_of(
     """The preset's settings, which a line names, and over them the user's."""
     from surgeon.training import settings as known
     from surgeon.training.arguments import parse_trainer_arguments
+    from surgeon.training.distiller import Distillation
 
-    scope = train
-    if scope is None and by_racks:
-        scope = "all"
-    others = {
-        "scope": scope,
-        "distillation": _distillation(distill, temperature, text_weight, teacher_top),
+    given: dict[str, Any] = {**flags}
+    if train is not None or by_racks:
+        given["scope"] = train or "all"
+    useless = {
+        "--temperature": temperature != 1.0,
+        "--text-weight": text_weight != 0.0,
+        "--teacher-top": teacher_top is not None,
     }
-    given: dict[str, Any] = {
-        **flags,
-        **{name: value for name, value in others.items() if value is not None},
-    }
+    if distill is not None:
+        weights = {"logits": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (1.0, HIDDEN_WEIGHT)}[distill]
+        given["distillation"] = Distillation(*weights, text_weight, temperature, teacher_top)
+    elif any(useless.values()):
+        name = next(name for name, is_given in useless.items() if is_given)
+        raise ValueError(
+            f"{name} says how to distil, and nothing is distilled; add --distill logits, or drop it"
+        )
     given["arguments"] = parse_trainer_arguments(trainer_arg)
     if preset is None:
         return known.TrainSettings(**given)
@@ -130,27 +135,6 @@ def settings_of(
     data = f"; the paper's data is {chosen.data}" if chosen.data else ""
     print(f"preset {preset} ({chosen.source}): {said}{data}", file=sys.stderr)
     return settings
-
-
-def _distillation(
-    what: str | None, temperature: float, text_weight: float, teacher_top: int | None
-) -> Distillation | None:
-    from surgeon.training.distiller import Distillation
-
-    if what is not None:
-        logits, hidden = {"logits": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (1.0, HIDDEN_WEIGHT)}[what]
-        return Distillation(logits, hidden, text_weight, temperature, teacher_top)
-    given = {
-        "--temperature": temperature != 1.0,
-        "--text-weight": text_weight != 0.0,
-        "--teacher-top": teacher_top is not None,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise ValueError(
-                f"{name} says how to distil, and nothing is distilled; add --distill logits, or drop it"
-            )
-    return None
 
 
 def racks_of(

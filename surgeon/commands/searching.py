@@ -22,7 +22,7 @@ from surgeon.commands.search_setup import SearchSetup, open_question
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware import parse_hardware
 from surgeon.errors import needs_extra
-from surgeon.findings.search import SearchResult
+from surgeon.findings.search import RECIPE_FILE, SearchResult
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.machine import free_bytes
@@ -374,7 +374,7 @@ def end_search(
         work=work,
         curves=curves,
     )
-    recipe_file = output / SearchResult.TEXTS["recipe_text"]
+    recipe_file = output / RECIPE_FILE
     write_text(recipe_file, text)
     return replace(found, files=(recipe_file, *found.write(output), *found.draw(output)))
 

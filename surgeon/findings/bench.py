@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 
-from surgeon.findings.drawing import Chart, Picture, bars
-from surgeon.findings.result import RunResult, Table, TableFile
+from surgeon.findings.drawing import Chart, Picture, bars_chart
+from surgeon.findings.result import RunResult, Table, table_file
 from surgeon.machine import show_size
 from surgeon.words import hang_indent, number, times, with_intervals
 
@@ -36,9 +35,8 @@ class Benchmark(RunResult):
 
     COMMAND = "bench"
     RECORD = "bench.json"
-    TABLES: ClassVar = {"speeds": TableFile("bench.csv", ("batch", *COLUMNS, *RATIOS), ("program",))}
 
-    speeds: pd.DataFrame
+    speeds: pd.DataFrame = table_file("bench.csv", ("batch", *COLUMNS, *RATIOS), ("program",))
     results: Sequence[Any] = ()
     traces: tuple[Path, ...] = ()
 
@@ -149,9 +147,5 @@ def _chart(title: str, table: pd.DataFrame, phase: str) -> Chart:
     speedups = table["per_token_speedup" if phase == "decode" else "first_token_speedup"]
     rates = zip(table["tokens_per_second"], speedups, strict=True)
     notes = [f"{number(rate, 3)} tok/s, {speedup:.2f}x" for rate, speedup in rates]
-
-    def draw(axes: Axes) -> None:
-        parts = [("compute", 0, compute), ("waiting for collectives", 1, waiting)]
-        bars(axes, list(table["program"]), parts, notes)
-
-    return Chart(title, draw, f"ms of one {phase} pass", height=70.0 + 26.0 * len(table))
+    parts = [("compute", 0, compute), ("waiting for collectives", 1, waiting)]
+    return bars_chart(title, list(table["program"]), parts, notes, f"ms of one {phase} pass")

@@ -29,7 +29,7 @@ from surgeon.checkpoint.describe import Surgery, describe
 from surgeon.checkpoint.forms.base import NOT_ON_VLLM
 from surgeon.checkpoint.training import STAGES
 from surgeon.findings.measured import DIVERGENCE, PERPLEXITY, CardScore, Identity
-from surgeon.findings.result import Table
+from surgeon.findings.result import Record, Table
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
@@ -185,7 +185,7 @@ SIGNS = {
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
 
-def surgery(found: Surgery) -> dict[str, Any]:
+def surgery(found: Surgery) -> Record:
     """The surgery, its program and its proof, for the template."""
     report = found.report
     program = found.program
@@ -235,7 +235,7 @@ def surgery(found: Surgery) -> dict[str, Any]:
     }
 
 
-def trained_how(training: dict[str, Any] | None, from_scratch: bool = False) -> str:
+def trained_how(training: Record | None, from_scratch: bool = False) -> str:
     """The end of the card's first sentence; from scratch, the first training began with random weights."""
     if training is None:
         return "without further training"
@@ -256,7 +256,7 @@ def trained_how(training: dict[str, Any] | None, from_scratch: bool = False) -> 
     return "; ".join(parts)
 
 
-def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any]:
+def training_stages(training: Record | None, name: str) -> Record:
     """Quality before and after on held-out text, for the template."""
     found = {
         stage: training[stage]
@@ -284,7 +284,7 @@ def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any
     return {"stages": stages, "held_out": {"tokens": tokens, "of": of}}
 
 
-def usage(found: Surgery, folder: Path, name: str) -> dict[str, Any]:
+def usage(found: Surgery, folder: Path, name: str) -> Record:
     """Commands that load it in transformers, vLLM and surgeon, for the template."""
     form = found.form
     assert form is not None
@@ -324,7 +324,7 @@ def _vllm_ranks(found: Surgery) -> str | None:
     )
 
 
-def belongings(found: Surgery, folder: Path, inherited: Inherited) -> dict[str, Any]:
+def belongings(found: Surgery, folder: Path, inherited: Inherited) -> Record:
     """The base model's other files and its licence, for the template."""
     metadata = inherited.metadata
     licence = metadata.get("license")

@@ -20,12 +20,12 @@ from matplotlib.figure import Figure
 
 from surgeon.findings.drawing import INK, NO_CELL, SOFT, panel
 from surgeon.findings.result import Table
+from surgeon.findings.tolerance import CAP
 from surgeon.words import TIMES, allowance, number
 
 MARKED = 1.10  # times the base perplexity: cells up to here are fenced in
 COLOURS = "viridis"
 BEYOND = "#fff6c2"  # paler than the scale's last colour, so that a capped cell is seen to be one
-CAP = 3.0  # colours end at this multiple of the base perplexity, at the latest
 LEAST_CAP = 1.1
 # Share of the cells that colours tell apart, with some room, if a few cells are beyond the cap.
 MOST = 0.85

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
-from surgeon.findings.result import SHORT_HASH, name_file_in_errors, read_record
+from surgeon.findings.result import SHORT_HASH, Record, name_file_in_errors, read_record
 from surgeon.findings.tasks import PROVENANCE_KEY, scores
 from surgeon.language.program import Program
 from surgeon.named import public
@@ -129,7 +128,7 @@ def read_measured(paths: Sequence[Path], identity: Identity) -> tuple[CardScore,
     return tuple({(one.edited, one.metric, one.key): one for one in scores}.values())
 
 
-def _text(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
+def _text(file: Path, record: Record, identity: Identity) -> Iterator[CardScore]:
     edited = identity.is_edited(file, record["model_hash"], Program.parse(record["program"]))
     against = "the original"
     if record.get("against") is not None:
@@ -137,7 +136,7 @@ def _text(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[Ca
     yield from _on_text(record, Quality.from_json(record), edited, against)
 
 
-def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
+def _search(file: Path, record: Record, identity: Identity) -> Iterator[CardScore]:
     best = record["best"]
     if not identity.is_edited(file, record["model_hash"], Program.parse(best["program"])):
         return
@@ -158,7 +157,7 @@ def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[
 
 
 def _on_text(
-    record: dict[str, Any], quality: Quality, edited: bool, against: str, which: str = ""
+    record: Record, quality: Quality, edited: bool, against: str, which: str = ""
 ) -> Iterator[CardScore]:
     """Numbers on a text; an unedited model's divergence from itself is left out."""
     source = str(record["data"])
@@ -173,7 +172,7 @@ def _on_text(
             yield CardScore(edited, metric, on, key, shown)
 
 
-def _tasks(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
+def _tasks(file: Path, record: Record, identity: Identity) -> Iterator[CardScore]:
     own = record[PROVENANCE_KEY]
     edited = identity.is_edited(file, own["model_hash"], Program.parse(own["program"]))
     for one in scores(record):

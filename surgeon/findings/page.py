@@ -334,8 +334,17 @@ def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter
                     for one in run.summary()
                 ]
                 missing += [f"{run.name}: {line}" for line in run.missing()]
+        record = run.provenance(run.record)
+        provenance = [("file", str(run.files[0]))]
+        for name in dict.fromkeys([*(one for one in _FIRST if one in record), *record]):
+            text = str(record[name])
+            if not isinstance(record[name], str):
+                text = json.dumps(record[name], ensure_ascii=False)
+            if len(text) > _LONGEST_VALUE:
+                text = f"{text[:_LONGEST_VALUE]} … ({len(text):,} characters)"
+            provenance.append((name, text))
         section = {"anchor": f"{anchor}-{place}", "name": run.name, "title": title, "blocks": blocks}
-        sections.append(section | {"provenance": _provenance(run)})
+        sections.append(section | {"provenance": provenance})
     present = {run.COMMAND for run in runs}
     if any(run.OF_SURGERY for run in runs):
         missing += [kind.WITHOUT for kind in KINDS if kind.WITHOUT and kind.COMMAND not in present]
@@ -344,18 +353,3 @@ def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter
     return Chapter(
         names, model_hash[:SHORT_HASH], anchor, summary, list(dict.fromkeys(missing)), sections
     )
-
-
-def _provenance(run: RunResult) -> list[tuple[str, str]]:
-    """Names and values of a run's record."""
-    record = run.provenance(run.record)
-    names = [name for name in _FIRST if name in record] + [name for name in record if name not in _FIRST]
-    found = [("file", str(run.files[0]))]
-    for name in names:
-        text = str(record[name])
-        if not isinstance(record[name], str):
-            text = json.dumps(record[name], ensure_ascii=False)
-        if len(text) > _LONGEST_VALUE:
-            text = f"{text[:_LONGEST_VALUE]} … ({len(text):,} characters)"
-        found.append((name, text))
-    return found

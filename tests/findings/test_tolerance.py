@@ -36,15 +36,15 @@ def scan_of(operations: tuple[str, ...], num_layers: int) -> ScanTable:
     table = pd.DataFrame(scan_cells(operations, num_layers))
     numbers = [name for name in table.columns if name != "operation"]
     table = table.astype(dict.fromkeys(numbers, float)).astype({"first": int, "last": int})
-    return Scan(table, BASE, record={"sublayers_run": {"base": 2 * num_layers}}).touched
+    return Scan(table, BASE, record={"sublayers_run": {"base": 2 * num_layers}})
 
 
 def test_a_model_with_a_program_of_its_own_has_no_depths() -> None:
     record = {"num_layers": 4, "program": "{A0 F0 A1 F1 | A2 F2 A3 F3}"}
     cells = pd.DataFrame(scan_cells(("prune",), 4)[:1]).astype({"perplexity": float})
-    assert Scan(cells, BASE, record=record).touched.depth("prune", 1) is None
+    assert Scan(cells, BASE, record=record).depth("prune", 1) is None
     del record["program"]
-    assert Scan(cells, BASE, record=record).touched.depth("prune", 1) == 3
+    assert Scan(cells, BASE, record=record).depth("prune", 1) == 3
 
 
 def test_cells_that_change_nothing_do_not_count() -> None:
