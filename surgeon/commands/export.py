@@ -139,7 +139,6 @@ def export(
         int | str | None,
         option(
             "The most memory that making such factors may take, model included, such as 512MB or 2GB.",
-            kind=str,
         ),
     ] = None,
     tokenizer: Annotated[
@@ -224,7 +223,8 @@ def export(
             raise ValueError(
                 "with its adapter apart a model keeps its form and dtype, and gets a new folder"
             )
-        return Exported.of(target / BASE, export_with_adapter(model, target, tokenizer=tokenizer))
+        adapted: Any = model
+        return Exported.of(target / BASE, export_with_adapter(adapted, target, tokenizer=tokenizer))
     if isinstance(model, nn.Module):
         how: Any = {"form": form, "dtype": dtype, "tokenizer": tokenizer}
         proof = in_memory.export(model, target, **how, overwrite=overwrite, training=training)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from surgeon.language.recipe import Recipe
     from surgeon.opened import EditedModel, Model
     from surgeon.training.model import RackOptions
-    from surgeon.training.self_text import SelfText
     from surgeon.training.settings import TrainSettings
 
 # Weight of the streams beside the logits: in three of three edits it left a lower divergence than 1.
@@ -242,7 +241,6 @@ def heal(
         option(
             "What to heal: a recipe (.yaml), a checkpoint that surgeon has edited, or a model with --program.",
             metavar="MODEL|RECIPE|DIR",
-            kind=str,
         ),
     ],
     data: Annotated[
@@ -310,7 +308,7 @@ def heal(
     ] = False,
     teacher: Annotated[
         str | Path | Model | None,
-        option("The original, where it is not the model that the recipe or program is for.", kind=str),
+        option("The original, where it is not the model that the recipe or program is for."),
     ] = None,
     program: ProgramText = None,
     racks: Annotated[
@@ -369,14 +367,13 @@ def heal(
     )
     from surgeon.training.model import announce, say, say_proof, say_stages, train_model
     from surgeon.training.run import check_settings_kept, run_folder
+    from surgeon.training.self_text import SelfText
     from surgeon.training.texts import load_texts, parse_texts, with_chat_template
     from surgeon.training.token_store import SELF
 
     by_weight = parse_texts(data)
     is_own = SELF in ([by_weight] if isinstance(by_weight, str) else by_weight)
-    how = _settings(settings, racks is not None)
-    if is_own:
-        how = _towards_original(how, tokens, racks is not None)
+    how = _settings(settings, racks is not None, is_own, tokens)
     _check_self(is_own, self_temperature, eval_data, separator if by_weight == SELF else None)
     target = Path(output)
     check_storage(form, dtype)
@@ -389,13 +386,16 @@ def heal(
     check_shapes(edited, how, cut, None if keep_adapter else form)
     size = window_for(edited.model.config, window)
     tokenizer = with_chat_template(edited.model.tokenizer, chat_template)
-    own = (
-        _own_text(original, tokenizer, size, folder, documents, how, self_temperature, where)
-        if is_own
-        else None
-    )
-    if own is not None and cut is None:  # which takes longest
-        check_settings_kept(folder, how)
+    own = None
+    if is_own:
+        if original is None:
+            raise ValueError(
+                "the original is to write the text, and is not known; name it as the teacher"
+            )
+        ways: Any = {"seed": how.seed, "temperature": self_temperature, "device": where}
+        own = SelfText(original, tokenizer, size, folder / "self", documents, **ways)
+        if cut is None:  # which takes longest
+            check_settings_kept(folder, how)
     texts = load_texts(
         tokenizer,
         by_weight,
@@ -469,10 +469,25 @@ def _check_self(
         raise ValueError("a separator divides text that is read, and self is written; leave it out")
 
 
-def _towards_original(how: TrainSettings, tokens: int | None, by_racks: bool) -> TrainSettings:
-    """Settings towards the original's predictions, of racks also its streams, unless they distil already."""
+def _settings(
+    asked: TrainSettings | str | None, by_racks: bool, is_own: bool, tokens: int | None
+) -> TrainSettings:
+    """Settings of a run; on a text of its own towards the original's predictions, of racks also its streams."""
+    from surgeon.errors import show_value
     from surgeon.training.distiller import Distillation
+    from surgeon.training.settings import TrainSettings, preset
 
+    how = asked
+    if asked is None:
+        how = TrainSettings(scope="all" if by_racks else "edited")
+    elif isinstance(asked, str):
+        how = TrainSettings(**preset(asked).values)
+    if not isinstance(how, TrainSettings):
+        raise ValueError(
+            f"settings are TrainSettings(...), or a paper's by name, not {show_value(asked)}"
+        )
+    if not is_own:
+        return how
     if how.steps is None and how.epochs is not None and tokens is None:
         raise ValueError(
             "epochs go through a text, and the original writes as much as is asked for; say how much by tokens, or "
@@ -480,44 +495,3 @@ def _towards_original(how: TrainSettings, tokens: int | None, by_racks: bool) ->
         )
     hidden = HIDDEN_WEIGHT if by_racks else 0.0
     return replace(how, distillation=how.distillation or Distillation(hidden=hidden))
-
-
-def _own_text(
-    original: EditedModel | None,
-    tokenizer: Any,
-    window: int,
-    folder: Path,
-    documents: Literal["joined", "apart", "whole"],
-    how: TrainSettings,
-    temperature: float,
-    device: str,
-) -> SelfText:
-    from surgeon.training.self_text import SelfText
-
-    if original is None:
-        raise ValueError("the original is to write the text, and is not known; name it as the teacher")
-    return SelfText(
-        original,
-        tokenizer,
-        window,
-        folder / "self",
-        documents,
-        seed=how.seed,
-        temperature=temperature,
-        device=device,
-    )
-
-
-def _settings(asked: TrainSettings | str | None, by_racks: bool) -> TrainSettings:
-    from surgeon.errors import show_value
-    from surgeon.training.settings import TrainSettings, preset
-
-    if asked is None:
-        return TrainSettings(scope="all" if by_racks else "edited")
-    if isinstance(asked, str):
-        return TrainSettings(**preset(asked).values)
-    if not isinstance(asked, TrainSettings):
-        raise ValueError(
-            f"settings are TrainSettings(...), or a paper's by name, not {show_value(asked)}"
-        )
-    return asked
