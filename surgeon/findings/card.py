@@ -291,23 +291,6 @@ def usage(found: Surgery, folder: Path, name: str) -> Record:
     options = json.dumps(name) + (", trust_remote_code=True" if form.shipped is not None else "")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     serving = form.serving(found.stored, f"vllm serve {quote(name)}")
-    return {
-        "reason": found.report.get("reason"),
-        "has_tokenizer": any(any(folder.glob(pattern)) for pattern in _TOKENIZERS),
-        "shipped": form.shipped,
-        "architectures": config.get("architectures"),
-        "options": options,
-        "vllm": serving,
-        "vllm_ranks": None if serving[0].startswith(NOT_ON_VLLM) else _vllm_ranks(found),
-        "prompt": PROMPT,
-        "tp": RANKS,
-        "word": quote(name),
-        "literal": json.dumps(name),
-    }
-
-
-def _vllm_ranks(found: Surgery) -> str | None:
-    """Say among how many ranks vLLM can share the attentions, where 2, 4 or 8 cannot."""
     units = found.stored.family.units(found.stored.config)
     heads = units["heads"]
     kv_heads = units.get("kv_heads", heads)
@@ -316,12 +299,26 @@ def _vllm_ranks(found: Surgery) -> str | None:
         for count in range(1, heads + 1)
         if heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
     ]
-    if all(count in counts for count in (2, 4, 8) if count <= heads):
-        return None
-    return (
-        f"vLLM shares {plural(heads, 'head')} and {plural(kv_heads, 'KV head')} among "
-        f"{', '.join(map(str, counts))} ranks; `surgeon serve` takes any number."
-    )
+    vllm_ranks = None
+    on_vllm = not serving[0].startswith(NOT_ON_VLLM)
+    if on_vllm and not all(count in counts for count in (2, 4, 8) if count <= heads):
+        vllm_ranks = (
+            f"vLLM shares {plural(heads, 'head')} and {plural(kv_heads, 'KV head')} among "
+            f"{', '.join(map(str, counts))} ranks; `surgeon serve` takes any number."
+        )
+    return {
+        "reason": found.report.get("reason"),
+        "has_tokenizer": any(any(folder.glob(pattern)) for pattern in _TOKENIZERS),
+        "shipped": form.shipped,
+        "architectures": config.get("architectures"),
+        "options": options,
+        "vllm": serving,
+        "vllm_ranks": vllm_ranks,
+        "prompt": PROMPT,
+        "tp": RANKS,
+        "word": quote(name),
+        "literal": json.dumps(name),
+    }
 
 
 def belongings(found: Surgery, folder: Path, inherited: Inherited) -> Record:

@@ -111,35 +111,40 @@ def read_measured(paths: Sequence[Path], identity: Identity) -> tuple[CardScore,
     for file in files:
         record = read_record(file)
         results = record.get("results")
+        own = record
+        ran = record
         if isinstance(results, dict) and isinstance(record.get(PROVENANCE_KEY), dict):
             kind = "eval --tasks"
             read = _tasks
+            own = record[PROVENANCE_KEY]
+            ran = own
         elif isinstance(record.get("best"), dict):
             kind = "search"
             read = _search
+            ran = record["best"]
         elif PERPLEXITY in record:
             kind = "eval --data"
             read = _text
         else:
             raise ValueError(f"{file} holds no results of surgeon eval or search")
         with name_file_in_errors(file, kind):
-            scores += read(file, record, identity)
+            edited = identity.is_edited(file, own["model_hash"], Program.parse(ran["program"]))
+            scores += read(record, edited)
     # Of what was measured twice the later one counts.
     return tuple({(one.edited, one.metric, one.key): one for one in scores}.values())
 
 
-def _text(file: Path, record: Record, identity: Identity) -> Iterator[CardScore]:
-    edited = identity.is_edited(file, record["model_hash"], Program.parse(record["program"]))
+def _text(record: Record, edited: bool) -> Iterator[CardScore]:
     against = "the original"
     if record.get("against") is not None:
         against = public(record["against"])
     yield from _on_text(record, Quality.from_json(record), edited, against)
 
 
-def _search(file: Path, record: Record, identity: Identity) -> Iterator[CardScore]:
-    best = record["best"]
-    if not identity.is_edited(file, record["model_hash"], Program.parse(best["program"])):
+def _search(record: Record, edited: bool) -> Iterator[CardScore]:
+    if not edited:
         return
+    best = record["best"]
     original = record["original"]
     held = record.get("held_out")
     text = record
@@ -147,13 +152,13 @@ def _search(file: Path, record: Record, identity: Identity) -> Iterator[CardScor
     if held is not None:
         # The best of many trials is best in part by luck on the text that it was chosen on: only other text is fair.
         finalists = {one["trial"]: one for one in (held["searched"], *held["runners_up"])}
-        chosen = record.get("healing", held)["winner"]
+        chosen = (record.get("healing") or held)["winner"]
         best = finalists[chosen]["unseen"]
         original = held["original"]
         text = {"data": held["data"], "data_hash": held["data_hash"]}
         seen = " that the search did not see"
-    for values, edited in ((best, True), (original, False)):
-        yield from _on_text(text, Quality.from_json(values), edited, "the original", seen)
+    for values, is_best in ((best, True), (original, False)):
+        yield from _on_text(text, Quality.from_json(values), is_best, "the original", seen)
 
 
 def _on_text(
@@ -172,9 +177,7 @@ def _on_text(
             yield CardScore(edited, metric, on, key, shown)
 
 
-def _tasks(file: Path, record: Record, identity: Identity) -> Iterator[CardScore]:
-    own = record[PROVENANCE_KEY]
-    edited = identity.is_edited(file, own["model_hash"], Program.parse(own["program"]))
+def _tasks(record: Record, edited: bool) -> Iterator[CardScore]:
     for one in scores(record):
         shots = ""
         if one.shots is not None:

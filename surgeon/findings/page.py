@@ -270,7 +270,19 @@ def chapters_of(paths: Iterable[Path]) -> list[Chapter]:
     """A chapter for each model of these runs, in their order."""
     unique: dict[Path, RunResult] = {}
     for path in paths:
-        for run in read_runs(path):
+        if not path.exists():
+            raise FileNotFoundError(f"no folder {path}; give folders that surgeon commands wrote")
+        files = [path] if path.is_file() else sorted(path.iterdir())
+        found = [
+            kind.read(file)
+            for kind in KINDS
+            for file in files
+            if file.match(kind.RECORD) and kind.is_ours(read_record(file))
+        ]
+        if not found:
+            looked_for = ", ".join(dict.fromkeys(kind.RECORD for kind in KINDS))
+            raise ValueError(f"{path} holds no run of a surgeon command; looked for {looked_for}")
+        for run in found:
             unique.setdefault(run.files[0].resolve(), run)
     runs = list(unique.values())
     # Records without a hash go by the model's name, and never into a chapter of a model that is known.
@@ -289,23 +301,6 @@ def chapters_of(paths: Iterable[Path]) -> list[Chapter]:
         _chapter(number, "" if key.startswith("name ") else key, group)
         for number, (key, group) in enumerate(groups.items(), start=1)
     ]
-
-
-def read_runs(path: Path) -> list[RunResult]:
-    """Read all runs of a folder, or the one whose record the path is."""
-    if not path.exists():
-        raise FileNotFoundError(f"no folder {path}; give folders that surgeon commands wrote")
-    files = [path] if path.is_file() else sorted(path.iterdir())
-    runs = [
-        kind.read(file)
-        for kind in KINDS
-        for file in files
-        if file.match(kind.RECORD) and kind.is_ours(read_record(file))
-    ]
-    if not runs:
-        looked_for = ", ".join(dict.fromkeys(kind.RECORD for kind in KINDS))
-        raise ValueError(f"{path} holds no run of a surgeon command; looked for {looked_for}")
-    return runs
 
 
 def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter:

@@ -144,7 +144,19 @@ class Predictions(RunResult):
             phases = (
                 phase for phase in ("prefill", "decode") if table[f"{phase}_compute_ms"].notna().any()
             )
-            charts += [_pass(table, phase) for phase in phases]
+            names = [str(program) for program in table["program"]]
+            if table["batch"].nunique() > 1:
+                names = [f"{one}, {batch}" for one, batch in zip(names, table["batch"], strict=True)]
+            for phase in phases:
+                spent = [table[f"{phase}_{part}_ms"].to_numpy() for part in PARTS]
+                speedups = table["per_token_speedup" if phase == "decode" else "first_token_speedup"]
+                notes = [
+                    f"{number(end, 3)} ms, {speedup:.2f}x"
+                    for end, speedup in zip(np.sum(spent, axis=0), speedups, strict=True)
+                ]
+                parts = [(*part, own) for part, own in zip(_PARTS, spent, strict=True)]
+                looks: Any = {"caption": "Where its time goes.", "left": 150.0}
+                charts.append(bars_chart(f"One {phase} pass", names, parts, notes, "ms", **looks))
         if table[[*AXES]].nunique().max() > 1:
             charts += _lines(table)
         if charts:  # none where nothing can be shared out
@@ -181,21 +193,6 @@ def _pass_times(row: Any, phase: str) -> list[str]:
     if hidden < 1e-9 * communication:  # what rounding leaves of nothing
         hidden = 0.0
     return [number(value, 3) for value in (*(row[f"{phase}_{part}_ms"] for part in PARTS), hidden)]
-
-
-def _pass(table: pd.DataFrame, phase: str) -> Chart:
-    names = [str(program) for program in table["program"]]
-    if table["batch"].nunique() > 1:
-        names = [f"{program}, {batch}" for program, batch in zip(names, table["batch"], strict=True)]
-    spent = [table[f"{phase}_{part}_ms"].to_numpy() for part in PARTS]
-    speedups = table["per_token_speedup" if phase == "decode" else "first_token_speedup"]
-    notes = [
-        f"{number(end, 3)} ms, {speedup:.2f}x"
-        for end, speedup in zip(np.sum(spent, axis=0), speedups, strict=True)
-    ]
-    parts = [(*part, own) for part, own in zip(_PARTS, spent, strict=True)]
-    caption = "Where its time goes."
-    return bars_chart(f"One {phase} pass", names, parts, notes, "ms", caption=caption, left=150.0)
 
 
 def _lines(table: pd.DataFrame) -> Iterator[Chart]:

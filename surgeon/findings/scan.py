@@ -113,7 +113,7 @@ class Scan(ScanMaps):
             )
         if record.get("cells_missing"):
             parts.append(f"The time was over before {plural(record['cells_missing'], 'other cell')}.")
-        if part := _only_part(record, self.num_layers):
+        if part := self._only_part():
             parts.append(part)
         parts.append(
             "Perplexity intervals are 95%, over windows of text: how far another text of the same kind could differ. "
@@ -189,28 +189,30 @@ class Scan(ScanMaps):
         ]
         if absent:
             yield f"Not scanned, so nothing is said about it: {join_words(absent)} (surgeon scan --operation)."
-        if part := _only_part(self.record, self.num_layers):
+        if part := self._only_part():
             yield f"The scan has not every stretch: {part[:1].lower() + part[1:]}"
 
-
-def _only_part(record: Record, num_layers: int) -> str:
-    if record.get("earlier"):
+    def _only_part(self) -> str:
+        record = self.record
+        if record.get("earlier"):
+            return ""
+        parts = []
+        layers, every, longest = (record.get(name) for name in ("layers", "every", "max_length"))
+        if isinstance(layers, str) and layers != f"0:{self.num_layers}":
+            first, _, end = layers.partition(":")
+            parts.append(
+                f"only layers {first} to {int(end) - 1} were scanned" if end.isdecimal() else ""
+            )
+        if isinstance(every, int) and every > 1:
+            parts.append(
+                f"stretches begin every {every} layers only, and their lengths are multiples of {every}"
+            )
+        if isinstance(longest, int) and longest < self.num_layers and not parts:
+            parts.append(f"stretches have at most {longest} layers")
+        text = "; ".join(filter(None, parts))
+        if text:
+            return text[:1].upper() + text[1:] + "."
         return ""
-    parts = []
-    layers, every, longest = (record.get(name) for name in ("layers", "every", "max_length"))
-    if isinstance(layers, str) and layers != f"0:{num_layers}":
-        first, _, end = layers.partition(":")
-        parts.append(f"only layers {first} to {int(end) - 1} were scanned" if end.isdecimal() else "")
-    if isinstance(every, int) and every > 1:
-        parts.append(
-            f"stretches begin every {every} layers only, and their lengths are multiples of {every}"
-        )
-    if isinstance(longest, int) and longest < num_layers and not parts:
-        parts.append(f"stretches have at most {longest} layers")
-    text = "; ".join(filter(None, parts))
-    if text:
-        return text[:1].upper() + text[1:] + "."
-    return ""
 
 
 def _pairs(scan: ScanTable, operation: str) -> Finding:

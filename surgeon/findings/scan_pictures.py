@@ -14,9 +14,19 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
 from surgeon.findings.drawing import ORDERED, Chart, Picture, layers_across, points, rule, scale
-from surgeon.findings.maps import CAP, HALF, LEAST_CAP, MARKED, WIDE, Legend, Map, map_cells, scale_of
+from surgeon.findings.maps import (
+    HALF,
+    LEAST_CAP,
+    MARKED,
+    WIDE,
+    Legend,
+    Map,
+    damage_legend,
+    map_cells,
+)
 from surgeon.findings.result import Block, Table
 from surgeon.findings.tolerance import (
+    CAP,
     PAIRS,
     TOLERANCES,
     ScanTable,
@@ -60,12 +70,15 @@ def _tip(cell: Any) -> str:
     return f"{stretch(int(cell['first']), int(cell['last']))}: {change(cell['ratio'])}, {quality}"
 
 
-def _end_of_axis(scan: ScanTable, values: Sequence[float]) -> float:
-    """Beyond most of the points; the few that are far off would press the others together."""
-    typical = float(
-        np.quantile([value / scan.base_perplexity for value in values], _MOST_POINTS, method="lower")
-    )
-    return scan.base_perplexity * min(CAP, max(LEAST_CAP, 1 + 2.5 * (typical - 1)))
+def _scale_from_base(
+    scan: ScanTable, axes: Axes, shown: Sequence[float], every: Sequence[float]
+) -> None:
+    """End beyond most of the points; the few that are far off would press the others together."""
+    base = scan.base_perplexity
+    typical = float(np.quantile([value / base for value in every], _MOST_POINTS, method="lower"))
+    end = base * min(CAP, max(LEAST_CAP, 1 + 2.5 * (typical - 1)))
+    scale(axes, "y", [base, *shown], log=True, end=end)
+    rule(axes, base)
 
 
 def _removing_one(scan: ScanTable) -> Chart | None:
@@ -80,8 +93,6 @@ def _removing_one(scan: ScanTable) -> Chart | None:
         layers_across(axes, int(cells["first"].min()), int(cells["first"].max()))
         scale(axes, "y", cells[names].to_numpy().ravel().tolist(), log=True)
         for place, (operation, own) in enumerate(found.items()):
-            if own.empty:
-                continue
             aside = (place - (len(removing) - 1) / 2) * 0.18  # so that bars do not hide each other
             shown = own.assign(place=own["first"] + aside)
             look = HEATMAPS[operation].style, HEATMAPS[operation].title
@@ -101,8 +112,7 @@ def _by_depth(scan: ScanTable, best: dict[str, pd.DataFrame]) -> Chart:
         layers_across(
             axes, math.floor(every["depth"].min()), max(scan.num_layers, math.ceil(every["depth"].max()))
         )
-        scale(axes, "y", [scan.base_perplexity, *values], log=True, end=_end_of_axis(scan, values))
-        rule(axes, scan.base_perplexity)
+        _scale_from_base(scan, axes, values, values)
         for name, cells in best.items():
             look = HEATMAPS[name].style, HEATMAPS[name].title
             points(axes, cells, "depth", "perplexity", _tip, *look)
@@ -124,9 +134,7 @@ def _by_end(scan: ScanTable, operation: str) -> Chart:
 
     def draw(axes: Axes) -> None:
         layers_across(axes, int(shown["last"].min()), int(shown["last"].max()))
-        end = _end_of_axis(scan, cells["perplexity"].tolist())
-        scale(axes, "y", [scan.base_perplexity, *shown["perplexity"]], log=True, end=end)
-        rule(axes, scan.base_perplexity)
+        _scale_from_base(scan, axes, shown["perplexity"].tolist(), cells["perplexity"].tolist())
         for place, length in enumerate(lengths):
             line = shown[shown["changed"] == length].sort_values("last")
             hue = ORDERED[round(place * (len(ORDERED) - 1) / max(1, len(lengths) - 1))]
@@ -184,11 +192,9 @@ class ScanMaps(ScanTable):
         return [name for name in self._of_maps if (HEATMAPS[name].varied is None) == over_stretches]
 
     def _legend(self, names: list[str]) -> Legend:
-        colours, capped = scale_of(
-            [self._of_maps[name][["perplexity"]] for name in names], self.base_perplexity, self.cap
-        )
+        grids = [self._of_maps[name][["perplexity"]] for name in names]
         title = f"Colours: perplexity over that of the unedited model, {number(self.base_perplexity)}"
-        return Legend(colours, title, self.base_perplexity, capped)
+        return damage_legend(title, grids, self.base_perplexity, self.cap)
 
     def heatmaps(self) -> dict[str, Picture]:
         found = {}

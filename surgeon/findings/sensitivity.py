@@ -93,7 +93,7 @@ class Sensitivity(RunResult):
         )
         yield Picture([error, bound, damage], name="sensitivity")
         if len(self.correlations):
-            yield _correlations(self.correlations)
+            yield self._correlations()
 
     def summary(self) -> Iterator[Finding]:
         table = self.pairs.sort_values("divergence", kind="stable")
@@ -129,32 +129,34 @@ class Sensitivity(RunResult):
         within = self.record["errors_within_bound"]
         every = self.record["errors"]
         return (
-            f"{_correlations(self.correlations)}\n\n"
+            f"{self._correlations()}\n\n"
             f"the error is within its bound in {within} of {every} cases (pairs and windows);\n"
             f"the bound is {looseness:.3g} times the error (median over pairs)"
         )
 
+    def _correlations(self) -> Table:
+        found = self.correlations
+        rows = []
+        best = found.groupby("damage")["rho"].max()
+        for name, words in PREDICTORS.items():
+            own = found[found["predictor"] == name].set_index("damage")
+            cells = []
+            for damage in DAMAGES:
+                if damage not in own.index:
+                    cells.append("")
+                    continue
+                rho = float(own["rho"][damage])
+                star = " "
+                if rho == best[damage]:
+                    star = "*"
+                cells.append(
+                    NO_VALUE if math.isnan(rho) else f"{rho:.3f}{star} ({own['p'][damage]:.0e})"
+                )
+            rows.append([words, *cells])
+        head = ["by pair", "local error", "divergence", "log perplexity ratio"]
+        note = "Spearman's rho over pairs of layers (p in brackets; *: the best)."
+        return Table("What orders the pairs as their damage does", head, rows, note)
+
 
 def _pair(row: Any) -> str:
     return f"pair {int(row['first'])}+{int(row['last'])}"
-
-
-def _correlations(found: pd.DataFrame) -> Table:
-    rows = []
-    best = found.groupby("damage")["rho"].max()
-    for name, words in PREDICTORS.items():
-        own = found[found["predictor"] == name].set_index("damage")
-        cells = []
-        for damage in DAMAGES:
-            if damage not in own.index:
-                cells.append("")
-                continue
-            rho = float(own["rho"][damage])
-            star = " "
-            if rho == best[damage]:
-                star = "*"
-            cells.append(NO_VALUE if math.isnan(rho) else f"{rho:.3f}{star} ({own['p'][damage]:.0e})")
-        rows.append([words, *cells])
-    head = ["by pair", "local error", "divergence", "log perplexity ratio"]
-    note = "Spearman's rho over pairs of layers (p in brackets; *: the best)."
-    return Table("What orders the pairs as their damage does", head, rows, note)

@@ -122,7 +122,7 @@ class Similarity(RunResult):
             angles = Map(title, values, colours, axes, cells, caption=caption, legend=legend)
             yield Picture([angles], name="distances")
         if len(self.proxies):
-            yield _best_proxies(self.proxies)
+            yield self._best_proxies()
 
     def summary(self) -> Iterator[Finding]:
         layers = self.layers.dropna(subset=["cka_attention_debiased", "cka_mlp_debiased"])
@@ -169,7 +169,36 @@ class Similarity(RunResult):
     def __str__(self) -> str:
         if self.proxies.empty:
             return ""
-        return str(_best_proxies(self.proxies))
+        return str(self._best_proxies())
+
+    def _best_proxies(self) -> Table:
+        table = self.proxies
+        shown = table[~table["proxy"].str.endswith(_NOT_PRINTED) & (table["damage"] == _DAMAGE)]
+        rows = []
+        for operation, own in shown.groupby("operation", sort=False):
+            length = own.loc[own["proxy"] == "length", "rho"].max()
+            best, rho = _highest(own, "rho")
+            equal, at_equal = _highest(own, "rho_at_equal_length")
+            numbers = (f"{value:.3f}" for value in (rho, length, at_equal))
+            rows.append(
+                [
+                    str(operation),
+                    f"{own['n'].max()}",
+                    best,
+                    next(numbers),
+                    next(numbers),
+                    equal,
+                    next(numbers),
+                ]
+            )
+        note = (
+            "Spearman's rho over n stretches, beside that of their mere length; and among stretches of equal length. "
+            "Measures of single layers are summed over the stretch where max or mean is not said. All of them are in "
+            "proxies.csv (stretches overlap, so that its p is too small)."
+        )
+        head = ["operation", "n", "best measure", "rho", "length", "at equal length", "rho"]
+        caption = "What predicts the divergence of a stretch best"
+        return Table(caption, head, rows, note, left=(2, 5))
 
 
 def _name(key: Any) -> str:
@@ -178,35 +207,6 @@ def _name(key: Any) -> str:
     if aggregate:
         return f"{words} ({aggregate})"
     return words
-
-
-def _best_proxies(table: pd.DataFrame) -> Table:
-    shown = table[~table["proxy"].str.endswith(_NOT_PRINTED) & (table["damage"] == _DAMAGE)]
-    rows = []
-    for operation, own in shown.groupby("operation", sort=False):
-        length = own.loc[own["proxy"] == "length", "rho"].max()
-        best, rho = _highest(own, "rho")
-        equal, at_equal = _highest(own, "rho_at_equal_length")
-        numbers = (f"{value:.3f}" for value in (rho, length, at_equal))
-        rows.append(
-            [
-                str(operation),
-                f"{own['n'].max()}",
-                best,
-                next(numbers),
-                next(numbers),
-                equal,
-                next(numbers),
-            ]
-        )
-    note = (
-        "Spearman's rho over n stretches, beside that of their mere length; and among stretches of equal length. "
-        "Measures of single layers are summed over the stretch where max or mean is not said. All of them are in "
-        "proxies.csv (stretches overlap, so that its p is too small)."
-    )
-    head = ["operation", "n", "best measure", "rho", "length", "at equal length", "rho"]
-    caption = "What predicts the divergence of a stretch best"
-    return Table(caption, head, rows, note, left=(2, 5))
 
 
 def _highest(rows: pd.DataFrame, column: str) -> tuple[str, float]:

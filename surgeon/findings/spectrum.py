@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 
 from surgeon.findings.drawing import ORDERED, Chart, Picture, scale
-from surgeon.findings.maps import HALF, Legend, Map, map_cells, scale_of
+from surgeon.findings.maps import HALF, Legend, Map, damage_legend, map_cells
 from surgeon.findings.result import Block, Finding, Record, RunResult, base_of, table_file
 from surgeon.words import align_columns, change, join_words, number
 
@@ -114,34 +114,24 @@ class Spectrum(RunResult):
         )
         if len(self.damage):
             base = self.base_perplexity
-            colours, capped = scale_of([self.damage[["perplexity"]]], base)
+            legend = damage_legend(
+                f"Colours: perplexity over {number(base)}", [self.damage[["perplexity"]]], base
+            )
             of_damage = {
                 "perplexity": "perplexity",
                 "divergence": "divergence",
                 "kept": "parameters kept",
             }
+            what = "perplexity"
             cut = [
-                _map(
-                    part,
-                    "perplexity",
-                    colours,
-                    of_damage,
-                    f"One matrix cut down to {name}",
-                    "perplexity",
-                    base,
-                )
+                _map(part, what, legend.scale, of_damage, f"One matrix cut down to {name}", what, base)
                 for _, name, part in self.truncations()
             ]
             caption = (
                 "Perplexity with one matrix alone at a lower rank, over that of the unedited model, "
                 f"{number(base)}."
             )
-            yield Picture(
-                cut,
-                caption,
-                "damage",
-                Legend(colours, f"Colours: perplexity over {number(base)}", base, capped),
-            )
+            yield Picture(cut, caption, "damage", legend)
         ratio = Normalize(0, 1)
         maps = []
         for method, ending in METHODS.items():

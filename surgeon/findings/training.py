@@ -77,41 +77,39 @@ class TrainingRun(RunResult):
 
     def charts(self) -> Iterator[Chart]:
         yield from held_out_charts({self.name: self})
-        if len(self.training):
-            yield loss_chart(self.training)
-
-
-def loss_chart(training: pd.DataFrame) -> Chart:
-    """The training loss at every logged step, smoothed where there are many, and its parts."""
-    written = training.dropna(axis="columns", how="all")
-    parts = {"loss": "loss"} | {name: words for name, words in PARTS.items() if name in written}
-    if len(parts) == 2:
-        parts = {"loss": "loss"}  # the only part is the loss itself
-    few = len(training) <= _MEANS
-    drawn = training
-    if not few:
-        places = pd.Series(range(len(training)), index=training.index) // math.ceil(
-            len(training) / _MEANS
-        )
-        drawn = training.groupby(places).agg({"step": "last", **dict.fromkeys(parts, "mean")})
-
-    def draw(axes: Axes) -> None:
-        _steps_across(axes, training["step"])
-        values = pd.concat([drawn[name] for name in parts] + ([] if few else [training["loss"]]))
-        _value_axis(axes, values.tolist())
+        training = self.training
+        if training.empty:
+            return
+        # The loss at every logged step, smoothed where there are many, and its parts.
+        written = training.dropna(axis="columns", how="all")
+        parts = {"loss": "loss"} | {name: words for name, words in PARTS.items() if name in written}
+        if len(parts) == 2:
+            parts = {"loss": "loss"}  # the only part is the loss itself
+        few = len(training) <= _MEANS
+        drawn = training
         if not few:
-            tip = partial(_step_tip, "loss", "loss")
-            points(axes, training, "step", "loss", tip, _ROW_STYLE, "loss, each row", line=False)
-        for place, (name, words) in enumerate(parts.items()):
-            label = ""
-            if not few:
-                label = f"{words}, mean of {math.ceil(len(training) / _MEANS)} rows"
-            elif len(parts) > 1:
-                label = words
-            tip = partial(_step_tip, name, words)
-            points(axes, drawn, "step", name, tip, place, label, marks=few)
+            places = pd.Series(range(len(training)), index=training.index) // math.ceil(
+                len(training) / _MEANS
+            )
+            drawn = training.groupby(places).agg({"step": "last", **dict.fromkeys(parts, "mean")})
 
-    return Chart("Loss while it trained", draw, "step", "loss", name="loss-while-it-trained")
+        def draw(axes: Axes) -> None:
+            _steps_across(axes, training["step"])
+            values = pd.concat([drawn[name] for name in parts] + ([] if few else [training["loss"]]))
+            _value_axis(axes, values.tolist())
+            if not few:
+                tip = partial(_step_tip, "loss", "loss")
+                points(axes, training, "step", "loss", tip, _ROW_STYLE, "loss, each row", line=False)
+            for place, (name, words) in enumerate(parts.items()):
+                label = ""
+                if not few:
+                    label = f"{words}, mean of {math.ceil(len(training) / _MEANS)} rows"
+                elif len(parts) > 1:
+                    label = words
+                tip = partial(_step_tip, name, words)
+                points(axes, drawn, "step", name, tip, place, label, marks=few)
+
+        yield Chart("Loss while it trained", draw, "step", "loss", name="loss-while-it-trained")
 
 
 def held_out_charts(runs: Mapping[str, TrainingRun], together: str = "") -> Iterator[Chart]:

@@ -280,13 +280,10 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
                 )
         # The unedited model's cost is on the left.
         costs = [*map(float, quality["cost"])] or [0.0, 1.0]
-        least = min(costs)
-        most = max(costs)
         if along == "depth":
-            layers_across(axes, math.floor(least), math.ceil(most))
+            layers_across(axes, math.floor(min(costs)), math.ceil(max(costs)))
         else:
-            room = 0.02 * (most - least) or 0.02 * abs(most) or 1.0
-            scale(axes, "x", [least - room, most + room])
+            _room_around(axes, costs)
         if along.partition("@")[0] != "speedup":
             axes.set_xlim(*reversed(axes.get_xlim()))
         _label_cost(axes.xaxis, along)
@@ -298,6 +295,11 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
     title = f"The front: divergence against {_COSTS.get(along, along)}"
     name = "quality-against-" + re.sub(r"[^\w.-]+", "-", along)
     return Chart(title, draw, "", UNITS["divergence"], caption, name)
+
+
+def _room_around(axes: Axes, costs: Sequence[float]) -> None:
+    room = 0.02 * (max(costs) - min(costs)) or 0.02 * abs(max(costs)) or 1.0
+    scale(axes, "x", [min(costs) - room, max(costs) + room])
 
 
 def _label_cost(axis: Axis, name: str) -> None:
@@ -326,9 +328,7 @@ def _front_chart(front: pd.DataFrame, trials: TrialTable, first: str, name: str,
         others = others.iloc[:0].assign(**{first: math.nan, name: math.nan})
 
     def draw(axes: Axes) -> None:
-        xs = [x for x in [*own[name], *others[name]] if math.isfinite(x)]
-        room = 0.02 * (max(xs) - min(xs)) or 0.02 * abs(max(xs)) or 1.0
-        scale(axes, "x", [min(xs) - room, max(xs) + room])
+        _room_around(axes, [x for x in [*own[name], *others[name]] if math.isfinite(x)])
         ys = own[first].tolist()
         if min(ys) > 0:
             scale(axes, "y", [*ys, *others[first]], log=True, end=max(10 * min(ys), *ys))

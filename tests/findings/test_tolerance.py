@@ -50,7 +50,7 @@ def test_a_model_with_a_program_of_its_own_has_no_depths() -> None:
 def test_cells_that_change_nothing_do_not_count() -> None:
     scan = scan_of(("merge", "lp"), 5)
     assert scan.num_layers == 5
-    assert not (scan.cells["first"] == scan.cells["last"]).any()
+    assert not (scan.changes["first"] == scan.changes["last"]).any()
     pairs = scan.of_operation("lp")
     assert set(zip(pairs["first"], pairs["last"], strict=True)) == {
         (0, 1), (0, 3), (1, 2), (1, 4), (2, 3), (3, 4)
