@@ -234,14 +234,12 @@ class Exploring:
         return Exploration(steps, record=self.record | {"spent": round(self.spent, 1)}, **found)
 
     def draw(self) -> Exploration:
-        folders = sorted(self.folder.glob("round-*/scan"))
-        scans = [Scan.read(one, self.model.hash) for one in folders if (one / Scan.RECORD).is_file()]
-        # The one with the most cells: the last one may be unfinished.
-        scanned = max(reversed(scans), key=lambda one: len(one.cells), default=None)
+        scanned = self._scan()
+        similar = self._last(Similarity)
         found = self._last(SearchResult)
         if found is not None:
             write_text(self.folder / KNEE, found.recipe_text)
-        passes = {"scan": scanned, "similarity": self._last(Similarity), "search": found}
+        passes = {"scan": scanned, "similarity": similar, "search": found}
         late = "the time was over before its end; with more --minutes the same command goes on"
         reasons = dict.fromkeys(passes, late)
         if not self.maps:
@@ -263,6 +261,12 @@ class Exploring:
         self._so_far().write(self.folder)
         page = report(self.folder, self.folder / PAGE)
         return self._so_far(checked=self.checked, page=page, files=(page.file,), **passes)
+
+    def _scan(self) -> Scan | None:
+        """The scan with the most cells; the last one may be unfinished."""
+        folders = sorted(self.folder.glob("round-*/scan"))
+        found = [Scan.read(one, self.model.hash) for one in folders if (one / Scan.RECORD).is_file()]
+        return max(reversed(found), key=lambda one: len(one.cells), default=None)
 
     def _last(self, kind: type[Found]) -> Found | None:
         done = [one for one in self.record["done"] if one.endswith(f"/{kind.COMMAND}")]

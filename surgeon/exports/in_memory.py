@@ -7,7 +7,6 @@ model with three layers, `A0 F0 A1~A2 F1~F2` is stored as four layers and `A0 F0
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -217,10 +216,9 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
         )
     if not options.get("is_main_process", True):
         return
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     saved = StoredModel(str(folder), Checkpoint(folder), model.config)
     entries = PROGRAM.class_entries(saved, Layout(PROGRAM, "", (), stock.program))
-    write_json(folder / "config.json", config | entries)
+    write_json(folder / CONFIG, saved.checkpoint.entries | entries)
     shutil.copyfile(PROGRAM.shipped.file, folder / PROGRAM.shipped.file.name)
     keep_tokenizer_class(folder, model.config)
 

@@ -289,7 +289,6 @@ def usage(found: Surgery, folder: Path, name: str) -> Record:
     form = found.form
     assert form is not None
     options = json.dumps(name) + (", trust_remote_code=True" if form.shipped is not None else "")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     serving = form.serving(found.stored, f"vllm serve {quote(name)}")
     units = found.stored.family.units(found.stored.config)
     heads = units["heads"]
@@ -310,7 +309,7 @@ def usage(found: Surgery, folder: Path, name: str) -> Record:
         "reason": found.report.get("reason"),
         "has_tokenizer": any(any(folder.glob(pattern)) for pattern in _TOKENIZERS),
         "shipped": form.shipped,
-        "architectures": config.get("architectures"),
+        "architectures": found.stored.checkpoint.entries.get("architectures"),
         "options": options,
         "vllm": serving,
         "vllm_ranks": vllm_ranks,

@@ -151,14 +151,20 @@ def _search(record: Record, edited: bool) -> Iterator[CardScore]:
     seen = ""
     if held is not None:
         # The best of many trials is best in part by luck on the text that it was chosen on: only other text is fair.
-        finalists = {one["trial"]: one for one in (held["searched"], *held["runners_up"])}
-        chosen = (record.get("healing") or held)["winner"]
-        best = finalists[chosen]["unseen"]
+        best = winner_unseen(record)
         original = held["original"]
         text = {"data": held["data"], "data_hash": held["data_hash"]}
         seen = " that the search did not see"
     for values, is_best in ((best, True), (original, False)):
         yield from _on_text(text, Quality.from_json(values), is_best, "the original", seen)
+
+
+def winner_unseen(record: Record) -> Record:
+    """The quality of a search's winner, healed where it was, on held-out text."""
+    held = record["held_out"]
+    finalists = {one["trial"]: one for one in (held["searched"], *held["runners_up"])}
+    found: Record = finalists[(record.get("healing") or held)["winner"]]["unseen"]
+    return found
 
 
 def _on_text(

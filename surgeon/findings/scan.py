@@ -22,9 +22,6 @@ from surgeon.findings.tolerance import (
     PAIRS_OF_STREAMS,
     TOLERANCES,
     ScanTable,
-    longest_within,
-    never_to_touch,
-    single_layers,
 )
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.words import (
@@ -161,7 +158,7 @@ class Scan(ScanMaps):
         pairs = next((name for name in (PAIRS, PAIRS_OF_STREAMS) if len(self.of_operation(name))), None)
         if pairs is not None and not self.edited:  # which is about effective depths
             yield _pairs(self, pairs)
-        cells = single_layers(self)
+        cells = self.single_layers()
         if len(cells) > 1:
             count = min(_NAMED, len(cells) // 2)
             least = cells.head(count)
@@ -219,7 +216,7 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
     name = "two by two"
     if operation == PAIRS:
         name = "as LP pairs"
-    by_tolerance = {tolerance: longest_within(scan, operation, tolerance) for tolerance in TOLERANCES}
+    by_tolerance = {tolerance: scan.longest_within(operation, tolerance) for tolerance in TOLERANCES}
     found: dict[Any, tuple[list[float], pd.Series[Any] | None]] = {}
     for tolerance, within in by_tolerance.items():
         found.setdefault(None if within is None else within.name, ([], within))[0].append(tolerance)
@@ -240,7 +237,7 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
     text = " ".join(sentences)
     if operation == PAIRS_OF_STREAMS:
         text += " This is 2-Parallel, each layer with a stream of its own; LP pairs themselves were not scanned."
-    middle = longest_within(scan, operation, TOLERANCES[1])
+    middle = scan.longest_within(operation, TOLERANCES[1])
     depth = None
     if middle is not None:
         depth = scan.depth(operation, int(middle["changed"]))
@@ -256,7 +253,7 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
 def _untouchable(scan: ScanTable) -> Finding:
     kinds: dict[int, list[str]] = {}
     for name in scan.operations:
-        for layer in never_to_touch(scan, name, _LIMIT):
+        for layer in scan.never_to_touch(name, _LIMIT):
             kinds.setdefault(layer, []).append(HEATMAPS[name].title)
     by_kinds: dict[tuple[str, ...], list[int]] = {}
     for layer, names in sorted(kinds.items()):

@@ -30,10 +30,6 @@ from surgeon.findings.tolerance import (
     PAIRS,
     TOLERANCES,
     ScanTable,
-    best_by_depth,
-    cheapest_with,
-    longest_within,
-    single_layers,
 )
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.words import allowance, change, number, plural, stretch, value_with_interval
@@ -43,7 +39,7 @@ _MOST_POINTS = 0.8  # of the points of a chart lie well inside it
 
 def charts(scan: ScanTable) -> Iterator[Block]:
     """Draw all charts that the scanned operations allow."""
-    best = {name: cells for name in scan.operations if len(cells := best_by_depth(scan, name))}
+    best = {name: cells for name in scan.operations if len(cells := scan.best_by_depth(name))}
     side_by_side = []
     if removed := _removing_one(scan):
         side_by_side.append(removed)
@@ -83,7 +79,7 @@ def _scale_from_base(
 
 def _removing_one(scan: ScanTable) -> Chart | None:
     removing = [name for name, heatmap in HEATMAPS.items() if heatmap.removes]
-    found = {operation: single_layers(scan, operation).sort_values("first") for operation in removing}
+    found = {operation: scan.single_layers(operation).sort_values("first") for operation in removing}
     cells = pd.concat(found.values())
     if cells.empty:
         return None
@@ -153,7 +149,7 @@ def reach_table(scan: ScanTable) -> Table:
     for operation in scan.operations:
         row = [HEATMAPS[operation].title]
         for tolerance in TOLERANCES:
-            cell = longest_within(scan, operation, tolerance)
+            cell = scan.longest_within(operation, tolerance)
             if cell is None:
                 row.append("none")
                 continue
@@ -282,7 +278,7 @@ class ScanMaps(ScanTable):
         """For every operation and layer, the cheapest measured change that includes the layer."""
         legend = self._legend(self._names(over_stretches=True))
         found = {
-            HEATMAPS[operation].title: cheapest_with(self, operation) for operation in self.operations
+            HEATMAPS[operation].title: self.cheapest_with(operation) for operation in self.operations
         }
         rows = {name: cells.set_index("layer")["perplexity"] for name, cells in found.items()}
         values = pd.DataFrame(rows).reindex(range(self.num_layers)).T

@@ -15,6 +15,7 @@ from matplotlib.colors import Normalize
 
 from surgeon.findings.drawing import Drawing, Picture
 from surgeon.findings.maps import WIDE, Legend, Map, map_cells
+from surgeon.findings.measured import winner_unseen
 from surgeon.findings.program import program_figure
 from surgeon.findings.result import Block, Code, Finding, Record, RunResult, Table, read_text, table_file
 from surgeon.findings.trials import (
@@ -196,7 +197,7 @@ class SearchResult(RunResult):
         figure = _value(best, "perplexity")
         label = f"perplexity of the best of {plural(len(trials), 'trial')}"
         if held:
-            figure = _value(self._finalist(held)["unseen"], "perplexity")
+            figure = _value(winner_unseen(self.record), "perplexity")
             label = "perplexity of the search's winner, held-out text"
             if held["sentences"][1:] and not held["overturned"]:
                 texts.append(f"On held-out text {'; '.join(held['sentences'][1:])}.")
@@ -238,16 +239,9 @@ class SearchResult(RunResult):
             against = f" and the original's {_value(original, 'perplexity')}"
         if held is None:
             return f"{said}, its perplexity {_value(best, 'perplexity')}{against}."
-        unseen = self._finalist(held)["unseen"]
+        unseen = winner_unseen(self.record)
         said += f" and {value_with_interval(unseen, 'divergence')} on held-out text"
         return f"{said}, where its perplexity is {_value(unseen, 'perplexity')}{against}."
-
-    def _finalist(self, held: Record) -> Record:
-        chosen = self.record.get("healing", held)["winner"]
-        found: Record = next(
-            one for one in [held["searched"], *held["runners_up"]] if one["trial"] == chosen
-        )
-        return found
 
 
 def _on_held_out_text(held: Record) -> Table:

@@ -100,6 +100,49 @@ class ScanTable(RunResult):
         saved = depth_saved(operation, changed, self.record.get("steps_per_layer"))
         return None if saved is None else self.num_layers - saved
 
+    def longest_within(self, operation: str, tolerance: float) -> pd.Series[Any] | None:
+        """The cell with the most changed layers within a multiple of the base perplexity; the best of equals."""
+        cells = self.of_operation(operation)
+        within = cells[cells["ratio"] <= tolerance]
+        ordered = within.sort_values(["changed", "ratio", "first"], ascending=[False, True, True])
+        if ordered.empty:
+            return None
+        return ordered.iloc[0]
+
+    def single_layers(self, operation: str = PRUNE) -> pd.DataFrame:
+        """Take the cells of single layers, the cheapest first."""
+        cells = self.of_operation(operation)
+        return cells[cells["first"] == cells["last"]].sort_values("ratio", kind="stable")
+
+    def cheapest_with(self, operation: str) -> pd.DataFrame:
+        """For every layer that an operation was tried on, the cheapest of the cells that change it, by `layer`."""
+        cells = self.of_operation(operation).sort_values("ratio", kind="stable")
+        rows = []
+        for layer in range(self.num_layers):
+            here = cells[(cells["first"] <= layer) & (layer <= cells["last"])]
+            if len(here):
+                rows.append(here.iloc[0].to_dict() | {"layer": layer})
+        return pd.DataFrame(rows)
+
+    def never_to_touch(self, operation: str, tolerance: float) -> list[int]:
+        """Layers on which an operation was tried, and always cost more than a multiple of the base perplexity."""
+        return [
+            int(cell["layer"])
+            for _, cell in self.cheapest_with(operation).iterrows()
+            if not cell["ratio"] <= tolerance
+        ]
+
+    def best_by_depth(self, operation: str) -> pd.DataFrame:
+        """The best cell for each effective depth that an operation reaches, deepest first; empty if it keeps it."""
+        cells = self.of_operation(operation)
+        depths = {changed: self.depth(operation, changed) for changed in cells["changed"].unique()}
+        if any(depth is None for depth in depths.values()) or set(depths.values()) <= {self.num_layers}:
+            return cells.iloc[:0].assign(depth=0.0)
+        cells = cells.assign(depth=cells["changed"].map(depths).astype(float))
+        every = cells.sort_values("ratio", kind="stable").drop_duplicates("depth")
+        best: pd.DataFrame = every[np.isfinite(every["perplexity"])]
+        return best.sort_values("depth", ascending=False)
+
 
 def changed_layers(operation: str, first: int, last: int) -> int:
     """Count the layers of a stretch that an operation changes: all, or those in whole groups."""
@@ -119,51 +162,3 @@ def depth_saved(operation: str, layers: int, steps_per_layer: int | None) -> flo
     if len(saved) == 1:
         return saved.pop()
     return None
-
-
-def longest_within(scan: ScanTable, operation: str, tolerance: float) -> pd.Series[Any] | None:
-    """The cell with the most changed layers whose perplexity is within a multiple of the base's; the best of equals."""
-    cells = scan.of_operation(operation)
-    within = cells[cells["ratio"] <= tolerance]
-    ordered = within.sort_values(["changed", "ratio", "first"], ascending=[False, True, True])
-    if ordered.empty:
-        return None
-    return ordered.iloc[0]
-
-
-def single_layers(scan: ScanTable, operation: str = PRUNE) -> pd.DataFrame:
-    """Take the cells of single layers, the cheapest first."""
-    cells = scan.of_operation(operation)
-    return cells[cells["first"] == cells["last"]].sort_values("ratio", kind="stable")
-
-
-def cheapest_with(scan: ScanTable, operation: str) -> pd.DataFrame:
-    """For every layer that an operation was tried on, the cheapest of the cells that change it, by `layer`."""
-    cells = scan.of_operation(operation).sort_values("ratio", kind="stable")
-    rows = []
-    for layer in range(scan.num_layers):
-        here = cells[(cells["first"] <= layer) & (layer <= cells["last"])]
-        if len(here):
-            rows.append(here.iloc[0].to_dict() | {"layer": layer})
-    return pd.DataFrame(rows)
-
-
-def never_to_touch(scan: ScanTable, operation: str, tolerance: float) -> list[int]:
-    """Layers on which an operation was tried, and always cost more than a multiple of the base perplexity."""
-    return [
-        int(cell["layer"])
-        for _, cell in cheapest_with(scan, operation).iterrows()
-        if not cell["ratio"] <= tolerance
-    ]
-
-
-def best_by_depth(scan: ScanTable, operation: str) -> pd.DataFrame:
-    """The best cell for every effective depth that an operation reaches, deepest first; empty if it keeps the depth."""
-    cells = scan.of_operation(operation)
-    depths = {changed: scan.depth(operation, changed) for changed in cells["changed"].unique()}
-    if any(depth is None for depth in depths.values()) or set(depths.values()) <= {scan.num_layers}:
-        return cells.iloc[:0].assign(depth=0.0)
-    cells = cells.assign(depth=cells["changed"].map(depths).astype(float))
-    every = cells.sort_values("ratio", kind="stable").drop_duplicates("depth")
-    best: pd.DataFrame = every[np.isfinite(every["perplexity"])]
-    return best.sort_values("depth", ascending=False)

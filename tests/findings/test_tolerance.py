@@ -7,7 +7,7 @@ import pytest
 
 from surgeon.analysis.cells import HEATMAPS
 from surgeon.findings.scan import Scan
-from surgeon.findings.tolerance import ScanTable, best_by_depth, changed_layers, depth_saved
+from surgeon.findings.tolerance import ScanTable, changed_layers, depth_saved
 from surgeon.language.program import Program
 from tests.findings.run_folders import BASE, scan_cells
 
@@ -59,10 +59,10 @@ def test_cells_that_change_nothing_do_not_count() -> None:
 
 def test_the_best_stretch_of_every_depth() -> None:
     scan = scan_of(("prune", "ladder"), 6)
-    best = best_by_depth(scan, "prune")
+    best = scan.best_by_depth("prune")
     assert list(best["depth"]) == [5, 4, 3, 2, 1, 0]
     for _, cell in best.iterrows():
         same = scan.of_operation("prune")
         assert cell["ratio"] == same[same["changed"] == 6 - cell["depth"]]["ratio"].min()
-    assert best_by_depth(scan, "ladder").empty, "a ladder keeps the depth"
-    assert list(best_by_depth(scan_of(("repeat",), 3), "repeat")["depth"]) == [6, 5, 4]
+    assert scan.best_by_depth("ladder").empty, "a ladder keeps the depth"
+    assert list(scan_of(("repeat",), 3).best_by_depth("repeat")["depth"]) == [6, 5, 4]
