@@ -70,10 +70,8 @@ class Check(RunResult):
     @property
     def refused(self) -> str | None:
         """The reason why nothing can be done with the model; None if something can."""
-        reason = self.record.get("refused")
-        if reason is None:
-            return None
-        return str(reason)
+        reason: str | None = self.record.get("refused")
+        return reason
 
     @property
     def described(self) -> dict[str, str]:

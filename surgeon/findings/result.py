@@ -165,7 +165,7 @@ class RunResult:
 
     COMMAND: ClassVar[str]  # that writes it
     RECORD: ClassVar[str]  # name of the JSON file, or a pattern of it
-    TABLES: ClassVar[Mapping[str, TableFile]] = {}  # by field, the one that `table` returns first
+    TABLES: ClassVar[dict[str, TableFile]] = {}  # by field, the one that `table` returns first
     TITLE: ClassVar[str] = ""  # of its section
     WITHOUT: ClassVar[str] = ""  # what a page cannot say that has no such result
     OF_SURGERY: ClassVar[bool] = True  # whether it is of a model that is operated on
@@ -175,10 +175,10 @@ class RunResult:
     files: tuple[Path, ...] = ()
 
     def __init_subclass__(cls) -> None:
-        own = {name: one.metadata for name, one in vars(cls).items() if isinstance(one, Field)}
-        cls.TABLES = {
-            **cls.TABLES,
-            **{name: said["file"] for name, said in own.items() if "file" in said},
+        cls.TABLES = cls.TABLES | {
+            name: one.metadata["file"]
+            for name, one in vars(cls).items()
+            if isinstance(one, Field) and "file" in one.metadata
         }
 
     @classmethod
