@@ -224,7 +224,9 @@ class Capabilities:
     def unexportable(self) -> Verdict | None:
         """None if the model can be exported."""
         found = answer("", "", partial(check_exportable, self.model))
-        return found if found.works == NO else None
+        if found.works == NO:
+            return found
+        return None
 
     def _form(self, program: Program) -> str:
         layout = layout_of(self.model, program)

@@ -52,9 +52,10 @@ class Effort:
 
     @property
     def text(self) -> str:
-        return f"--data demo --tokens {self.tokens}" + (
-            "" if self.window is None else f" --window {self.window}"
-        )
+        text = f"--data demo --tokens {self.tokens}"
+        if self.window is not None:
+            text += f" --window {self.window}"
+        return text
 
 
 QUICK = Effort(tokens=512, window=128, trials=12, new_tokens=16, rounds=2)
@@ -269,7 +270,9 @@ class DemoSteps:
             "Divergence is KL(original || changed) in nats per token; syncs are all-reduces of a token. The slower "
             "these are, the more it is worth to have fewer of them."
         )
-        what = "The demo model" if self.model.name == DEMO else self.model.label
+        what = self.model.label
+        if self.model.name == DEMO:
+            what = "The demo model"
         print(f"\n{Table(f'{what} on {RANKS} ranks', head, rows, note)}")
 
     def page(self, *runs: str) -> ReportPage:

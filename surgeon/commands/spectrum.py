@@ -135,7 +135,9 @@ def spectrum(
         checkpoint = opened.checkpoint
         number_bytes = mode(checkpoint.dtype(name).itemsize for name in checkpoint.names())
         share = parse_budget(budget, number_bytes, allocation)
-    other = None if calibration is None else str(calibration)
+    other = None
+    if calibration is not None:
+        other = str(calibration)
     tokens = measured.get("tokens", DEFAULT_TOKENS)
     window = measured.get("window")
     separator = measured.get("separator")

@@ -235,10 +235,10 @@ def quantisation(
         return None
     wrapped = original.wrapped
     layers = original.family.layers
-    stored = str if wrapped is None else wrapped.stored_name
-    if wrapped is None:
-        before = ""
-    else:
+    stored: Callable[[str], str] = str
+    before = ""
+    if wrapped is not None:
+        stored = wrapped.stored_name
         before = re.escape(stored(f"{layers}.").removesuffix(f"{layers.rpartition('.')[2]}."))
     number = re.compile(rf"{before}(?<![^.\\^*(:]){layers.rpartition('.')[2]}(\\?\.)(\d+)(?!\d)")
 
