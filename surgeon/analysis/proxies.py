@@ -49,7 +49,7 @@ def read_scan(folder: Path, model_hash: str) -> Scan:
 
 def damages(scan: Scan) -> pd.DataFrame:
     """Select the cells of stretches that measure something of their own, with `log_perplexity_ratio` beside."""
-    cells = scan.touched.cells.reset_index(drop=True)
+    cells = scan.changes.reset_index(drop=True)
     with np.errstate(divide="ignore"):
         return cells.assign(log_perplexity_ratio=np.log(cells["ratio"].to_numpy(np.float64)))
 

@@ -195,10 +195,13 @@ def _fail(error: Any, arguments: list[str], debug: bool) -> int:
             path = error.ctx.command_path if error.ctx else "surgeon"
             _say(f"error: {message} (see {path} --help)")
         return int(error.exit_code)
-    if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
-        # The interpreter flushes standard output once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
-        return CLOSED_PIPE
+    if isinstance(error, BrokenPipeError):
+        poll = select.poll()
+        poll.register(STANDARD_OUTPUT, 0)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):  # no reader
+            # The interpreter flushes standard output once more when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
+            return CLOSED_PIPE
     if debug:
         traceback.print_exception(error)
     line, code = explain(error, _output_of(arguments))
@@ -211,12 +214,6 @@ def _output_of(arguments: list[str]) -> str | None:
         if flag in ("-o", "--output"):
             return value
     return next((a.partition("=")[2] for a in arguments if a.startswith("--output=")), None)
-
-
-def _stdout_has_no_reader() -> bool:
-    poll = select.poll()
-    poll.register(STANDARD_OUTPUT, 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _say(line: str) -> None:

@@ -214,20 +214,19 @@ class Capabilities:
         return plural(len(mixture.edits), "edit")
 
     def exporting(self) -> Iterator[Question]:
-        if self.unexportable:
-            yield "all programs", lambda: Verdict("", "", NO, self.unexportable)
+        if self.unexportable is not None:
+            yield "all programs", lambda: self.unexportable
             return
         yield from ((name, partial(self._over, name, self._form)) for name in self.map_names)
         yield "pairs as one layer", partial(self._over, PAIRS, self._as_one_layer)
 
     @cached_property
-    def unexportable(self) -> str:
-        """Empty if the model can be exported."""
-        try:
-            check_exportable(self.model)
-        except (ValueError, OSError) as refusal:
-            return " ".join(str(refusal).split())
-        return ""
+    def unexportable(self) -> Verdict | None:
+        """None if the model can be exported."""
+        found = answer("", "", partial(check_exportable, self.model))
+        if found.works == NO:
+            return found
+        return None
 
     def _form(self, program: Program) -> str:
         layout = layout_of(self.model, program)
@@ -247,19 +246,15 @@ class Capabilities:
         for count in self.ranks:
             yield plural(count, "rank"), partial(self._check_sharing, count)
         if self.draft is not None:
-            yield (
-                "draft",
-                lambda: _together(
-                    [(plural(n, "rank"), 1, partial(self._check_drafting, n)) for n in self.ranks]
-                ),
-            )
+            yield "draft", partial(self._on_each, self._check_drafting)
         longest = self.model.positions
         yield f"texts of {longest:,} tokens", partial(self._plan_on, self.ranks[0], None, longest)
         if self.model.own is None:
             asked = (name for name in VARIANTS if max(self.ranks) > 1 or not _for_several(name))
             yield from ((name, partial(self._variant, name)) for name in asked)
         if isinstance(places := self.maps[FACTORS], list):
-            yield "two factors", partial(self._on_each, lambda _: places[0][1])
+            factors = partial(self._plan_on, program=places[0][1])
+            yield "two factors", partial(self._on_each, factors)
 
     def _plan_on(self, ranks: int, program: Program | None = None, tokens: int | None = None) -> Plan:
         return make_plan(self.model, ranks, tokens, program, dtype=self.dtype)
@@ -282,16 +277,19 @@ class Capabilities:
         numbered = name
         if VARIANTS[name].argument is not None:
             numbered = f"{name.partition(':')[0]}:{LENGTH}"
-        return self._on_each(lambda ranks: variant(numbered, self.model.program, every, ranks), own)
 
-    def _on_each(self, program: Callable[[int], Program], sliced: bool = False) -> Verdict:
+        def plan(ranks: int) -> Plan:
+            return self._plan_on(ranks, variant(numbered, self.model.program, every, ranks))
+
+        return self._on_each(plan, own)
+
+    def _on_each(self, ask: Callable[[int], object], sliced: bool = False) -> Verdict:
         counts = [count for count in self.ranks if count > 1 or not sliced]
-        asked = [(plural(n, "rank"), 1, lambda n=n: self._plan_on(n, program(n))) for n in counts]
-        return _together(asked)
+        return _together([(plural(count, "rank"), 1, partial(ask, count)) for count in counts])
 
     def on_vllm(self) -> Iterator[Question]:
-        if self.unexportable:
-            return iter([("all programs", lambda: Verdict("", "", NO, self.unexportable))])
+        if self.unexportable is not None:
+            return iter([("all programs", lambda: self.unexportable)])
         return ((name, partial(self._over, name, self._check_serving)) for name in self.map_names)
 
     def _check_serving(self, program: Program) -> str:

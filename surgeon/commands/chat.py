@@ -122,13 +122,11 @@ def chat(
     """
     from surgeon.checkpoint.messages import begin_conversation, chat_text
     from surgeon.commands.generate import choose_sampling
-    from surgeon.commands.opening import service_options, stored_model
-    from surgeon.opened import open_model
+    from surgeon.commands.opening import open_stored, service_options
     from surgeon.runtime.conversation import Conversation
     from surgeon.runtime.service import Service
 
-    stored, program = stored_model(model, writing.get("program"))
-    opened = open_model(stored)
+    opened, program = open_stored(model, writing.get("program"))
     sampling = choose_sampling(opened.folder, writing, max_new_tokens or sys.maxsize)
     tokenizer = opened.tokenizer
     # What the template does not take is said before ranks are started in vain.

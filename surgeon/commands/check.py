@@ -29,7 +29,7 @@ def _show(
 def check(
     model: Annotated[
         str | Path | Model,
-        option("A folder, a config.json, owner/name[@revision], or demo.", metavar="MODEL", kind=str),
+        option("A folder, a config.json, owner/name[@revision], or demo.", metavar="MODEL"),
     ],
     *,
     ranks: Annotated[

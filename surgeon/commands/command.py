@@ -88,10 +88,10 @@ def keyword(help: str) -> Declaration:
     return Declaration(help, python=True)
 
 
-def several(help: str, *flags: str, kind: Any = None, default: Any = None, **more: Any) -> Declaration:
+def several(help: str, *flags: str, **more: Any) -> Declaration:
     """Declare an option of several values, with commas between or the option again; of the type of a sequence."""
     said = f"{help} Several by commas, or the option again."
-    return Declaration(said, flags, splits=True, kind=kind, default=default, more=more)
+    return replace(option(said, *flags, **more), splits=True)
 
 
 def later(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,13 +184,10 @@ class CommandParameter:
     option: Declaration
 
 
+@cache
 def declared_options(function: Callable[..., Any]) -> list[CommandParameter]:
     """The parameters of a function that are options, in order; in place of a TypedDict those of its keys."""
-    return _declare_parameters(inspect.unwrap(function))
-
-
-@cache
-def _declare_parameters(function: Callable[..., Any]) -> list[CommandParameter]:
+    function = inspect.unwrap(function)
     names = _names(function.__globals__)
     found: list[CommandParameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -268,9 +265,10 @@ def _line(
         mine = {name: given.pop(name) for name in own if name in given}
         return show(partial(call, **given), **mine)
 
-    vars(line)["__signature__"] = inspect.Signature([*_typer_parameters(every)])
+    shown = [*_typer_parameters(every)]
+    vars(line)["__signature__"] = inspect.Signature(shown)
     line.__doc__ = re.split(r"\n\n(?:Args|Returns|Raises):\n", inspect.getdoc(call) or "")[0]
-    line.__annotations__ = {one.name: one.annotation for one in _typer_parameters(every)}
+    line.__annotations__ = {one.name: one.annotation for one in shown}
     return line
 
 

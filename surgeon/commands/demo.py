@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 from surgeon.commands.command import command, option
@@ -52,9 +52,10 @@ class Effort:
 
     @property
     def text(self) -> str:
-        return f"--data demo --tokens {self.tokens}" + (
-            "" if self.window is None else f" --window {self.window}"
-        )
+        text = f"--data demo --tokens {self.tokens}"
+        if self.window is not None:
+            text += f" --window {self.window}"
+        return text
 
 
 QUICK = Effort(tokens=512, window=128, trials=12, new_tokens=16, rounds=2)
@@ -162,7 +163,7 @@ class DemoSteps:
             typed = " --operation {operations} --every {every}".format(**chosen)
         _announce(
             "1. Which stretches of layers can it spare?",
-            f"scan {self.typed} {effort.text}{typed} -o {_quote(output)}",
+            f"scan {quote(self.model.name)} {effort.text}{typed} -o {quote(str(output))}",
         )
         scan(self.model, DEMO, output, tokens=effort.tokens, window=effort.window, **chosen)
         for finding in self.page("scan").chapters[0].summary:
@@ -177,7 +178,8 @@ class DemoSteps:
         budget = f"depth={depth}"
         _announce(
             f"2. Which layers should run in pairs, for a depth of {depth}?",
-            f"search {self.typed} --budget {budget} {effort.text} --trials {effort.trials} -o {_quote(output)}",
+            f"search {quote(self.model.name)} --budget {budget} {effort.text} --trials {effort.trials} "
+            f"-o {quote(str(output))}",
         )
         search(
             self.model,
@@ -197,7 +199,7 @@ class DemoSteps:
         from surgeon.commands.export import export
 
         output = self.folder / name
-        _announce(purpose, f"export {_quote(recipe)} -o {_quote(output)} --overwrite")
+        _announce(purpose, f"export {quote(str(recipe))} -o {quote(str(output))} --overwrite")
         found = export(recipe, output, overwrite=True)
         _say(f"{found.form} form: {found.reason}.")
         _say(str(found))
@@ -210,7 +212,7 @@ class DemoSteps:
         new = self.effort.new_tokens * 2
         _announce(
             f"4. Let it write, on {plural(RANKS, 'rank')}",
-            f"generate {_quote(model)} --prompt {shlex.quote(PROMPT)} --max-new-tokens {new} --tp {RANKS}",
+            f"generate {quote(str(model))} --prompt {quote(PROMPT)} --max-new-tokens {new} --tp {RANKS}",
         )
 
         def show(_: Any, event: Any) -> None:
@@ -246,7 +248,7 @@ class DemoSteps:
             rows.append([name, f"{program.effective_depth():g}", *numbers])
         head = ["program", "depth", "perplexity", "divergence", "syncs"]
         others = [model for _, _, model in contenders[1:]]
-        compared = " ".join(f"--compare {_quote(Path(one))}" for one in others)
+        compared = " ".join(f"--compare {quote(str(one))}" for one in others)
         load: Any = {"prompt": PROMPT_TOKENS, "new": effort.new_tokens, "rounds": effort.rounds}
         options = " ".join(f"--{name} {value}" for name, value in load.items())
         for purpose, wanted in (
@@ -257,7 +259,7 @@ class DemoSteps:
             way = ranks.collectives
             _announce(
                 f"{purpose}, {way}?",
-                f"bench {self.typed} {compared} --tp {RANKS} {options} --collectives {way}",
+                f"bench {quote(self.model.name)} {compared} --tp {RANKS} {options} --collectives {way}",
             )
             head.append(f"tokens/s, {way}")
             results = bench(self.model, compare=others, ranks=ranks, **load).results
@@ -268,12 +270,10 @@ class DemoSteps:
             "Divergence is KL(original || changed) in nats per token; syncs are all-reduces of a token. The slower "
             "these are, the more it is worth to have fewer of them."
         )
-        what = "The demo model" if self.model.name == DEMO else self.model.label
+        what = self.model.label
+        if self.model.name == DEMO:
+            what = "The demo model"
         print(f"\n{Table(f'{what} on {RANKS} ranks', head, rows, note)}")
-
-    @property
-    def typed(self) -> str:
-        return shlex.quote(self.model.name)
 
     def page(self, *runs: str) -> ReportPage:
         from surgeon.commands.report import report
@@ -290,7 +290,3 @@ def _announce(purpose: str, command: str) -> None:
 
 def _say(text: str, indent: str = "") -> None:
     print(textwrap.fill(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False), flush=True)
-
-
-def _quote(path: Path) -> str:
-    return shlex.quote(str(path))

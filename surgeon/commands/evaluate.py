@@ -24,12 +24,9 @@ def evaluate(
         option(
             "What to evaluate: a checkpoint folder, edited or not, a name on the Hugging Face hub, demo, or a recipe "
             "(.yaml), whose program is then applied to its model.",
-            kind=str,
         ),
     ],
-    data: Annotated[
-        str | Path | None, option("Perplexity, too. " + DATA_HELP, "--data", kind=str)
-    ] = None,
+    data: Annotated[str | Path | None, option("Perplexity, too. " + DATA_HELP, kind=str)] = None,
     *,
     tasks: Annotated[
         str | Path | Sequence[str | Path],
@@ -44,7 +41,6 @@ def evaluate(
         option(
             "With --data: the model that the divergence is from. Default: for a recipe or --program, the model "
             "without it.",
-            kind=str,
         ),
     ] = None,
     num_fewshot: Annotated[

@@ -22,9 +22,7 @@ def explore(
     model: ModelName,
     data: Annotated[
         str | Path | None,
-        option(
-            DATA_HELP + " Of the kind that the model is for; a few pages will do.", "--data", kind=str
-        ),
+        option(DATA_HELP + " Of the kind that the model is for; a few pages will do.", kind=str),
     ] = None,
     output: Output = "runs/explore",
     *,

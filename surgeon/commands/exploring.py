@@ -280,9 +280,9 @@ class Exploring:
         text = f"--data {quote(self.record['data'])}"
         if self.record["separator"] is not None:
             text += f" --separator {quote(self.record['separator'])}"
-        memory = (
-            "" if self.record["memory"] is None else f" --memory {quote(str(self.record['memory']))}"
-        )
+        memory = ""
+        if self.record["memory"] is not None:
+            memory = f" --memory {quote(str(self.record['memory']))}"
         if found is not None:
             yield from self._with_the_knee(found, model, text)
         if scanned is not None:
@@ -330,7 +330,9 @@ class Exploring:
         able = [count for count in RANKS if self._works("ranks", [plural(count, "rank")])]
         devices = torch.cuda.device_count() or usable_cores()
         ranks = max((count for count in able if count <= devices), default=1)
-        on = f" --tp {ranks}" if ranks > 1 else ""
+        on = ""
+        if ranks > 1:
+            on = f" --tp {ranks}"
         can_be_written = any(one.works != NO for one in self.checked.of_area("export").values())
         if can_be_written:
             yield NextStep(

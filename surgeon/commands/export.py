@@ -139,7 +139,6 @@ def export(
         int | str | None,
         option(
             "The most memory that making such factors may take, model included, such as 512MB or 2GB.",
-            kind=str,
         ),
     ] = None,
     tokenizer: Annotated[
@@ -196,6 +195,8 @@ def export(
 
     from surgeon.analysis.factors.recipe_factors import with_factors
     from surgeon.commands.opening import as_list
+    from surgeon.exports import in_memory
+    from surgeon.exports.adapters import BASE, export_with_adapter
     from surgeon.exports.export import DTYPES, check_target, plan_export, write_export
     from surgeon.exports.plan import check_exportable
     from surgeon.findings.measured import read_measured
@@ -217,9 +218,17 @@ def export(
         which = "in memory, which is written as it is"
     if useless := [name for name, value in others.items() if value]:
         raise ValueError(f"{useless[0]} is of no use for a model {which}")
+    if isinstance(model, nn.Module) and adapter:
+        if form != "auto" or dtype is not None or overwrite or training is not None:
+            raise ValueError(
+                "with its adapter apart a model keeps its form and dtype, and gets a new folder"
+            )
+        adapted: Any = model
+        return Exported.of(target / BASE, export_with_adapter(adapted, target, tokenizer=tokenizer))
     if isinstance(model, nn.Module):
-        more = {"tokenizer": tokenizer, "training": training}
-        return _export_loaded(model, target, form, dtype, overwrite, adapter, more)
+        how: Any = {"form": form, "dtype": dtype, "tokenizer": tokenizer}
+        proof = in_memory.export(model, target, **how, overwrite=overwrite, training=training)
+        return Exported.of(target, proof)
     check_target(target, overwrite)
     edited = open_edited(model, program, original=original, tokenizer=False)
     source = edited.model
@@ -244,29 +253,6 @@ def export(
     if ready is not edited and not factors and kept.is_dir():
         shutil.rmtree(kept)
     return Exported.of(target, proof)
-
-
-def _export_loaded(
-    model: Any,
-    target: Path,
-    form: str,
-    dtype: str | None,
-    overwrite: bool,
-    adapter: bool,
-    more: dict[str, Any],
-) -> Exported:
-    from surgeon.exports.adapters import BASE, export_with_adapter
-    from surgeon.exports.in_memory import export as export_loaded
-
-    if not adapter:
-        return Exported.of(
-            target, export_loaded(model, target, form=form, dtype=dtype, overwrite=overwrite, **more)
-        )
-    if form != "auto" or dtype is not None or overwrite or more["training"] is not None:
-        raise ValueError(
-            "with its adapter apart a model keeps its form and dtype, and gets a new folder"
-        )
-    return Exported.of(target / BASE, export_with_adapter(model, target, tokenizer=more["tokenizer"]))
 
 
 @command()

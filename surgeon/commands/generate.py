@@ -33,7 +33,6 @@ def _show(
         str | Path | None,
         option(
             'A file of such texts: one on each line, or a .jsonl file (or .parquet) whose rows have a "prompt".',
-            "--prompts",
             metavar="FILE",
         ),
     ] = None,
@@ -164,11 +163,9 @@ def generate(
     texts_by_place = _by_place(prompts)
     program = writing.get("program")
     if not isinstance(model, str | Path) or is_recipe(model):  # open, or none at all, which is said here
-        from surgeon.commands.opening import stored_model
-        from surgeon.opened import open_model
+        from surgeon.commands.opening import open_stored
 
-        model, program = stored_model(model, program)
-        model = open_model(model)
+        model, program = open_stored(model, program)
     sampling = choose_sampling(
         model if isinstance(model, str | Path) else model.folder,
         writing,

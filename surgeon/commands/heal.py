@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from surgeon.findings.heal import HealRun
     from surgeon.language.recipe import Recipe
     from surgeon.opened import EditedModel, Model
-    from surgeon.training.distiller import Distillation
     from surgeon.training.model import RackOptions
-    from surgeon.training.self_text import SelfText
     from surgeon.training.settings import TrainSettings
 
 # Weight of the streams beside the logits: in three of three edits it left a lower divergence than 1.
@@ -109,18 +107,24 @@ def settings_of(
     """The preset's settings, which a line names, and over them the user's."""
     from surgeon.training import settings as known
     from surgeon.training.arguments import parse_trainer_arguments
+    from surgeon.training.distiller import Distillation
 
-    scope = train
-    if scope is None and by_racks:
-        scope = "all"
-    others = {
-        "scope": scope,
-        "distillation": _distillation(distill, temperature, text_weight, teacher_top),
+    given: dict[str, Any] = {**flags}
+    if train is not None or by_racks:
+        given["scope"] = train or "all"
+    useless = {
+        "--temperature": temperature != 1.0,
+        "--text-weight": text_weight != 0.0,
+        "--teacher-top": teacher_top is not None,
     }
-    given: dict[str, Any] = {
-        **flags,
-        **{name: value for name, value in others.items() if value is not None},
-    }
+    if distill is not None:
+        weights = {"logits": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (1.0, HIDDEN_WEIGHT)}[distill]
+        given["distillation"] = Distillation(*weights, text_weight, temperature, teacher_top)
+    elif any(useless.values()):
+        name = next(name for name, is_given in useless.items() if is_given)
+        raise ValueError(
+            f"{name} says how to distil, and nothing is distilled; add --distill logits, or drop it"
+        )
     given["arguments"] = parse_trainer_arguments(trainer_arg)
     if preset is None:
         return known.TrainSettings(**given)
@@ -130,27 +134,6 @@ def settings_of(
     data = f"; the paper's data is {chosen.data}" if chosen.data else ""
     print(f"preset {preset} ({chosen.source}): {said}{data}", file=sys.stderr)
     return settings
-
-
-def _distillation(
-    what: str | None, temperature: float, text_weight: float, teacher_top: int | None
-) -> Distillation | None:
-    from surgeon.training.distiller import Distillation
-
-    if what is not None:
-        logits, hidden = {"logits": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (1.0, HIDDEN_WEIGHT)}[what]
-        return Distillation(logits, hidden, text_weight, temperature, teacher_top)
-    given = {
-        "--temperature": temperature != 1.0,
-        "--text-weight": text_weight != 0.0,
-        "--teacher-top": teacher_top is not None,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise ValueError(
-                f"{name} says how to distil, and nothing is distilled; add --distill logits, or drop it"
-            )
-    return None
 
 
 def racks_of(
@@ -258,7 +241,6 @@ def heal(
         option(
             "What to heal: a recipe (.yaml), a checkpoint that surgeon has edited, or a model with --program.",
             metavar="MODEL|RECIPE|DIR",
-            kind=str,
         ),
     ],
     data: Annotated[
@@ -326,7 +308,7 @@ def heal(
     ] = False,
     teacher: Annotated[
         str | Path | Model | None,
-        option("The original, where it is not the model that the recipe or program is for.", kind=str),
+        option("The original, where it is not the model that the recipe or program is for."),
     ] = None,
     program: ProgramText = None,
     racks: Annotated[
@@ -385,14 +367,13 @@ def heal(
     )
     from surgeon.training.model import announce, say, say_proof, say_stages, train_model
     from surgeon.training.run import check_settings_kept, run_folder
+    from surgeon.training.self_text import SelfText
     from surgeon.training.texts import load_texts, parse_texts, with_chat_template
     from surgeon.training.token_store import SELF
 
     by_weight = parse_texts(data)
     is_own = SELF in ([by_weight] if isinstance(by_weight, str) else by_weight)
-    how = _settings(settings, racks is not None)
-    if is_own:
-        how = _towards_original(how, tokens, racks is not None)
+    how = _settings(settings, racks is not None, is_own, tokens)
     _check_self(is_own, self_temperature, eval_data, separator if by_weight == SELF else None)
     target = Path(output)
     check_storage(form, dtype)
@@ -405,13 +386,16 @@ def heal(
     check_shapes(edited, how, cut, None if keep_adapter else form)
     size = window_for(edited.model.config, window)
     tokenizer = with_chat_template(edited.model.tokenizer, chat_template)
-    own = (
-        _own_text(original, tokenizer, size, folder, documents, how, self_temperature, where)
-        if is_own
-        else None
-    )
-    if own is not None and cut is None:  # which takes longest
-        check_settings_kept(folder, how)
+    own = None
+    if is_own:
+        if original is None:
+            raise ValueError(
+                "the original is to write the text, and is not known; name it as the teacher"
+            )
+        ways: Any = {"seed": how.seed, "temperature": self_temperature, "device": where}
+        own = SelfText(original, tokenizer, size, folder / "self", documents, **ways)
+        if cut is None:  # which takes longest
+            check_settings_kept(folder, how)
     texts = load_texts(
         tokenizer,
         by_weight,
@@ -485,10 +469,25 @@ def _check_self(
         raise ValueError("a separator divides text that is read, and self is written; leave it out")
 
 
-def _towards_original(how: TrainSettings, tokens: int | None, by_racks: bool) -> TrainSettings:
-    """Settings towards the original's predictions, of racks also its streams, unless they distil already."""
+def _settings(
+    asked: TrainSettings | str | None, by_racks: bool, is_own: bool, tokens: int | None
+) -> TrainSettings:
+    """Settings of a run; on a text of its own towards the original's predictions, of racks also its streams."""
+    from surgeon.errors import show_value
     from surgeon.training.distiller import Distillation
+    from surgeon.training.settings import TrainSettings, preset
 
+    how = asked
+    if asked is None:
+        how = TrainSettings(scope="all" if by_racks else "edited")
+    elif isinstance(asked, str):
+        how = TrainSettings(**preset(asked).values)
+    if not isinstance(how, TrainSettings):
+        raise ValueError(
+            f"settings are TrainSettings(...), or a paper's by name, not {show_value(asked)}"
+        )
+    if not is_own:
+        return how
     if how.steps is None and how.epochs is not None and tokens is None:
         raise ValueError(
             "epochs go through a text, and the original writes as much as is asked for; say how much by tokens, or "
@@ -496,44 +495,3 @@ def _towards_original(how: TrainSettings, tokens: int | None, by_racks: bool) ->
         )
     hidden = HIDDEN_WEIGHT if by_racks else 0.0
     return replace(how, distillation=how.distillation or Distillation(hidden=hidden))
-
-
-def _own_text(
-    original: EditedModel | None,
-    tokenizer: Any,
-    window: int,
-    folder: Path,
-    documents: Literal["joined", "apart", "whole"],
-    how: TrainSettings,
-    temperature: float,
-    device: str,
-) -> SelfText:
-    from surgeon.training.self_text import SelfText
-
-    if original is None:
-        raise ValueError("the original is to write the text, and is not known; name it as the teacher")
-    return SelfText(
-        original,
-        tokenizer,
-        window,
-        folder / "self",
-        documents,
-        seed=how.seed,
-        temperature=temperature,
-        device=device,
-    )
-
-
-def _settings(asked: TrainSettings | str | None, by_racks: bool) -> TrainSettings:
-    from surgeon.errors import show_value
-    from surgeon.training.settings import TrainSettings, preset
-
-    if asked is None:
-        return TrainSettings(scope="all" if by_racks else "edited")
-    if isinstance(asked, str):
-        return TrainSettings(**preset(asked).values)
-    if not isinstance(asked, TrainSettings):
-        raise ValueError(
-            f"settings are TrainSettings(...), or a paper's by name, not {show_value(asked)}"
-        )
-    return asked

@@ -86,16 +86,16 @@ def service_options(
     return ServiceOptions(**chosen)
 
 
-def stored_model(
+def open_stored(
     model: str | Path | Model | EditedModel, program: Program | str | None
-) -> tuple[str | Path | Model, Program | str | None]:
-    """The model as it is stored, and the program that ranks run in place of its own.
+) -> tuple[Model, Program | str | None]:
+    """Open the model as it is stored, with the program that ranks run in place of its own.
 
     Raises:
         ValueError: if an edited model is given a program, too, or its weights do not follow from its matrices alone.
     """
     if not isinstance(model, EditedModel):
-        return model, program
+        return open_model(model), program
     if program is not None:
         raise ValueError(
             f"{model.name} was edited, and has a program of its own; give the program with its model"

@@ -37,16 +37,13 @@ COMPARED = (
 
 ModelName = Annotated[
     "str | Path | Model",
-    option(
-        "A model: a checkpoint folder, a name on the Hugging Face hub, a .gguf file, or demo.", kind=str
-    ),
+    option("A model: a checkpoint folder, a name on the Hugging Face hub, a .gguf file, or demo."),
 ]
 Data = Annotated["str | Path", option(DATA_HELP, "--data", kind=str)]
 DefaultData = Annotated[
     "str | Path | None",
     option(
         DATA_HELP + " Without it demo, which is said, where the model's tokenizer has tokens for that.",
-        "--data",
         kind=str,
     ),
 ]
@@ -65,7 +62,7 @@ Separator = Annotated[
 ]
 Memory = Annotated[
     int | str | None,
-    option("The most memory the process may take, model included, such as 512MB or 2GB.", kind=str),
+    option("The most memory the process may take, model included, such as 512MB or 2GB."),
 ]
 SampledAcceptance = Annotated[
     bool,
@@ -79,8 +76,6 @@ ProgramText = Annotated[
     "Program | str | None",
     option(
         'Run this program instead of the checkpoint\'s own, e.g. "A0 F0 [A1 A2] [F1 F2]".',
-        "--program",
-        kind=str,
     ),
 ]
 VariantLayers = Annotated[
@@ -99,14 +94,11 @@ Batches = Annotated[
     "int | Sequence[int]",
     several("How many texts are computed together. Default: 1.", metavar="1,8"),
 ]
-NewTokens = Annotated[int, option("Tokens to add to each.", least=1)]
 CacheMemory = Annotated[
     int | str | None,
     option(
         "Memory for weights and cache, such as 512MB or 2GB: of all ranks together on a CPU, of each GPU. Default: "
         "most of what is free.",
-        "--memory",
-        kind=str,
     ),
 ]
 
@@ -140,7 +132,6 @@ Checkpoint = Annotated[
     option(
         "A checkpoint folder, edited or not, a hub name (owner/name@revision), or a .gguf file.",
         metavar="DIR",
-        kind=str,
     ),
 ]
 RanksDevice = Annotated[
@@ -302,7 +293,6 @@ class RunFlags(TypedDict, total=False):
             "what came behind the same few tokens before, in the text itself (lookup); or by the first rack of a "
             "checkpoint with codas (coda; surgeon heal --racks writes them).",
             metavar="[RECIPE|PROGRAM|VARIANT|lookup|coda]",
-            kind=str,
         ),
     ]
     draft_tokens: Annotated[

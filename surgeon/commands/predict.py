@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -93,7 +94,6 @@ def predict(
         option(
             "A config.json or a folder with one, a hub name, demo, or a recipe (.yaml). No weights are read.",
             metavar="MODEL",
-            kind=str,
         ),
     ],
     hardware: Annotated[
@@ -102,7 +102,6 @@ def predict(
             "What it would run on: a name such as h100-sxm, or a file as surgeon calibrate writes it.",
             "--hardware",
             metavar="NAME|FILE.yaml",
-            kind=str,
         ),
     ],
     *,
@@ -149,7 +148,6 @@ def predict(
             "Where it pays that this program over the same weights drafts and the model verifies, as surgeon generate "
             "does it, with the best number of tokens ahead; beside no drafts, and beside the draft alone.",
             metavar="RECIPE|PROGRAM|VARIANT|FOLDER",
-            kind=str,
         ),
     ] = None,
     acceptance: Annotated[
@@ -178,14 +176,19 @@ def predict(
     """
     import pandas as pd
 
-    from surgeon.commands.opening import as_list, as_range, name_of
-    from surgeon.commands.predictions import draft_table, heading_of, open_draft, record_of, sweep_cells
+    from surgeon.commands.opening import as_list, as_range, draft_program, name_of
+    from surgeon.commands.predictions import draft_table, heading_of, read_axes, record_of
     from surgeon.cost.candidates import open_candidates
+    from surgeon.cost.deployment import Deployment, Workload
     from surgeon.cost.drafts import read_chances
     from surgeon.cost.hardware import Hardware, load_hardware
     from surgeon.cost.sweep import explain_memory, prediction_table
+    from surgeon.cost.sweep import sweep as predict_all
     from surgeon.findings.prediction import Predictions
+    from surgeon.named import on_disk
     from surgeon.processes.files import make_folder
+    from surgeon.progress import progress
+    from surgeon.runtime.plan.drafts import named_draft
 
     if draft is not None and compare:
         raise ValueError("draft does not look at compare; leave one of them out")
@@ -194,11 +197,23 @@ def predict(
     chances = read_chances(as_list(acceptance or 0.8))
     candidates = open_candidates(model, as_list(compare), program, as_range(layers))
     if draft is not None:
-        candidates.append(open_draft(candidates[0].model, draft, as_range(layers)))
+        drafts_by = named_draft(str(draft_program(candidates[0].model, draft)))
+        _, drafting = open_candidates(candidates[0].model, [drafts_by], layers=as_range(layers))
+        if (there := on_disk(str(draft))) is not None:
+            drafting = replace(drafting, name=there.stem)
+        candidates.append(drafting)
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     if output is not None:
         make_folder(Path(output))
-    cells = sweep_cells(candidates, machine, ranks, (prompt, new), batch, sweep)
+    deployment = ranks if isinstance(ranks, Deployment) else Deployment(ranks)
+    # The default is the dtype of the weights.
+    number_type = deployment.dtype or machine.dtype(candidates[0].model.shapes.dtype)
+    deployment = replace(deployment, dtype=number_type)
+    positions = min(candidate.model.positions for candidate in candidates)
+    workload = Workload.within(positions, 1, prompt, new)
+    axes = {**read_axes({"batch": batch}), **read_axes(sweep)}
+    with progress("predict", len(candidates) * prod(map(len, axes.values())), "predictions") as advance:
+        cells = predict_all(candidates, machine, deployment, workload, axes, advance)
     for cell in cells if sweep is None else ():
         if cell.refused:
             raise ValueError(cell.refused if cell.prediction is None else explain_memory(cell, machine))

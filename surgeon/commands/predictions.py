@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from math import prod
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import pandas as pd
 
-from surgeon.commands.opening import as_list, as_several, draft_program
-from surgeon.cost.candidates import Candidate, open_candidates
-from surgeon.cost.deployment import Deployment, Workload
+from surgeon.commands.opening import as_list, as_several
 from surgeon.cost.drafts import draft_cells
 from surgeon.cost.hardware import Hardware, write_hardware
 from surgeon.cost.sweep import SweepCell, parse_sweep
-from surgeon.cost.sweep import sweep as _sweep
 from surgeon.errors import did_you_mean
 from surgeon.findings.prediction import AXES, DRAFT_COLUMNS, words_of
-from surgeon.language.program import Program
-from surgeon.named import on_disk
-from surgeon.opened import Model
-from surgeon.progress import progress
 from surgeon.provenance import provenance
-from surgeon.runtime.plan.drafts import named_draft
-
-
-def sweep_cells(
-    candidates: Sequence[Candidate],
-    hardware: Hardware,
-    ranks: int | Deployment,
-    load: tuple[int | None, int | None],
-    batch: int | Sequence[int],
-    sweep: str | Sequence[str] | Mapping[str, Sequence[int]] | None,
-) -> list[SweepCell]:
-    """Predict all candidates for all combinations; arguments as of `predict`, `load` is prompt and new tokens."""
-    deployment = ranks if isinstance(ranks, Deployment) else Deployment(ranks)
-    # The default is the dtype of the weights.
-    dtype = deployment.dtype or hardware.dtype(candidates[0].model.shapes.dtype)
-    positions = min(candidate.model.positions for candidate in candidates)
-    workload = Workload.within(positions, 1, *load)
-    axes = {**_axes({"batch": batch}), **_axes(sweep)}
-    with progress("predict", len(candidates) * prod(map(len, axes.values())), "predictions") as advance:
-        return _sweep(candidates, hardware, replace(deployment, dtype=dtype), workload, axes, advance)
 
 
 def heading_of(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
@@ -89,15 +60,6 @@ def record_of(
     return provenance(name, "", **settings, **cells[0].candidate.model.gguf)
 
 
-def open_draft(model: Model, draft: str | Path | Program, layers: range | None) -> Candidate:
-    """Open a draft: a recipe, a program, or a variant of the model by name."""
-    drafts = named_draft(str(draft_program(model, draft)))
-    _, drafting = open_candidates(model, [drafts], layers=layers)
-    if (there := on_disk(str(draft))) is not None:
-        return replace(drafting, name=there.stem)
-    return drafting
-
-
 def draft_table(
     cells: Sequence[SweepCell], hardware: Hardware, chances: Sequence[float], swept: bool
 ) -> tuple[pd.DataFrame, list[str]]:
@@ -120,7 +82,10 @@ def draft_table(
     return pd.DataFrame(rows, columns=list(DRAFT_COLUMNS)), list(dict.fromkeys(refused))
 
 
-def _axes(sweep: str | Sequence[str] | Mapping[str, int | Sequence[int]] | None) -> dict[str, list[int]]:
+def read_axes(
+    sweep: str | Sequence[str] | Mapping[str, int | Sequence[int]] | None,
+) -> dict[str, list[int]]:
+    """Read the values of each axis to predict for, as of `predict`."""
     if not sweep:
         return {}
     if not isinstance(sweep, Mapping):

@@ -216,7 +216,7 @@ def search(
     model: ModelName,
     data: DefaultData = None,
     output: Output = "runs/search",
-    trials: Annotated[int, option("How many programs to try in all.", "--trials", least=1)] = 60,
+    trials: Annotated[int, option("How many programs to try in all.", least=1)] = 60,
     **asked: Unpack[SearchFlags],
 ) -> SearchResult:
     """Search for the change of a model that does the least to its predictions within a budget, or along one.

@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,8 @@ from surgeon.commands.search_setup import SearchSetup, open_question
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware import parse_hardware
 from surgeon.errors import needs_extra
-from surgeon.findings.search import SearchResult
+from surgeon.findings.search import RECIPE_FILE, SearchResult
 from surgeon.language.program import Program
-from surgeon.language.recipe import Recipe
 from surgeon.machine import free_bytes
 from surgeon.opened import Model, open_model
 from surgeon.processes.files import write_text
@@ -115,10 +114,8 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
     subject = setup.subject
     known = setup.known
     unseen = _held_out(subject, options)
-    heal = None
-    if options.heal is not None and options.heal_data is not None and unseen is not None:
-        heal = options.heal_data, options.heal, options.heal_batch
-        require_text_to_heal(subject.opened, *heal, subject.windows, unseen)
+    if options.heal is not None and unseen is not None:
+        require_text_to_heal(subject, options, unseen)
     room = None if options.workers == 1 else int(KEPT_SHARE * free_bytes() / options.workers)
     evaluator = setup.evaluator(output, kept=room)
     tasks = _tasks(setup, output)
@@ -164,7 +161,7 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
     if tasks is not None:
         trials = tasks.of_the_best(trials)
         tables["trials"] = trials_table(question, trials)
-    return end_search(question, trials, tables, setup, unseen, heal, record, work, output)
+    return end_search(question, trials, tables, setup, unseen, record, work, output)
 
 
 def _require_what_it_takes(options: Question, model: Model) -> None:
@@ -301,7 +298,6 @@ def end_search(
     tables: dict[str, pd.DataFrame],
     setup: SearchSetup,
     unseen: Windows | None,
-    heal: tuple[str, int, int] | None,
     record: dict[str, Any],
     work: SearchWork,
     output: Path,
@@ -310,7 +306,6 @@ def end_search(
 
     Args:
         tables: of trials and terms.
-        heal: text, steps and batch of a healing of the finalists before the last choice among them.
     """
     settings = question.settings
     opened = setup.subject.opened
@@ -348,12 +343,8 @@ def end_search(
         known = [Finalist(trial, measured[trial.program]) for trial in (first, *runners_up)]
         compared = compare(known[0], known[1:], measured[opened.program], by)
         winner = Winner(compared.chosen.trial, why, compared, unseen.record())
-        if heal is not None:
-
-            def recipe_of(trial: Trial) -> Recipe:
-                return question.mixture.recipe(trial.choice, opened.reference, opened.hash)
-
-            healed = heal_finalists(compared, recipe_of, opened, unseen, output, *heal)
+        if settings.heal is not None:  # before the last choice among them
+            healed = heal_finalists(compared, question, opened, unseen, output)
             winner = replace(winner, trial=healed.after.chosen.trial, healing=healed)
     if question.drafting is not None:
         winner = replace(winner, draft=_as_draft(question.drafting, winner, setup, unseen, why_own))
@@ -374,7 +365,7 @@ def end_search(
         work=work,
         curves=curves,
     )
-    recipe_file = output / SearchResult.TEXTS["recipe_text"]
+    recipe_file = output / RECIPE_FILE
     write_text(recipe_file, text)
     return replace(found, files=(recipe_file, *found.write(output), *found.draw(output)))
 
@@ -398,19 +389,24 @@ def _as_draft(
 
 def heal_finalists(
     before: HeldOutComparison,
-    recipe_of: Callable[[Trial], Recipe],
+    question: PricedQuestion,
     original: Model,
     unseen: Windows,
     folder: Path,
-    data: str,
-    steps: int,
-    batch: int,
 ) -> HealedFinalists:
     """Heal each finalist as `surgeon.heal` does, into a checkpoint of its own, and compare them on held-out text."""
+    steps = question.settings.heal
+    data = question.settings.heal_data
+    assert steps is not None
+    assert data is not None
     window = unseen.ids.shape[1]
     distilled = Distillation() if before.by == "divergence" else None
     settings = TrainSettings(
-        steps=steps, batch=batch, scope="edited", distillation=distilled, evaluate_every=steps + 1
+        steps=steps,
+        batch=question.settings.heal_batch,
+        scope="edited",
+        distillation=distilled,
+        evaluate_every=steps + 1,
     )
     judge = HeldOutQuality(unseen, load(original.folder).float())
     winner = before.chosen
@@ -421,7 +417,7 @@ def heal_finalists(
         if not target.exists():  # a search that was killed heals what is missing
             print(f"search: healing trial {one.trial.number} into {target}", file=sys.stderr, flush=True)
             heal(
-                recipe_of(one.trial),
+                question.mixture.recipe(one.trial.choice, original.reference, original.hash),
                 data,
                 target,
                 settings=settings,
@@ -436,15 +432,23 @@ def heal_finalists(
     return HealedFinalists(before, compare(after[0], after[1:], before.original, before.by), how)
 
 
-def require_text_to_heal(
-    model: Model, data: str, steps: int, batch: int, searched: Windows, unseen: Windows
-) -> None:
+def require_text_to_heal(subject: Subject, options: Question, unseen: Windows) -> None:
     """Refuse too little text, and text that is searched or judged on."""
+    data = options.heal_data
+    assert data is not None
+    settings = TrainSettings(steps=options.heal, batch=options.heal_batch)
     window = unseen.ids.shape[1]
-    tokens = (steps * batch + 1) * window  # `heal` holds one window out
-    text = load_windows(model.tokenizer, data, window, tokens, searched.separator, at_most=True)
-    TrainSettings(steps=steps, batch=batch).steps_on(len(text.ids) - 1)
-    for other in (searched, unseen):
+    # `heal` holds one window out.
+    text = load_windows(
+        subject.opened.tokenizer,
+        data,
+        window,
+        settings.tokens_on(window) + window,
+        subject.windows.separator,
+        at_most=True,
+    )
+    settings.steps_on(len(text.ids) - 1)
+    for other in (subject.windows, unseen):
         if again := shared_windows(text, other):
             raise ValueError(
                 f"{again} windows of {data}, to be healed on, are in the text of the search or in what it holds out "

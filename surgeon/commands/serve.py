@@ -104,8 +104,7 @@ def serve(
     """
     import surgeon.server  # noqa: F401 - first, because it says at once if a package is missing
     from surgeon.checkpoint.texts import read_defaults
-    from surgeon.commands.opening import service_options, stored_model
-    from surgeon.opened import open_model
+    from surgeon.commands.opening import open_stored, service_options
     from surgeon.runtime.service import Service
     from surgeon.server.run import bind, run, url_of
     from surgeon.server.state import ServerState, check_origin
@@ -118,8 +117,7 @@ def serve(
     if not 0 <= port < 2**16:
         raise ValueError(f"port must be at least 0, for any that is free, and at most 65535, not {port}")
     origins = tuple(map(check_origin, cors_origins))
-    stored, program = stored_model(model, serving.get("program"))
-    opened = open_model(stored)
+    opened, program = open_stored(model, serving.get("program"))
     options = service_options(
         opened,
         program,

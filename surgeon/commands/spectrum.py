@@ -13,10 +13,7 @@ from surgeon.commands.command import command, option, several
 from surgeon.commands.options import DEFAULT_TOKENS, Data, ModelName, Output, TextFlags
 
 if TYPE_CHECKING:
-    from surgeon.analysis.factors.allocation import Allocation
-    from surgeon.analysis.factors.rank_recipe import RankBudget
     from surgeon.findings.spectrum import Spectrum
-    from surgeon.opened import Model
 
 
 @command()
@@ -100,7 +97,12 @@ def spectrum(
         FileNotFoundError, ValueError: if model, text, layers, matrices, ranks or budget cannot be used.
         OSError: if the folder cannot be written to.
     """
-    from surgeon.analysis.factors.rank_recipe import corrected_ranks, write_recipe
+    from surgeon.analysis.factors.rank_recipe import (
+        RankBudget,
+        corrected_ranks,
+        parse_budget,
+        write_recipe,
+    )
     from surgeon.analysis.spectrum import notes_on, request
     from surgeon.analysis.spectrum import spectrum as find
     from surgeon.analysis.subject import load_calibration, open_subject
@@ -120,8 +122,22 @@ def spectrum(
         ranks=parse_ranks(",".join(as_list(ranks))) if damage else (),
         method=method,
     )
-    share = _share(opened, keep, budget, allocation, damage)
-    other = None if calibration is None else str(calibration)
+    share = None
+    if keep is not None and budget is not None:
+        raise ValueError(f"keep {keep:g} is the same as the budget params={keep:g}x; give one of them")
+    if (keep, budget) != (None, None) and allocation == "damage" and not damage:
+        raise ValueError(
+            "allocation by damage goes by what is left out here; use energy or uniform, or measure damage"
+        )
+    if keep is not None:
+        share = RankBudget("params", keep, relative=True, allocation=allocation)
+    elif budget is not None:
+        checkpoint = opened.checkpoint
+        number_bytes = mode(checkpoint.dtype(name).itemsize for name in checkpoint.names())
+        share = parse_budget(budget, number_bytes, allocation)
+    other = None
+    if calibration is not None:
+        other = str(calibration)
     tokens = measured.get("tokens", DEFAULT_TOKENS)
     window = measured.get("window")
     separator = measured.get("separator")
@@ -147,24 +163,3 @@ def spectrum(
             write_recipe(folder, subject, found, share, chosen, found.record["calibration_text"])
         )
     return replace(found, files=tuple(files))
-
-
-def _share(
-    model: Model, keep: float | None, budget: str | None, allocation: Allocation, damage: bool
-) -> RankBudget | None:
-    """Budget of all matrices, and its allocation; None where no ranks are asked for."""
-    from surgeon.analysis.factors.rank_recipe import RankBudget, parse_budget
-
-    if keep is None and budget is None:
-        return None
-    if keep is not None and budget is not None:
-        raise ValueError(f"keep {keep:g} is the same as the budget params={keep:g}x; give one of them")
-    if allocation == "damage" and not damage:
-        raise ValueError(
-            "allocation by damage goes by what is left out here; use energy or uniform, or measure damage"
-        )
-    if budget is None:
-        return RankBudget("params", keep or 0.0, relative=True, allocation=allocation)
-    checkpoint = model.checkpoint
-    number_bytes = mode(checkpoint.dtype(name).itemsize for name in checkpoint.names())
-    return parse_budget(budget, number_bytes, allocation)

@@ -52,7 +52,6 @@ def train(
             "parameter, in windows of 128 or more; the vocabulary is the tokenizer's. With --steps the warm-up keeps "
             "its share.",
             metavar="1/64",
-            kind=str,
         ),
     ] = None,
     tokenizer: Annotated[

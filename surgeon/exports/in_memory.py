@@ -7,7 +7,6 @@ model with three layers, `A0 F0 A1~A2 F1~F2` is stored as four layers and `A0 F0
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -217,10 +216,9 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
         )
     if not options.get("is_main_process", True):
         return
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     saved = StoredModel(str(folder), Checkpoint(folder), model.config)
     entries = PROGRAM.class_entries(saved, Layout(PROGRAM, "", (), stock.program))
-    write_json(folder / "config.json", config | entries)
+    write_json(folder / CONFIG, saved.checkpoint.entries | entries)
     shutil.copyfile(PROGRAM.shipped.file, folder / PROGRAM.shipped.file.name)
     keep_tokenizer_class(folder, model.config)
 
@@ -351,34 +349,31 @@ def _layer_of(group: Group, edited: EditedLayers, state: Tensors | None) -> nn.M
         owner = edited.layer(group.layers[0])
         count = group.count if kind in group.used else None
         pieces = [None] if count is None else [(index, count) for index in range(count)]
-        sublayers = [group.sublayer(kind, piece) for piece in pieces]
-        parts = [_values_of(sublayer, edited, state) for sublayer in sublayers]
-        live = [
-            part
-            for part, sublayer in zip(parts, sublayers, strict=True)
-            if str(sublayer) in edited._modules
-        ]
+        parts: list[Tensors] = []
+        live: list[Tensors] = []
+        for sublayer in (group.sublayer(kind, piece) for piece in pieces):
+            if str(sublayer) not in edited._modules:
+                parts.append(weights.by_role(sublayer))
+                continue
+            # Of its derived module, whose weights may have changed, or derived anew.
+            layer = sublayer.layers[0]
+            inside = f"{edited.family.layers}.{layer}."
+            store: Store = ModuleStore(edited.get_submodule(str(sublayer)), inside)
+            if state is not None:
+                own = f"{edited.family.layers}.{sublayer}."
+                found = {name: tensor for name, tensor in state.items() if name.startswith(own)}
+                store = NamedTensors(
+                    {inside + name.removeprefix(own): tensor for name, tensor in found.items()}
+                )
+            stored = ModelWeights(store, edited.family, edited.family.head_dim(edited.config))
+            live.append(stored.by_role(Sublayer(kind, (layer,), ranks=sublayer.ranks)))
+            parts.append(live[-1])
         tensors = pack_tensors(
             _join(parts, live, f"{kind}{group.layers[0]}"), spec, weights.unit_width(kind)
         )
         for name, module in module_with(tensors, owner, spec, weights.head_dim).named_children():
             made.add_module(name, module)
     return made
-
-
-def _values_of(sublayer: Sublayer, edited: EditedLayers, state: Tensors | None) -> Tensors:
-    """Return a sublayer's tensors by role, from its derived module, whose weights may have changed, or derived anew."""
-    if str(sublayer) not in edited._modules:
-        return edited.weights().by_role(sublayer)
-    layer = sublayer.layers[0]
-    inside = f"{edited.family.layers}.{layer}."
-    own = f"{edited.family.layers}.{sublayer}."
-    store: Store = ModuleStore(edited.get_submodule(str(sublayer)), inside)
-    if state is not None:
-        found = {name: tensor for name, tensor in state.items() if name.startswith(own)}
-        store = NamedTensors({inside + name.removeprefix(own): tensor for name, tensor in found.items()})
-    weights = ModelWeights(store, edited.family, edited.family.head_dim(edited.config))
-    return weights.by_role(Sublayer(sublayer.kind, (layer,), ranks=sublayer.ranks))
 
 
 def _join(parts: list[Tensors], live: list[Tensors], name: str) -> Tensors:

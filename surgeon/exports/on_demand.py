@@ -216,18 +216,20 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
         setattr(model.get_submodule(path), last, nn.Parameter(empty, requires_grad=False))
     known = set(chain.from_iterable(found.values()))
     ignored = (*_ALWAYS_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ()))
-    left = (name for name in store.names() if name not in known)
-    unexpected = [name for name in left if not any(re.search(pattern, name) for pattern in ignored)]
+    unexpected = [
+        name
+        for name in store.names()
+        if name not in known and not any(re.search(pattern, name) for pattern in ignored)
+    ]
     tied = model.all_tied_weights_keys
     for first, second in (*tied.items(), *((source, target) for target, source in tied.items())):
         if second in found:
             found.setdefault(first, found[second])
     missing = [parameter for parameter in parameters if parameter not in found]
-    shapes = {
-        parameter: shape_of(names, stored, parameters[parameter]) for parameter, names in found.items()
-    }
     misshapen = [
-        parameter for parameter, shape in shapes.items() if shape != parameters[parameter].shape
+        parameter
+        for parameter, names in found.items()
+        if shape_of(names, stored, parameters[parameter]) != parameters[parameter].shape
     ]
     return Match(found, missing, misshapen, unexpected)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -235,15 +235,26 @@ def quantisation(
         return None
     wrapped = original.wrapped
     layers = original.family.layers
-    stored = str if wrapped is None else wrapped.stored_name
-    if wrapped is None:
-        before = ""
-    else:
+    stored: Callable[[str], str] = str
+    before = ""
+    if wrapped is not None:
+        stored = wrapped.stored_name
         before = re.escape(stored(f"{layers}.").removesuffix(f"{layers.rpartition('.')[2]}."))
-    followed: dict[str, Any] = _rename_layers(
-        copy.deepcopy(checkpoint.entries.get(QUANTIZATION) or checkpoint.config[QUANTIZATION]),
-        re.compile(rf"{before}(?<![^.\\^*(:]){layers.rpartition('.')[2]}(\\?\.)(\d+)(?!\d)"),
-        [layer.sources for layer in layout.layers],
+    number = re.compile(rf"{before}(?<![^.\\^*(:]){layers.rpartition('.')[2]}(\\?\.)(\d+)(?!\d)")
+
+    def renamed(name: str) -> list[str]:
+        """List the new names of a module, whose layer may lie in several, or in none."""
+        match = number.search(name)
+        if match is None:
+            return [name]
+        return [
+            f"{name[: match.start(2)]}{new}{name[match.end(2) :]}"
+            for new, layer in enumerate(layout.layers)
+            if int(match[2]) in layer.sources
+        ]
+
+    followed: dict[str, Any] = _rename_modules(
+        copy.deepcopy(checkpoint.entries.get(QUANTIZATION) or checkpoint.config[QUANTIZATION]), renamed
     )
     dense = list(
         dict.fromkeys(stored(one.name).rpartition(".")[0] for one in tensors if one.dequantised)
@@ -260,31 +271,15 @@ def quantisation(
     return followed
 
 
-def _rename_layers(said: Any, layer: re.Pattern[str], sources: Sequence[Sequence[int]]) -> Any:
+def _rename_modules(said: Any, renamed: Callable[[str], list[str]]) -> Any:
     """Rename modules, in lists or as keys, once for each layer that holds them."""
     if isinstance(said, dict):
         return {
-            new: _rename_layers(value, layer, sources)
-            for key, value in said.items()
-            for new in _new(key, layer, sources)
+            new: _rename_modules(value, renamed) for key, value in said.items() for new in renamed(key)
         }
     if isinstance(said, list):
         names = (
-            _new(one, layer, sources) if isinstance(one, str) else [_rename_layers(one, layer, sources)]
-            for one in said
+            renamed(one) if isinstance(one, str) else [_rename_modules(one, renamed)] for one in said
         )
         return [new for one in names for new in one]
     return said
-
-
-def _new(name: str, layer: re.Pattern[str], sources: Sequence[Sequence[int]]) -> list[str]:
-    """List the new names of a module, whose layer may lie in several, or in none."""
-    match = layer.search(name)
-    if match is None:
-        return [name]
-    number = int(match[2])
-    return [
-        f"{name[: match.start(2)]}{new}{name[match.end(2) :]}"
-        for new, old in enumerate(sources)
-        if number in old
-    ]

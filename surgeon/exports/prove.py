@@ -209,11 +209,7 @@ def prove(
     rounded = {tensor.name: tensor for tensor in tensors if tensor.rounded}
     versions = _Versions(checkpoint, rounded, wait, set(rounded))
     logits_of = partial(_logits, model, match=match, checkpoint=checkpoint)
-    if not rounded:
-        exact = written = reference.difference(
-            logits_of(reference.tokens, rows=versions.written, advance=advance)
-        )
-    elif _only_linear(model, match, rounded.keys()):
+    if rounded and _only_linear(model, match, rounded.keys()):
         # One run in which each half of the batch has one version: most of the work is to read and fold the weights.
         tokens = reference.tokens.repeat(2, 1)
 
@@ -227,7 +223,10 @@ def prove(
         written = reference.difference(
             logits_of(reference.tokens, rows=versions.written, advance=advance)
         )
-        exact = reference.difference(logits_of(reference.tokens, rows=versions.exact, advance=advance))
+        exact = written
+        if rounded:
+            logits = logits_of(reference.tokens, rows=versions.exact, advance=advance)
+            exact = reference.difference(logits)
     # Tensors that the model does not use (buffers of old checkpoints).
     for name in [*versions.uncompared]:
         deque(versions.compare(name), maxlen=0)

@@ -29,7 +29,7 @@ from surgeon.errors import NotProven
 from surgeon.language.program import Program, Step
 from surgeon.language.sublayer import ATTENTION, KINDS, WRITING, Sublayer
 from surgeon.models.edit import edit
-from surgeon.models.families import FAMILIES, Family, family_of
+from surgeon.models.families import FAMILIES, family_of
 from surgeon.models.families.fused import FUSED, POSITIONS
 from surgeon.models.weights import ModelWeights, pack_tensors
 
@@ -185,22 +185,18 @@ def _values(
     first = 0
     for index, part in enumerate(parts):
         for kind in KINDS:
-            yield from _sublayers(own, first, weights, Sublayer(kind, (index,)), part[kind])
+            fused = Sublayer(kind, (index,))
+            count = part[kind]
+            blocks = weights.units(fused)["kv_heads"] // count if kind == ATTENTION else 1
+            whole = weights.by_role(fused)
+            spec = own.spec(kind, index)
+            for place in range(count):  # of the sublayers in a fused one
+                tensors = {
+                    name: _part(name, tensor, place, count, blocks) for name, tensor in whole.items()
+                }
+                for path, value in pack_tensors(tensors, spec, weights.unit_width(kind)).items():
+                    yield f"{own.layers}.{first + place}.{path}", value
         first += max(part.values())
-
-
-def _sublayers(
-    own: Family, first: int, weights: ModelWeights, fused: Sublayer, count: int
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the sublayers in a fused one; the first has the layer of this number."""
-    whole = weights.by_role(fused)
-    blocks = weights.units(fused)["kv_heads"] // count if fused.kind == ATTENTION else 1
-    for index in range(count):
-        tensors = {name: _part(name, tensor, index, count, blocks) for name, tensor in whole.items()}
-        for path, value in pack_tensors(
-            tensors, own.spec(fused.kind, fused.layers[0]), weights.unit_width(fused.kind)
-        ).items():
-            yield f"{own.layers}.{first + index}.{path}", value
 
 
 def _part(name: str, tensor: Tensor, index: int, count: int, blocks: int) -> Tensor:

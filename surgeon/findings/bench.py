@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 
-from surgeon.findings.drawing import Chart, Picture, bars
-from surgeon.findings.result import RunResult, Table, TableFile
+from surgeon.findings.drawing import Picture, bars_chart
+from surgeon.findings.result import RunResult, Table, table_file
 from surgeon.machine import show_size
 from surgeon.words import hang_indent, number, times, with_intervals
 
@@ -36,9 +35,8 @@ class Benchmark(RunResult):
 
     COMMAND = "bench"
     RECORD = "bench.json"
-    TABLES: ClassVar = {"speeds": TableFile("bench.csv", ("batch", *COLUMNS, *RATIOS), ("program",))}
 
-    speeds: pd.DataFrame
+    speeds: pd.DataFrame = table_file("bench.csv", ("batch", *COLUMNS, *RATIOS), ("program",))
     results: Sequence[Any] = ()
     traces: tuple[Path, ...] = ()
 
@@ -89,11 +87,20 @@ class Benchmark(RunResult):
         phase = "prefill"
         if "decode_compute_ms" in self.speeds:
             phase = "decode"
-        return {
-            "bench": Picture(
-                [_chart(f"batch {n}", own, phase) for n, own in self.speeds.groupby("batch", sort=False)]
-            )
-        }
+        charts = []
+        for batch, table in self.speeds.groupby("batch", sort=False):
+            compute = table[f"{phase}_compute_ms"].to_numpy()
+            waiting = table[f"{phase}_waiting_ms"].to_numpy()
+            if np.isnan(waiting).all():  # GPUs: the process does not see what they wait for
+                compute = table["per_token_ms" if phase == "decode" else "prefill_ms"].to_numpy()
+                waiting = np.zeros(len(table))
+            speedups = table["per_token_speedup" if phase == "decode" else "first_token_speedup"]
+            rates = zip(table["tokens_per_second"], speedups, strict=True)
+            notes = [f"{number(rate, 3)} tok/s, {speedup:.2f}x" for rate, speedup in rates]
+            parts = [("compute", 0, compute), ("waiting for collectives", 1, waiting)]
+            x = f"ms of one {phase} pass"
+            charts.append(bars_chart(f"batch {batch}", list(table["program"]), parts, notes, x))
+        return {"bench": Picture(charts)}
 
 
 def uneven_shares(speeds: pd.DataFrame) -> Table | None:
@@ -138,20 +145,3 @@ def _compute_and_waiting(row: Any, phase: str) -> list[str]:
     if not math.isnan(waiting):
         share = f"{waiting / (compute + waiting):.0%}"
     return [number(compute, 3), number(waiting, 3), share]
-
-
-def _chart(title: str, table: pd.DataFrame, phase: str) -> Chart:
-    compute = table[f"{phase}_compute_ms"].to_numpy()
-    waiting = table[f"{phase}_waiting_ms"].to_numpy()
-    if np.isnan(waiting).all():  # GPUs: the process does not see what they wait for
-        compute = table["per_token_ms" if phase == "decode" else "prefill_ms"].to_numpy()
-        waiting = np.zeros(len(table))
-    speedups = table["per_token_speedup" if phase == "decode" else "first_token_speedup"]
-    rates = zip(table["tokens_per_second"], speedups, strict=True)
-    notes = [f"{number(rate, 3)} tok/s, {speedup:.2f}x" for rate, speedup in rates]
-
-    def draw(axes: Axes) -> None:
-        parts = [("compute", 0, compute), ("waiting for collectives", 1, waiting)]
-        bars(axes, list(table["program"]), parts, notes)
-
-    return Chart(title, draw, f"ms of one {phase} pass", height=70.0 + 26.0 * len(table))

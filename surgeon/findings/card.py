@@ -29,7 +29,7 @@ from surgeon.checkpoint.describe import Surgery, describe
 from surgeon.checkpoint.forms.base import NOT_ON_VLLM
 from surgeon.checkpoint.training import STAGES
 from surgeon.findings.measured import DIVERGENCE, PERPLEXITY, CardScore, Identity
-from surgeon.findings.result import Table
+from surgeon.findings.result import Record, Table
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
@@ -185,7 +185,7 @@ SIGNS = {
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
 
-def surgery(found: Surgery) -> dict[str, Any]:
+def surgery(found: Surgery) -> Record:
     """The surgery, its program and its proof, for the template."""
     report = found.report
     program = found.program
@@ -235,7 +235,7 @@ def surgery(found: Surgery) -> dict[str, Any]:
     }
 
 
-def trained_how(training: dict[str, Any] | None, from_scratch: bool = False) -> str:
+def trained_how(training: Record | None, from_scratch: bool = False) -> str:
     """The end of the card's first sentence; from scratch, the first training began with random weights."""
     if training is None:
         return "without further training"
@@ -256,7 +256,7 @@ def trained_how(training: dict[str, Any] | None, from_scratch: bool = False) -> 
     return "; ".join(parts)
 
 
-def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any]:
+def training_stages(training: Record | None, name: str) -> Record:
     """Quality before and after on held-out text, for the template."""
     found = {
         stage: training[stage]
@@ -284,30 +284,12 @@ def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any
     return {"stages": stages, "held_out": {"tokens": tokens, "of": of}}
 
 
-def usage(found: Surgery, folder: Path, name: str) -> dict[str, Any]:
+def usage(found: Surgery, folder: Path, name: str) -> Record:
     """Commands that load it in transformers, vLLM and surgeon, for the template."""
     form = found.form
     assert form is not None
     options = json.dumps(name) + (", trust_remote_code=True" if form.shipped is not None else "")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     serving = form.serving(found.stored, f"vllm serve {quote(name)}")
-    return {
-        "reason": found.report.get("reason"),
-        "has_tokenizer": any(any(folder.glob(pattern)) for pattern in _TOKENIZERS),
-        "shipped": form.shipped,
-        "architectures": config.get("architectures"),
-        "options": options,
-        "vllm": serving,
-        "vllm_ranks": None if serving[0].startswith(NOT_ON_VLLM) else _vllm_ranks(found),
-        "prompt": PROMPT,
-        "tp": RANKS,
-        "word": quote(name),
-        "literal": json.dumps(name),
-    }
-
-
-def _vllm_ranks(found: Surgery) -> str | None:
-    """Say among how many ranks vLLM can share the attentions, where 2, 4 or 8 cannot."""
     units = found.stored.family.units(found.stored.config)
     heads = units["heads"]
     kv_heads = units.get("kv_heads", heads)
@@ -316,15 +298,29 @@ def _vllm_ranks(found: Surgery) -> str | None:
         for count in range(1, heads + 1)
         if heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
     ]
-    if all(count in counts for count in (2, 4, 8) if count <= heads):
-        return None
-    return (
-        f"vLLM shares {plural(heads, 'head')} and {plural(kv_heads, 'KV head')} among "
-        f"{', '.join(map(str, counts))} ranks; `surgeon serve` takes any number."
-    )
+    vllm_ranks = None
+    on_vllm = not serving[0].startswith(NOT_ON_VLLM)
+    if on_vllm and not all(count in counts for count in (2, 4, 8) if count <= heads):
+        vllm_ranks = (
+            f"vLLM shares {plural(heads, 'head')} and {plural(kv_heads, 'KV head')} among "
+            f"{', '.join(map(str, counts))} ranks; `surgeon serve` takes any number."
+        )
+    return {
+        "reason": found.report.get("reason"),
+        "has_tokenizer": any(any(folder.glob(pattern)) for pattern in _TOKENIZERS),
+        "shipped": form.shipped,
+        "architectures": found.stored.checkpoint.entries.get("architectures"),
+        "options": options,
+        "vllm": serving,
+        "vllm_ranks": vllm_ranks,
+        "prompt": PROMPT,
+        "tp": RANKS,
+        "word": quote(name),
+        "literal": json.dumps(name),
+    }
 
 
-def belongings(found: Surgery, folder: Path, inherited: Inherited) -> dict[str, Any]:
+def belongings(found: Surgery, folder: Path, inherited: Inherited) -> Record:
     """The base model's other files and its licence, for the template."""
     metadata = inherited.metadata
     licence = metadata.get("license")

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
-from surgeon.findings.result import RunResult, Table, TableFile
+from surgeon.findings.result import RunResult, Table, table_file
 from surgeon.machine import show_size
 from surgeon.words import align_columns, hang_indent
 
@@ -53,18 +53,15 @@ class Check(RunResult):
 
     COMMAND = "check"
     RECORD = "check.json"
-    TABLES: ClassVar = {
-        "answers": TableFile(
-            "check.csv",
-            ("bytes",),
-            _WORDS,
-            one_of={"works": (YES, NO, PARTLY)},
-            may_be_empty=True,
-            missing="",
-        )
-    }
 
-    answers: pd.DataFrame
+    answers: pd.DataFrame = table_file(
+        "check.csv",
+        ("bytes",),
+        _WORDS,
+        one_of={"works": (YES, NO, PARTLY)},
+        may_be_empty=True,
+        missing="",
+    )
 
     @classmethod
     def of(cls, answers: Iterable[Verdict], **record: object) -> Check:
@@ -73,10 +70,8 @@ class Check(RunResult):
     @property
     def refused(self) -> str | None:
         """The reason why nothing can be done with the model; None if something can."""
-        reason = self.record.get("refused")
-        if reason is None:
-            return None
-        return str(reason)
+        reason: str | None = self.record.get("refused")
+        return reason
 
     @property
     def described(self) -> dict[str, str]:
@@ -197,8 +192,6 @@ class FamilyTable:
     def markdown(self) -> str:
         from jinja2 import Template
 
-        table = Table(
-            "", HEAD, [row.cells() for row in self.rows], left=frozenset(range(len(HEAD)))
-        ).markdown
+        table = Table("", HEAD, [row.cells() for row in self.rows], left=range(len(HEAD))).markdown
         page = Template(PAGE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
         return str(page.render(table=table, rows=self.rows, wrappers=self.wrappers))

@@ -10,7 +10,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
@@ -259,34 +259,36 @@ def scale(
 
 def points(
     axes: Axes,
-    x: Any,
-    y: Any,
-    tips: Sequence[str] = (),
+    table: pd.DataFrame,
+    across: str,
+    column: str,
+    tip: Callable[[Any], str],
     style: int = 0,
     label: str = "",
     *,
     colour: str = "",
     line: bool = True,
     marks: bool = True,
-    ends: tuple[Any, Any] | None = None,
+    intervals: bool = False,
     band: bool = False,
 ) -> None:
-    """Draw a line and its points into axes that have their limits; points beyond are hollow, on the edge.
+    """Draw two columns of a table into axes that have their limits; points beyond are hollow, on the edge.
 
     Args:
-        tips: text of each point.
+        tip: text of a row's point.
         style: number of its colour, dash and mark; `colour` in its place is of an ordered series.
-        ends: of the 95% interval of each point, NaN where there is none; with `band` an area along the line.
+        intervals: draw 95% intervals where the table has them; with `band` as an area along the line.
     """
-    known = ~np.isnan(np.asarray(y, dtype=float))
-    x = np.asarray(x, dtype=float)[known]
-    y = np.asarray(y, dtype=float)[known]
-    if not len(x):
+    table = table[table[column].notna()]
+    if table.empty:
         return
+    x = table[across].to_numpy(dtype=float)
+    y = table[column].to_numpy(dtype=float)
     low, high = axes.get_ylim()
     look: dict[str, Any] = {"color": colour or COLOURS[style % len(COLOURS)], "clip_on": False}
-    if ends is not None:
-        below, above = (np.asarray(end, dtype=float)[known] for end in ends)
+    names = [f"{column}_low", f"{column}_high"]
+    if intervals and {*names} <= {*table}:
+        below, above = table[names].to_numpy(dtype=float).T
         told = np.isfinite(below) & np.isfinite(above)
         interval = x[told], np.clip(below[told], low, high), np.clip(above[told], low, high)
         if band and told.any():
@@ -297,10 +299,7 @@ def points(
     inside = y <= high
     mark: dict[str, Any] = {"marker": "o" if colour else MARKERS[style % len(MARKERS)], "ms": 6.2}
     dashes: Any = "-" if colour else DASHES[style % len(DASHES)]
-    if len(tips):
-        said = [tip for tip, here in zip(tips, known, strict=True) if here]
-    else:
-        said = [""] * len(x)
+    tips = np.array([tip(row) for _, row in table.iterrows()], dtype=object)
     drawn = {}
     if marks:
         drawn = {"markevery": np.flatnonzero(inside).tolist(), "mec": PAPER, "mew": 0.8, **mark}
@@ -308,39 +307,40 @@ def points(
         x, shown, linestyle=dashes if line else "", lw=1.8, label=label or None, **drawn, **look
     )
     if marks:
-        TIPS[curve] = [tip for tip, here in zip(said, inside, strict=True) if here]
+        TIPS[curve] = tips[inside].tolist()
     if marks and not inside.all():
         (hollow,) = axes.plot(
             x[~inside], shown[~inside], linestyle="", mfc=PAPER, mew=1.3, **mark, **look
         )
-        TIPS[hollow] = [tip for tip, here in zip(said, inside, strict=True) if not here]
+        TIPS[hollow] = tips[~inside].tolist()
 
 
 def columns_chart(
     table: pd.DataFrame,
     lines: Mapping[str, tuple[str, int]],
-    rows: Iterable[str],
+    named: Callable[[Any], str],
     titles: tuple[str, str, str],
     caption: str = "",
     log: bool = True,
 ) -> Chart:
     """Draw columns of a table over its first, the layers, up to 1 or logarithmic; lines have words and a style."""
     title, x, y = titles
-    layers = table.iloc[:, 0]
-    named = list(rows)
+    first = str(table.columns[0])
+    shown = table
+    if log:  # a term that is 0 (GPT-NeoX has one) has no place there
+        shown = table.assign(**{name: table[name].where(table[name] > 0) for name in lines})
 
     def draw(axes: Axes) -> None:
-        layers_across(axes, int(layers.min()), int(layers.max()))
+        layers_across(axes, int(table[first].min()), int(table[first].max()))
         numbers = table[list(lines)].to_numpy(dtype=float).ravel().tolist()
         if not log:
             numbers.append(1.0)
         scale(axes, "y", numbers, log, zero=not log)
         for column, (words, style) in lines.items():
-            shown = table[column]
-            tips = [f"{row}, {words}: {number(value)}" for row, value in zip(named, shown, strict=True)]
-            if log:  # a term that is 0 (GPT-NeoX has one) has no place there
-                shown = shown.where(shown > 0)
-            points(axes, layers, shown, tips, style, words)
+            points(axes, shown, first, column, partial(tip, column, words), style, words)
+
+    def tip(column: str, words: str, row: Any) -> str:
+        return f"{named(row)}, {words}: {number(row[column])}"
 
     return Chart(title, draw, x, y, caption)
 
@@ -365,22 +365,32 @@ def above(axes: Axes) -> str:
     return f"{plural(count, 'point')} of {every} {verb} above (hollow, on the edge)."
 
 
-def bars(
-    axes: Axes, names: Sequence[str], parts: Sequence[tuple[str, int, Any]], notes: Sequence[str]
-) -> None:
+def bars_chart(
+    title: str,
+    names: Sequence[str],
+    parts: Sequence[tuple[str, int, Any]],
+    notes: Sequence[str],
+    x: str,
+    **looks: Any,
+) -> Chart:
     """Draw a horizontal bar for each name, the first on top, of parts end to end, with a note behind it.
 
     Args:
         parts: words, number of the colour, and length in each bar.
+        looks: of the chart.
     """
-    places = np.arange(len(names))
-    ends = np.zeros(len(names))
-    for words, colour, lengths in parts:
-        axes.barh(places, lengths, left=ends, color=COLOURS[colour], label=words, height=0.62)
-        ends = ends + lengths
-    for place, end, note in zip(places.tolist(), ends, notes, strict=True):
-        axes.text(end, place, f"  {note}", va="center", fontsize=9, color=INK)
-    axes.set_yticks(places, labels=list(names))
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlim(0, 1.6 * float(np.nanmax(ends)))
-    axes.grid(visible=False)
+
+    def draw(axes: Axes) -> None:
+        places = np.arange(len(names))
+        ends = np.zeros(len(names))
+        for words, colour, lengths in parts:
+            axes.barh(places, lengths, left=ends, color=COLOURS[colour], label=words, height=0.62)
+            ends = ends + lengths
+        for place, end, note in zip(places.tolist(), ends, notes, strict=True):
+            axes.text(end, place, f"  {note}", va="center", fontsize=9, color=INK)
+        axes.set_yticks(places, labels=list(names))
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_xlim(0, 1.6 * float(np.nanmax(ends)))
+        axes.grid(visible=False)
+
+    return Chart(title, draw, x, height=70.0 + 26.0 * len(names), **looks)

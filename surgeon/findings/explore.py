@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 
@@ -41,11 +41,11 @@ class Exploration(RunResult):
     RECORD = "explore.json"
     TITLE = "What to do next"
     OF_SURGERY = False
-    TABLES: ClassVar = {
-        "steps": TableFile("explore.csv", ("seconds",), ("step", "did"), may_be_empty=True)
-    }
 
-    steps: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["step", "did", "seconds"]))
+    steps: pd.DataFrame = field(
+        default_factory=lambda: pd.DataFrame(columns=["step", "did", "seconds"]),
+        metadata={"file": TableFile("explore.csv", ("seconds",), ("step", "did"), may_be_empty=True)},
+    )
     checked: Check | None = None
     scan: Scan | None = None
     similarity: Similarity | None = None
@@ -95,7 +95,7 @@ class Exploration(RunResult):
             for name, seconds, did in zip(steps["step"], steps["seconds"], steps["did"], strict=True)
         ]
         caption = f"What was done in {clock(self.spent)} of {self.minutes:g} minutes"
-        yield Table(caption, ["step", "time", "on what, and what it gave"], rows, left=frozenset({2}))
+        yield Table(caption, ["step", "time", "on what, and what it gave"], rows, left=(2,))
 
     def summary(self) -> Iterator[Finding]:
         tokens = self.record.get("plan", {}).get("tokens")

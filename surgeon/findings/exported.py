@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from surgeon.findings.result import Block, Finding, RunResult, Table, record_codes
+from surgeon.findings.result import Block, Finding, Record, RunResult, Table, record_codes
 from surgeon.words import number, plural
 
 _PROOF = {
@@ -26,11 +26,11 @@ class ExportRun(RunResult):
     TITLE = "Checkpoint"
 
     @classmethod
-    def is_ours(cls, record: dict[str, Any]) -> bool:
+    def is_ours(cls, record: Record) -> bool:
         return isinstance(record.get("form"), str) and isinstance(record.get("source"), dict)
 
     @classmethod
-    def model_of(cls, record: dict[str, Any]) -> tuple[str, str]:
+    def model_of(cls, record: Record) -> tuple[str, str]:
         source = record["source"]
         trained = record.get("trained")
         if "model" in source and source["model"] is None and isinstance(trained, dict):
@@ -68,7 +68,7 @@ class ExportRun(RunResult):
             if not isinstance(value, str):
                 value = number(float(value), 3)
             rows.append([text, value])
-        yield Table("What was written", ["", ""], [row for row in rows if row[1]], left=frozenset({1}))
+        yield Table("What was written", ["", ""], [row for row in rows if row[1]], left=(1,))
         yield from record_codes(record, program="Program", recipe="Recipe")
 
     def summary(self) -> Iterator[Finding]:

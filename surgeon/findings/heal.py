@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from functools import cached_property
+from typing import Self
 
 from surgeon.findings.drawing import Picture
-from surgeon.findings.result import Block, Finding, Table, record_codes
+from surgeon.findings.result import Block, Finding, Record, Table, record_codes
 from surgeon.findings.training import TrainingRun, held_out_charts, trained_on
 from surgeon.progress import clock
 from surgeon.quality.summary import Quality
@@ -33,7 +33,7 @@ class Healing:
     healed: Quality
 
     @classmethod
-    def of(cls, record: dict[str, Any]) -> Healing:
+    def of(cls, record: Record) -> Healing:
         """Read a `run.json`; a ValueError says which perplexity is not above 0."""
         found = {
             name: record[name] and Quality.from_json(record[name])
@@ -70,11 +70,7 @@ class Healing:
 
 @dataclass(frozen=True, repr=False)
 class HealRun(TrainingRun):
-    """The result of `heal`.
-
-    Attributes:
-        healing: the three models on the same held-out text.
-    """
+    """The result of `heal`."""
 
     COMMAND = "heal"
     TITLE = "Healing"
@@ -84,14 +80,13 @@ class HealRun(TrainingRun):
     LOG_FROM = 20.0
 
     @classmethod
-    def is_ours(cls, record: dict[str, Any]) -> bool:
+    def is_ours(cls, record: Record) -> bool:
         return bool(record.get("identity", {}).get("task", "heal") == "heal")
 
-    healing: Healing
-
-    @classmethod
-    def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:
-        return super().facts(record, file) | {"healing": Healing.of(record)}
+    @cached_property
+    def healing(self) -> Healing:
+        """The three models on the same held-out text."""
+        return Healing.of(self.record)
 
     @property
     def original(self) -> float | None:
@@ -113,9 +108,7 @@ class HealRun(TrainingRun):
         if healing.original:
             rows = [["original", *_cells(healing.original, divergence=False)]]
         rows += [["edited", *_cells(healing.edited)], ["healed", *_cells(healing.healed, *back)]]
-        marked = frozenset(
-            (len(rows) - 1, column) for column, share in zip((3, 6), back, strict=True) if share
-        )
+        marked = [(len(rows) - 1, column) for column, share in zip((3, 6), back, strict=True) if share]
         yield Table(
             "Before and after", ["", *_HEAD], rows, _NOTE if any(back) else _UNKNOWN, marked=marked
         )
@@ -154,9 +147,7 @@ class HealRun(TrainingRun):
             note = _NOTE
         if not same_text:
             note += " The runs were measured on different texts: only shares can be compared."
-        table = Table(
-            "All healings side by side", ["", "tokens", *_HEAD], rows, note, marked=frozenset(marked)
-        )
+        table = Table("All healings side by side", ["", "tokens", *_HEAD], rows, note, marked=marked)
         return [table, Picture(list(held_out_charts({run.name: run for run in runs}, ", all healings")))]
 
     def summary(self) -> Iterator[Finding]:

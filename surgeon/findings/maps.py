@@ -20,12 +20,12 @@ from matplotlib.figure import Figure
 
 from surgeon.findings.drawing import INK, NO_CELL, SOFT, panel
 from surgeon.findings.result import Table
+from surgeon.findings.tolerance import CAP
 from surgeon.words import TIMES, allowance, number
 
 MARKED = 1.10  # times the base perplexity: cells up to here are fenced in
 COLOURS = "viridis"
 BEYOND = "#fff6c2"  # paler than the scale's last colour, so that a capped cell is seen to be one
-CAP = 3.0  # colours end at this multiple of the base perplexity, at the latest
 LEAST_CAP = 1.1
 # Share of the cells that colours tell apart, with some room, if a few cells are beyond the cap.
 MOST = 0.85
@@ -67,24 +67,6 @@ def name_of(value: Any) -> str:
     if isinstance(value, str):
         return value
     return f"{value:g}"
-
-
-def scale_of(grids: Sequence[pd.DataFrame], base: float, cap: float = CAP) -> tuple[Normalize, bool]:
-    """The scale of these maps, from the base perplexity up, and whether some cells lie beyond it.
-
-    Colours end at the worst cell, at the latest at `cap` times the base; sooner where nearly all cells are far better.
-    """
-    cells = pd.Series(
-        np.concatenate([values.to_numpy().ravel() for values in grids]), dtype=float
-    ).dropna()
-    worst = base
-    if len(cells):
-        worst = float(cells.max())
-    if worst > base * cap:
-        worst = base * (float(cells.quantile(MOST, interpolation="lower")) / base) ** _ROOM
-    end = min(base * cap, max(base * LEAST_CAP, worst))
-    functions = (lambda value: damage(value / base), lambda place: base * np.exp(np.square(place)))
-    return FuncNorm(functions, base, end), bool((cells > end).any())
 
 
 @dataclass(frozen=True)
@@ -144,6 +126,24 @@ class Legend:
         if self.capped:
             axes.text(1.06, -0.62, "beyond", transform=axes.transAxes, fontsize=11, color=SOFT, va="top")
         return figure
+
+
+def damage_legend(title: str, grids: Sequence[pd.DataFrame], base: float, cap: float = CAP) -> Legend:
+    """The colours of these maps, from the base perplexity up.
+
+    Colours end at the worst cell, at the latest at `cap` times the base; sooner where nearly all cells are far better.
+    """
+    cells = pd.Series(
+        np.concatenate([values.to_numpy().ravel() for values in grids]), dtype=float
+    ).dropna()
+    worst = base
+    if len(cells):
+        worst = float(cells.max())
+    if worst > base * cap:
+        worst = base * (float(cells.quantile(MOST, interpolation="lower")) / base) ** _ROOM
+    end = min(base * cap, max(base * LEAST_CAP, worst))
+    functions = (lambda value: damage(value / base), lambda place: base * np.exp(np.square(place)))
+    return Legend(FuncNorm(functions, base, end), title, base, bool((cells > end).any()))
 
 
 @dataclass(frozen=True)

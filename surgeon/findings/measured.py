@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
-from surgeon.findings.result import SHORT_HASH, name_file_in_errors, read_record
+from surgeon.findings.result import SHORT_HASH, Record, name_file_in_errors, read_record
 from surgeon.findings.tasks import PROVENANCE_KEY, scores
 from surgeon.language.program import Program
 from surgeon.named import public
@@ -112,53 +111,64 @@ def read_measured(paths: Sequence[Path], identity: Identity) -> tuple[CardScore,
     for file in files:
         record = read_record(file)
         results = record.get("results")
+        own = record
+        ran = record
         if isinstance(results, dict) and isinstance(record.get(PROVENANCE_KEY), dict):
             kind = "eval --tasks"
             read = _tasks
+            own = record[PROVENANCE_KEY]
+            ran = own
         elif isinstance(record.get("best"), dict):
             kind = "search"
             read = _search
+            ran = record["best"]
         elif PERPLEXITY in record:
             kind = "eval --data"
             read = _text
         else:
             raise ValueError(f"{file} holds no results of surgeon eval or search")
         with name_file_in_errors(file, kind):
-            scores += read(file, record, identity)
+            edited = identity.is_edited(file, own["model_hash"], Program.parse(ran["program"]))
+            scores += read(record, edited)
     # Of what was measured twice the later one counts.
     return tuple({(one.edited, one.metric, one.key): one for one in scores}.values())
 
 
-def _text(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
-    edited = identity.is_edited(file, record["model_hash"], Program.parse(record["program"]))
+def _text(record: Record, edited: bool) -> Iterator[CardScore]:
     against = "the original"
     if record.get("against") is not None:
         against = public(record["against"])
     yield from _on_text(record, Quality.from_json(record), edited, against)
 
 
-def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
-    best = record["best"]
-    if not identity.is_edited(file, record["model_hash"], Program.parse(best["program"])):
+def _search(record: Record, edited: bool) -> Iterator[CardScore]:
+    if not edited:
         return
+    best = record["best"]
     original = record["original"]
     held = record.get("held_out")
     text = record
     seen = ""
     if held is not None:
         # The best of many trials is best in part by luck on the text that it was chosen on: only other text is fair.
-        finalists = {one["trial"]: one for one in (held["searched"], *held["runners_up"])}
-        chosen = record.get("healing", held)["winner"]
-        best = finalists[chosen]["unseen"]
+        best = winner_unseen(record)
         original = held["original"]
         text = {"data": held["data"], "data_hash": held["data_hash"]}
         seen = " that the search did not see"
-    for values, edited in ((best, True), (original, False)):
-        yield from _on_text(text, Quality.from_json(values), edited, "the original", seen)
+    for values, is_best in ((best, True), (original, False)):
+        yield from _on_text(text, Quality.from_json(values), is_best, "the original", seen)
+
+
+def winner_unseen(record: Record) -> Record:
+    """The quality of a search's winner, healed where it was, on held-out text."""
+    held = record["held_out"]
+    finalists = {one["trial"]: one for one in (held["searched"], *held["runners_up"])}
+    found: Record = finalists[(record.get("healing") or held)["winner"]]["unseen"]
+    return found
 
 
 def _on_text(
-    record: dict[str, Any], quality: Quality, edited: bool, against: str, which: str = ""
+    record: Record, quality: Quality, edited: bool, against: str, which: str = ""
 ) -> Iterator[CardScore]:
     """Numbers on a text; an unedited model's divergence from itself is left out."""
     source = str(record["data"])
@@ -173,9 +183,7 @@ def _on_text(
             yield CardScore(edited, metric, on, key, shown)
 
 
-def _tasks(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
-    own = record[PROVENANCE_KEY]
-    edited = identity.is_edited(file, own["model_hash"], Program.parse(own["program"]))
+def _tasks(record: Record, edited: bool) -> Iterator[CardScore]:
     for one in scores(record):
         shots = ""
         if one.shots is not None:

@@ -270,7 +270,19 @@ def chapters_of(paths: Iterable[Path]) -> list[Chapter]:
     """A chapter for each model of these runs, in their order."""
     unique: dict[Path, RunResult] = {}
     for path in paths:
-        for run in read_runs(path):
+        if not path.exists():
+            raise FileNotFoundError(f"no folder {path}; give folders that surgeon commands wrote")
+        files = [path] if path.is_file() else sorted(path.iterdir())
+        found = [
+            kind.read(file)
+            for kind in KINDS
+            for file in files
+            if file.match(kind.RECORD) and kind.is_ours(read_record(file))
+        ]
+        if not found:
+            looked_for = ", ".join(dict.fromkeys(kind.RECORD for kind in KINDS))
+            raise ValueError(f"{path} holds no run of a surgeon command; looked for {looked_for}")
+        for run in found:
             unique.setdefault(run.files[0].resolve(), run)
     runs = list(unique.values())
     # Records without a hash go by the model's name, and never into a chapter of a model that is known.
@@ -289,23 +301,6 @@ def chapters_of(paths: Iterable[Path]) -> list[Chapter]:
         _chapter(number, "" if key.startswith("name ") else key, group)
         for number, (key, group) in enumerate(groups.items(), start=1)
     ]
-
-
-def read_runs(path: Path) -> list[RunResult]:
-    """Read all runs of a folder, or the one whose record the path is."""
-    if not path.exists():
-        raise FileNotFoundError(f"no folder {path}; give folders that surgeon commands wrote")
-    files = [path] if path.is_file() else sorted(path.iterdir())
-    runs = [
-        kind.read(file)
-        for kind in KINDS
-        for file in files
-        if file.match(kind.RECORD) and kind.is_ours(read_record(file))
-    ]
-    if not runs:
-        looked_for = ", ".join(dict.fromkeys(kind.RECORD for kind in KINDS))
-        raise ValueError(f"{path} holds no run of a surgeon command; looked for {looked_for}")
-    return runs
 
 
 def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter:
@@ -334,8 +329,17 @@ def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter
                     for one in run.summary()
                 ]
                 missing += [f"{run.name}: {line}" for line in run.missing()]
+        record = run.provenance(run.record)
+        provenance = [("file", str(run.files[0]))]
+        for name in dict.fromkeys([*(one for one in _FIRST if one in record), *record]):
+            text = str(record[name])
+            if not isinstance(record[name], str):
+                text = json.dumps(record[name], ensure_ascii=False)
+            if len(text) > _LONGEST_VALUE:
+                text = f"{text[:_LONGEST_VALUE]} … ({len(text):,} characters)"
+            provenance.append((name, text))
         section = {"anchor": f"{anchor}-{place}", "name": run.name, "title": title, "blocks": blocks}
-        sections.append(section | {"provenance": _provenance(run)})
+        sections.append(section | {"provenance": provenance})
     present = {run.COMMAND for run in runs}
     if any(run.OF_SURGERY for run in runs):
         missing += [kind.WITHOUT for kind in KINDS if kind.WITHOUT and kind.COMMAND not in present]
@@ -344,18 +348,3 @@ def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter
     return Chapter(
         names, model_hash[:SHORT_HASH], anchor, summary, list(dict.fromkeys(missing)), sections
     )
-
-
-def _provenance(run: RunResult) -> list[tuple[str, str]]:
-    """Names and values of a run's record."""
-    record = run.provenance(run.record)
-    names = [name for name in _FIRST if name in record] + [name for name in record if name not in _FIRST]
-    found = [("file", str(run.files[0]))]
-    for name in names:
-        text = str(record[name])
-        if not isinstance(record[name], str):
-            text = json.dumps(record[name], ensure_ascii=False)
-        if len(text) > _LONGEST_VALUE:
-            text = f"{text[:_LONGEST_VALUE]} … ({len(text):,} characters)"
-        found.append((name, text))
-    return found

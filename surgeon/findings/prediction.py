@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
 from surgeon.findings.bench import passes_table, uneven_shares
-from surgeon.findings.drawing import Chart, Picture, bars, points, scale
+from surgeon.findings.drawing import Chart, Picture, bars_chart, points, scale
 from surgeon.findings.maps import Legend, Map, map_cells
-from surgeon.findings.result import Block, Finding, RunResult, Table, TableFile
+from surgeon.findings.result import Block, Finding, RunResult, Table, table_file
 from surgeon.machine import show_size
 from surgeon.words import NO_VALUE, TIMES, hang_indent, number, plural, times
 
@@ -48,17 +48,13 @@ class Predictions(RunResult):
     COMMAND = "predict"
     RECORD = "predict.json"
     TITLE = "Predictions"
-    TABLES: ClassVar = {
-        "speeds": TableFile(
-            "predict.csv",
-            (*AXES, *_SPEEDS, "communication_share", "needed_bytes", "there_bytes", "fits", *SPEEDUPS),
-            ("program",),
-        ),
-        "drafts": TableFile("drafts.csv", DRAFT_COLUMNS, optional=True),
-    }
 
-    speeds: pd.DataFrame
-    drafts: pd.DataFrame = field(default_factory=pd.DataFrame)
+    speeds: pd.DataFrame = table_file(
+        "predict.csv",
+        (*AXES, *_SPEEDS, "communication_share", "needed_bytes", "there_bytes", "fits", *SPEEDUPS),
+        ("program",),
+    )
+    drafts: pd.DataFrame = table_file("drafts.csv", DRAFT_COLUMNS, optional=True)
     cells: Sequence[Any] = ()
 
     def __str__(self) -> str:
@@ -148,7 +144,19 @@ class Predictions(RunResult):
             phases = (
                 phase for phase in ("prefill", "decode") if table[f"{phase}_compute_ms"].notna().any()
             )
-            charts += [_pass(table, phase) for phase in phases]
+            names = [str(program) for program in table["program"]]
+            if table["batch"].nunique() > 1:
+                names = [f"{one}, {batch}" for one, batch in zip(names, table["batch"], strict=True)]
+            for phase in phases:
+                spent = [table[f"{phase}_{part}_ms"].to_numpy() for part in PARTS]
+                speedups = table["per_token_speedup" if phase == "decode" else "first_token_speedup"]
+                notes = [
+                    f"{number(end, 3)} ms, {speedup:.2f}x"
+                    for end, speedup in zip(np.sum(spent, axis=0), speedups, strict=True)
+                ]
+                parts = [(*part, own) for part, own in zip(_PARTS, spent, strict=True)]
+                looks: Any = {"caption": "Where its time goes.", "left": 150.0}
+                charts.append(bars_chart(f"One {phase} pass", names, parts, notes, "ms", **looks))
         if table[[*AXES]].nunique().max() > 1:
             charts += _lines(table)
         if charts:  # none where nothing can be shared out
@@ -187,24 +195,6 @@ def _pass_times(row: Any, phase: str) -> list[str]:
     return [number(value, 3) for value in (*(row[f"{phase}_{part}_ms"] for part in PARTS), hidden)]
 
 
-def _pass(table: pd.DataFrame, phase: str) -> Chart:
-    names = [str(program) for program in table["program"]]
-    if table["batch"].nunique() > 1:
-        names = [f"{program}, {batch}" for program, batch in zip(names, table["batch"], strict=True)]
-    spent = [table[f"{phase}_{part}_ms"].to_numpy() for part in PARTS]
-    speedups = table["per_token_speedup" if phase == "decode" else "first_token_speedup"]
-    notes = [
-        f"{number(end, 3)} ms, {speedup:.2f}x"
-        for end, speedup in zip(np.sum(spent, axis=0), speedups, strict=True)
-    ]
-
-    def draw(axes: Axes) -> None:
-        bars(axes, names, [(*part, own) for part, own in zip(_PARTS, spent, strict=True)], notes)
-
-    height = 70.0 + 26.0 * len(table)
-    return Chart(f"One {phase} pass", draw, "ms", "", "Where its time goes.", height=height, left=150.0)
-
-
 def _lines(table: pd.DataFrame) -> Iterator[Chart]:
     """Tokens per second along an axis of a sweep, a chart for each value of another; of several programs speedups.
 
@@ -227,6 +217,10 @@ def _lines(table: pd.DataFrame) -> Iterator[Chart]:
 
 
 def _line_chart(own: pd.DataFrame, column: str, along: str, y: str, title: str) -> Chart:
+    def tip(row: Any) -> str:
+        fits = "" if row["fits"] else ", does not fit into memory"
+        return f"{row['program']}, {along} {int(row[along])}: {number(row[column], 3)}{fits}"
+
     def draw(axes: Axes) -> None:
         ticks = sorted(set(own[along]))
         shown = ticks[:: max(1, math.ceil(len(ticks) / 8))]
@@ -236,11 +230,7 @@ def _line_chart(own: pd.DataFrame, column: str, along: str, y: str, title: str) 
         axes.minorticks_off()
         scale(axes, "y", own[column].tolist(), log=not column.endswith("speedup"))
         for style, (program, rows) in enumerate(own.groupby("program", sort=False)):
-            tips = []
-            for _, row in rows.iterrows():
-                fits = "" if row["fits"] else ", does not fit into memory"
-                tips.append(f"{program}, {along} {int(row[along])}: {number(row[column], 3)}{fits}")
-            points(axes, rows[along], rows[column], tips, style, str(program))
+            points(axes, rows, along, column, tip, style, str(program))
 
     return Chart(title, draw, along, y, described=f"{y}, {title}")
 

@@ -19,10 +19,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyBboxPatch, Patch
 
 from surgeon.language.program import Fork, Node, Program, Step, layer_nodes, steps_of
-from surgeon.language.sublayer import ATTENTION, UNITS, Sublayer, sizes_text
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, UNITS, Sublayer, sizes_text
 
-_ATTENTION = "#3b75af"
-_FEED_FORWARD = "#e8842c"
+_FILLS = {ATTENTION: "#3b75af", FEED_FORWARD: "#e8842c"}
 _STREAM = "#333333"
 _LATE = "#7b3fa0"
 _LEFT_OUT = "#c0392b"
@@ -44,7 +43,12 @@ _INCHES = 0.95  # per unit
 def program_figure(program: Program, num_layers: int, steps_per_layer: int, title: str = "") -> Figure:
     """The picture, on axes whose units are steps; sizes are those of the unedited model."""
     items = list(outline(program, num_layers, steps_per_layer))
-    rows = _rows(items)
+    rows: list[list[Item]] = [[]]
+    room = max(_ROW_WIDTH, *map(_width, items))
+    for item in items:
+        if rows[-1] and sum(map(_width, rows[-1])) + _width(item) > room:
+            rows.append([])
+        rows[-1].append(item)
     heights = [(_height(row, 1), _height(row, -1)) for row in rows]
     width = max(_ROW_WIDTH / 2, *(sum(map(_width, row)) for row in rows)) + 1.2
     height = sum(up + down for up, down in heights) + 1.5
@@ -67,8 +71,8 @@ def program_figure(program: Program, num_layers: int, steps_per_layer: int, titl
         axes.plot([start, end], [y, y], color=_STREAM, linewidth=1.6, zorder=1)
         y -= down
     handles: list[Patch | Line2D] = [
-        Patch(facecolor=_ATTENTION, label="attention"),
-        Patch(facecolor=_FEED_FORWARD, label="feed-forward"),
+        Patch(facecolor=_FILLS[ATTENTION], label="attention"),
+        Patch(facecolor=_FILLS[FEED_FORWARD], label="feed-forward"),
     ]
     nodes = tuple(item for item in items if isinstance(item, Step | Fork))
     if any(isinstance(item, LayersInOrder) and item.sizes for item in items):
@@ -91,16 +95,6 @@ def program_figure(program: Program, num_layers: int, steps_per_layer: int, titl
         columnspacing=1.2,
     )
     return figure
-
-
-def _rows(items: Sequence[Item]) -> list[list[Item]]:
-    rows: list[list[Item]] = [[]]
-    room = max(_ROW_WIDTH, *map(_width, items))
-    for item in items:
-        if rows[-1] and sum(map(_width, rows[-1])) + _width(item) > room:
-            rows.append([])
-        rows[-1].append(item)
-    return rows
 
 
 # -- how much room it takes --
@@ -168,7 +162,24 @@ def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
         if isinstance(item, Step):
             read = plus - 0.13 if item.late else x + 0.1
             plus = end - 0.1
-            _draw_step(axes, item, (read, plus), y, side)
+            color = _STREAM
+            left = read + 0.1
+            if item.late:
+                color = _LATE
+                left = max(left, plus - 0.68)
+            # The first one on top, on either side of the stream.
+            outwards = item.sublayers[::-side]
+            rooms = [_box_height(one) + _BOX_GAP for one in outwards]
+            centers = [
+                y + side * (_ABOVE + reached - room / 2)
+                for reached, room in zip(accumulate(rooms), rooms, strict=True)
+            ]
+            for upright in (read, plus):
+                axes.plot([upright] * 2, [y, centers[-1]], color=color, linewidth=1.1, zorder=1)
+            for sublayer, center in zip(outwards, centers, strict=True):
+                axes.plot([read, plus], [center, center], color=color, linewidth=1.1, zorder=1)
+                _box(axes, (left, plus - 0.1), center, sublayer, _FILLS[sublayer.kind], "white")
+            _plus(axes, plus, y)
         elif isinstance(item, Fork):
             read = x + 0.1
             plus = end - 0.1
@@ -199,31 +210,6 @@ def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
             )
         x = end
     return x
-
-
-def _draw_step(axes: Axes, step: Step, span: tuple[float, float], y: float, side: int) -> None:
-    read, plus = span
-    color = _STREAM
-    if step.late:
-        color = _LATE
-    # The first one on top, on either side of the stream.
-    outwards = step.sublayers[::-side]
-    rooms = [_box_height(one) + _BOX_GAP for one in outwards]
-    centers = [
-        y + side * (_ABOVE + end - room / 2) for end, room in zip(accumulate(rooms), rooms, strict=True)
-    ]
-    axes.plot([read, read], [y, centers[-1]], color=color, linewidth=1.1, zorder=1)
-    axes.plot([plus, plus], [y, centers[-1]], color=color, linewidth=1.1, zorder=1)
-    left, right = (
-        (read + 0.1, plus - 0.1) if not step.late else (max(read + 0.1, plus - 0.68), plus - 0.1)
-    )
-    for sublayer, center in zip(outwards, centers, strict=True):
-        axes.plot([read, plus], [center, center], color=color, linewidth=1.1, zorder=1)
-        fill = _FEED_FORWARD
-        if sublayer.kind == ATTENTION:
-            fill = _ATTENTION
-        _box(axes, (left, right), center, sublayer, fill, "white")
-    _plus(axes, plus, y)
 
 
 def _box(

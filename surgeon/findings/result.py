@@ -9,7 +9,7 @@ import io
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, Field, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from surgeon.findings.drawing import Picture
 
 SHORT_HASH = 12
+
+Record = dict[str, Any]  # a JSON object that a command has written
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,17 @@ def _as_numbers(path: Path, column: pd.Series[Any]) -> pd.Series[Any]:
     if pd.api.types.is_bool_dtype(column):
         return column.astype(float)
     values = pd.to_numeric(column, errors="coerce")
-    _refuse_first(
-        path, column, values.isna() & column.notna(), "{!r}", "where a number should be; make it again"
-    )
+    wrong = values.isna() & column.notna()
+    _refuse_first(path, column, wrong, "{!r}", "where a number should be; make it again")
     return values
+
+
+def table_file(name: str, *columns: Any, **more: Any) -> Any:
+    """Declare a field of a result that is a CSV file, as `TableFile` takes it; an optional one may have no rows."""
+    metadata = {"file": TableFile(name, *columns, **more)}
+    if metadata["file"].optional:
+        return field(default_factory=pd.DataFrame, metadata=metadata)
+    return field(metadata=metadata)
 
 
 def _refuse_first(
@@ -124,7 +133,7 @@ def _refuse_first(
         raise ValueError(f"{path} has {value} in column {column.name}, line {row + 2}, {why}")
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> Record:
     """Read a JSON object; a ValueError names the file if it is none."""
     try:
         record = json.loads(read_text(path))
@@ -145,7 +154,7 @@ def read_text(path: Path) -> str:
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
-    """The result of a command's run; subclasses have a field for each of `TABLES` and `TEXTS`.
+    """The result of a command's run; its tables are fields (`table_file`).
 
     A missing table has no rows. `print` shows a summary for a terminal.
 
@@ -156,15 +165,21 @@ class RunResult:
 
     COMMAND: ClassVar[str]  # that writes it
     RECORD: ClassVar[str]  # name of the JSON file, or a pattern of it
-    TABLES: ClassVar[Mapping[str, TableFile]] = {}  # by field, the one that `table` returns first
-    TEXTS: ClassVar[Mapping[str, str]] = {}  # names of other files that may be there, by field
+    TABLES: ClassVar[dict[str, TableFile]] = {}  # by field, the one that `table` returns first
     TITLE: ClassVar[str] = ""  # of its section
     WITHOUT: ClassVar[str] = ""  # what a page cannot say that has no such result
     OF_SURGERY: ClassVar[bool] = True  # whether it is of a model that is operated on
 
     _: KW_ONLY
-    record: dict[str, Any] = field(default_factory=dict)
+    record: Record = field(default_factory=dict)
     files: tuple[Path, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.TABLES = cls.TABLES | {
+            name: one.metadata["file"]
+            for name, one in vars(cls).items()
+            if isinstance(one, Field) and "file" in one.metadata
+        }
 
     @classmethod
     def read(cls, path: Path, model_hash: str | None = None) -> Self:
@@ -198,7 +213,7 @@ class RunResult:
                 f"{folder} holds {a} {cls.COMMAND} of another model: {model} with the hash {its_hash[:SHORT_HASH]}, "
                 f"while this model has {model_hash[:SHORT_HASH]}; give a folder made with the same model"
             )
-        found: dict[str, Any] = {}
+        found: Record = {}
         for name, table in cls.TABLES.items():
             if (folder / table.name).is_file():
                 found[name] = table.read(folder)
@@ -206,31 +221,26 @@ class RunResult:
                 raise FileNotFoundError(
                     f"{folder} has {file.name} but no {table.name}; run surgeon {cls.COMMAND} to its end"
                 )
-        texts = {
-            name: read_text(folder / text)
-            for name, text in cls.TEXTS.items()
-            if (folder / text).is_file()
-        }
         with name_file_in_errors(file, cls.COMMAND):
-            return cls(**found | texts | cls.facts(record, file), record=record, files=(file,))
+            return cls(**found | cls.facts(record, file), record=record, files=(file,))
 
     @classmethod
-    def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:  # noqa: ARG003
+    def facts(cls, record: Record, file: Path) -> Record:  # noqa: ARG003
         """Fields from the record in a file, by name; a ValueError names the file if they are not there."""
         return {}
 
     @classmethod
-    def provenance(cls, record: dict[str, Any]) -> dict[str, Any]:
+    def provenance(cls, record: Record) -> Record:
         """The part of a record that tells where its numbers come from."""
         return record
 
     @classmethod
-    def model_of(cls, record: dict[str, Any]) -> tuple[str, str]:
+    def model_of(cls, record: Record) -> tuple[str, str]:
         """The model that was operated on, as the user named it, and its hash; empty where the record has none."""
         return str(record.get("model") or "a model without a name"), str(record.get("model_hash") or "")
 
     @classmethod
-    def is_ours(cls, record: dict[str, Any]) -> bool:  # noqa: ARG003
+    def is_ours(cls, record: Record) -> bool:  # noqa: ARG003
         return True
 
     @property
@@ -333,7 +343,7 @@ class RunResult:
         return self.table().to_html(max_rows=12, index=False)
 
 
-def base_of(record: dict[str, Any], file: Path, command: str) -> float:
+def base_of(record: Record, file: Path, command: str) -> float:
     """The unedited model's perplexity; a ValueError names a record without one."""
     base = record.get("base_perplexity")
     if not isinstance(base, int | float) or not base > 0:
@@ -375,10 +385,10 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
-    left: frozenset[int] = frozenset()
+    left: Collection[int] = ()
     folded: bool = False
     printed: bool = True
-    marked: frozenset[tuple[int, int]] = frozenset()
+    marked: Collection[tuple[int, int]] = ()
 
     def __str__(self) -> str:
         heads = [name.partition(", ")[::2] for name in self.head]

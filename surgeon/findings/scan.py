@@ -8,25 +8,20 @@ the end of a stretch, one line per length.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 
 from surgeon.findings.drawing import Picture
-from surgeon.findings.maps import CAP
-from surgeon.findings.result import Block, Finding, RunResult, TableFile, base_of
+from surgeon.findings.result import Block, Finding, Record, base_of
 from surgeon.findings.scan_pictures import ScanMaps, charts, reach_table
 from surgeon.findings.tolerance import (
     PAIRS,
     PAIRS_OF_STREAMS,
     TOLERANCES,
     ScanTable,
-    longest_within,
-    never_to_touch,
-    single_layers,
 )
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.words import (
@@ -42,12 +37,10 @@ from surgeon.words import (
 
 _NAMED = 3  # layers that the summary names as the cheapest and as the dearest
 _LIMIT = TOLERANCES[-1]
-_ENDS = ("first", "last")
-_KNOWN = {"operation": HEATMAPS}
 
 
 @dataclass(frozen=True, repr=False)
-class Scan(RunResult):
+class Scan(ScanMaps):
     """The result of a scan.
 
     Attributes:
@@ -67,45 +60,10 @@ class Scan(RunResult):
     RECORD = "scan.json"
     TITLE = "Scan"
     WITHOUT = "No scan: what stretches of layers tolerate is not known (surgeon scan)."
-    TABLES: ClassVar = {
-        "cells": TableFile(
-            "cells.csv",
-            ("perplexity", "divergence", "tokens"),
-            ("operation",),
-            _ENDS,
-            _KNOWN,
-            missing="",
-        ),
-        "permutations": TableFile(
-            "permutations.csv",
-            ("perplexity",),
-            ("operation", "order"),
-            _ENDS,
-            _KNOWN,
-            optional=True,
-            missing="",
-        ),
-        "experts": TableFile(
-            "experts.csv",
-            ("expert", "load", "weight", "size", "saliency"),
-            layers=("layer",),
-            optional=True,
-        ),
-    }
-
-    cells: pd.DataFrame
-    base_perplexity: float
-    permutations: pd.DataFrame = field(default_factory=pd.DataFrame)
-    experts: pd.DataFrame = field(default_factory=pd.DataFrame)
-    cap: float = CAP
 
     @classmethod
-    def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:
+    def facts(cls, record: Record, file: Path) -> Record:
         return {"base_perplexity": base_of(record, file, cls.COMMAND)}
-
-    @cached_property
-    def touched(self) -> ScanMaps:
-        return ScanMaps(self.cells, self.base_perplexity, self.record, self.experts, self.cap)
 
     @property
     def picture_title(self) -> str:
@@ -131,10 +89,9 @@ class Scan(RunResult):
 
         A single map has a scale of its own, so that small damage can be told apart; side by side they share one.
         """
-        return self.touched.files() | super().pictures()
+        return self.heatmaps() | super().pictures()
 
     def section(self) -> Iterator[Block]:
-        scan = self.touched
         table = self.cells
         record = self.record
         tokens = record.get("tokens_predicted") or int(table["tokens"].max())
@@ -153,18 +110,18 @@ class Scan(RunResult):
             )
         if record.get("cells_missing"):
             parts.append(f"The time was over before {plural(record['cells_missing'], 'other cell')}.")
-        if part := _only_part(record, self.touched.num_layers):
+        if part := self._only_part():
             parts.append(part)
         parts.append(
             "Perplexity intervals are 95%, over windows of text: how far another text of the same kind could differ. "
             "Divergence is KL(original || changed) in nats per token."
         )
         yield " ".join(parts)
-        if len(scan.cells):
-            yield scan.ribbon()
-            yield reach_table(scan)
-            yield from charts(scan)
-        yield from scan.galleries()
+        if len(self.changes):
+            yield self.ribbon()
+            yield reach_table(self)
+            yield from charts(self)
+        yield from self.galleries()
         orders = self.permutations
         if orders.empty:
             return
@@ -184,12 +141,24 @@ class Scan(RunResult):
             )
 
     def summary(self) -> Iterator[Finding]:
-        scan = self.touched
-        yield self._base()
-        pairs = next((name for name in (PAIRS, PAIRS_OF_STREAMS) if len(scan.of_operation(name))), None)
-        if pairs is not None and not scan.edited:  # which is about effective depths
-            yield _pairs(scan, pairs)
-        cells = single_layers(scan)
+        known = self.record.get("base_interval")
+        ends = ""
+        if isinstance(known, list) and len(known) == 2:
+            ends = f", 95% interval {interval(*known)}"
+        tokens = self.record.get("tokens_predicted") or int(self.cells["tokens"].max())
+        what = "unedited model"
+        if self.edited:
+            what = "model as it runs"
+        base = number(self.base_perplexity)
+        text = (
+            f"The {what} has {self.num_layers} layers and a perplexity of {base}{ends}, over "
+            f"{plural(tokens, 'token')} of {self.record.get('data', 'the text')}."
+        )
+        yield Finding("As it is", text, base, f"perplexity, unedited, {self.num_layers} layers")
+        pairs = next((name for name in (PAIRS, PAIRS_OF_STREAMS) if len(self.of_operation(name))), None)
+        if pairs is not None and not self.edited:  # which is about effective depths
+            yield _pairs(self, pairs)
+        cells = self.single_layers()
         if len(cells) > 1:
             count = min(_NAMED, len(cells) // 2)
             least = cells.head(count)
@@ -204,26 +173,8 @@ class Scan(RunResult):
             cheapest = cells.iloc[0]
             label = f"perplexity without layer {int(cheapest['first'])}, the cheapest to remove"
             yield Finding("Removing one layer", text, change(cheapest["ratio"]), label)
-        if len(scan.cells):
-            yield _untouchable(scan)
-
-    def _base(self) -> Finding:
-        scan = self.touched
-        known = self.record.get("base_interval")
-        ends = ""
-        if isinstance(known, list) and len(known) == 2:
-            ends = f", 95% interval {interval(*known)}"
-        tokens = self.record.get("tokens_predicted") or int(self.cells["tokens"].max())
-        what = "unedited model"
-        if scan.edited:
-            what = "model as it runs"
-        text = (
-            f"The {what} has {scan.num_layers} layers and a perplexity of {number(scan.base)}{ends}, over "
-            f"{plural(tokens, 'token')} of {self.record.get('data', 'the text')}."
-        )
-        return Finding(
-            "As it is", text, number(scan.base), f"perplexity, unedited, {scan.num_layers} layers"
-        )
+        if len(self.changes):
+            yield _untouchable(self)
 
     def missing(self) -> Iterator[str]:
         scanned = set(self.cells["operation"])
@@ -235,35 +186,37 @@ class Scan(RunResult):
         ]
         if absent:
             yield f"Not scanned, so nothing is said about it: {join_words(absent)} (surgeon scan --operation)."
-        if part := _only_part(self.record, self.touched.num_layers):
+        if part := self._only_part():
             yield f"The scan has not every stretch: {part[:1].lower() + part[1:]}"
 
-
-def _only_part(record: dict[str, Any], num_layers: int) -> str:
-    if record.get("earlier"):
+    def _only_part(self) -> str:
+        record = self.record
+        if record.get("earlier"):
+            return ""
+        parts = []
+        layers, every, longest = (record.get(name) for name in ("layers", "every", "max_length"))
+        if isinstance(layers, str) and layers != f"0:{self.num_layers}":
+            first, _, end = layers.partition(":")
+            parts.append(
+                f"only layers {first} to {int(end) - 1} were scanned" if end.isdecimal() else ""
+            )
+        if isinstance(every, int) and every > 1:
+            parts.append(
+                f"stretches begin every {every} layers only, and their lengths are multiples of {every}"
+            )
+        if isinstance(longest, int) and longest < self.num_layers and not parts:
+            parts.append(f"stretches have at most {longest} layers")
+        text = "; ".join(filter(None, parts))
+        if text:
+            return text[:1].upper() + text[1:] + "."
         return ""
-    parts = []
-    layers, every, longest = (record.get(name) for name in ("layers", "every", "max_length"))
-    if isinstance(layers, str) and layers != f"0:{num_layers}":
-        first, _, end = layers.partition(":")
-        parts.append(f"only layers {first} to {int(end) - 1} were scanned" if end.isdecimal() else "")
-    if isinstance(every, int) and every > 1:
-        parts.append(
-            f"stretches begin every {every} layers only, and their lengths are multiples of {every}"
-        )
-    if isinstance(longest, int) and longest < num_layers and not parts:
-        parts.append(f"stretches have at most {longest} layers")
-    text = "; ".join(filter(None, parts))
-    if text:
-        return text[:1].upper() + text[1:] + "."
-    return ""
 
 
 def _pairs(scan: ScanTable, operation: str) -> Finding:
     name = "two by two"
     if operation == PAIRS:
         name = "as LP pairs"
-    by_tolerance = {tolerance: longest_within(scan, operation, tolerance) for tolerance in TOLERANCES}
+    by_tolerance = {tolerance: scan.longest_within(operation, tolerance) for tolerance in TOLERANCES}
     found: dict[Any, tuple[list[float], pd.Series[Any] | None]] = {}
     for tolerance, within in by_tolerance.items():
         found.setdefault(None if within is None else within.name, ([], within))[0].append(tolerance)
@@ -284,7 +237,7 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
     text = " ".join(sentences)
     if operation == PAIRS_OF_STREAMS:
         text += " This is 2-Parallel, each layer with a stream of its own; LP pairs themselves were not scanned."
-    middle = longest_within(scan, operation, TOLERANCES[1])
+    middle = scan.longest_within(operation, TOLERANCES[1])
     depth = None
     if middle is not None:
         depth = scan.depth(operation, int(middle["changed"]))
@@ -300,7 +253,7 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
 def _untouchable(scan: ScanTable) -> Finding:
     kinds: dict[int, list[str]] = {}
     for name in scan.operations:
-        for layer in never_to_touch(scan, name, _LIMIT):
+        for layer in scan.never_to_touch(name, _LIMIT):
             kinds.setdefault(layer, []).append(HEATMAPS[name].title)
     by_kinds: dict[tuple[str, ...], list[int]] = {}
     for layer, names in sorted(kinds.items()):

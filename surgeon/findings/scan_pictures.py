@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,16 +14,22 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
 from surgeon.findings.drawing import ORDERED, Chart, Picture, layers_across, points, rule, scale
-from surgeon.findings.maps import CAP, HALF, LEAST_CAP, MARKED, WIDE, Legend, Map, map_cells, scale_of
+from surgeon.findings.maps import (
+    HALF,
+    LEAST_CAP,
+    MARKED,
+    WIDE,
+    Legend,
+    Map,
+    damage_legend,
+    map_cells,
+)
 from surgeon.findings.result import Block, Table
 from surgeon.findings.tolerance import (
+    CAP,
     PAIRS,
     TOLERANCES,
     ScanTable,
-    best_by_depth,
-    cheapest_with,
-    longest_within,
-    single_layers,
 )
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.words import allowance, change, number, plural, stretch, value_with_interval
@@ -33,7 +39,7 @@ _MOST_POINTS = 0.8  # of the points of a chart lie well inside it
 
 def charts(scan: ScanTable) -> Iterator[Block]:
     """Draw all charts that the scanned operations allow."""
-    best = {name: cells for name in scan.operations if len(cells := best_by_depth(scan, name))}
+    best = {name: cells for name in scan.operations if len(cells := scan.best_by_depth(name))}
     side_by_side = []
     if removed := _removing_one(scan):
         side_by_side.append(removed)
@@ -53,27 +59,27 @@ def charts(scan: ScanTable) -> Iterator[Block]:
         yield Picture(curves, caption)
 
 
-def _tips(cells: pd.DataFrame) -> list[str]:
-    tips = []
-    for _, cell in cells.iterrows():
-        quality = ", ".join(
-            f"{name} {value_with_interval(cell, name)}" for name in ("perplexity", "divergence")
-        )
-        tips.append(
-            f"{stretch(int(cell['first']), int(cell['last']))}: {change(cell['ratio'])}, {quality}"
-        )
-    return tips
+def _tip(cell: Any) -> str:
+    quality = ", ".join(
+        f"{name} {value_with_interval(cell, name)}" for name in ("perplexity", "divergence")
+    )
+    return f"{stretch(int(cell['first']), int(cell['last']))}: {change(cell['ratio'])}, {quality}"
 
 
-def _end_of_axis(scan: ScanTable, values: Sequence[float]) -> float:
-    """Beyond most of the points; the few that are far off would press the others together."""
-    typical = float(np.quantile([value / scan.base for value in values], _MOST_POINTS, method="lower"))
-    return scan.base * min(CAP, max(LEAST_CAP, 1 + 2.5 * (typical - 1)))
+def _scale_from_base(
+    scan: ScanTable, axes: Axes, shown: Sequence[float], every: Sequence[float]
+) -> None:
+    """End beyond most of the points; the few that are far off would press the others together."""
+    base = scan.base_perplexity
+    typical = float(np.quantile([value / base for value in every], _MOST_POINTS, method="lower"))
+    end = base * min(CAP, max(LEAST_CAP, 1 + 2.5 * (typical - 1)))
+    scale(axes, "y", [base, *shown], log=True, end=end)
+    rule(axes, base)
 
 
 def _removing_one(scan: ScanTable) -> Chart | None:
     removing = [name for name, heatmap in HEATMAPS.items() if heatmap.removes]
-    found = {operation: single_layers(scan, operation).sort_values("first") for operation in removing}
+    found = {operation: scan.single_layers(operation).sort_values("first") for operation in removing}
     cells = pd.concat(found.values())
     if cells.empty:
         return None
@@ -83,24 +89,10 @@ def _removing_one(scan: ScanTable) -> Chart | None:
         layers_across(axes, int(cells["first"].min()), int(cells["first"].max()))
         scale(axes, "y", cells[names].to_numpy().ravel().tolist(), log=True)
         for place, (operation, own) in enumerate(found.items()):
-            if own.empty:
-                continue
             aside = (place - (len(removing) - 1) / 2) * 0.18  # so that bars do not hide each other
-            ends = None
-            if len(names) == 3:
-                ends = (own["divergence_low"], own["divergence_high"])
-            x = own["first"] + aside
-            heatmap = HEATMAPS[operation]
-            points(
-                axes,
-                x,
-                own["divergence"],
-                _tips(own),
-                heatmap.style,
-                heatmap.title,
-                line=False,
-                ends=ends,
-            )
+            shown = own.assign(place=own["first"] + aside)
+            look = HEATMAPS[operation].style, HEATMAPS[operation].title
+            points(axes, shown, "place", "divergence", _tip, *look, line=False, intervals=True)
 
     caption = "How far the predictions move with one layer, or a part of it, left out."
     if len(names) == 3 and np.isfinite(cells[names[1:]].to_numpy(dtype=float)).any():
@@ -116,17 +108,10 @@ def _by_depth(scan: ScanTable, best: dict[str, pd.DataFrame]) -> Chart:
         layers_across(
             axes, math.floor(every["depth"].min()), max(scan.num_layers, math.ceil(every["depth"].max()))
         )
-        scale(axes, "y", [scan.base, *values], log=True, end=_end_of_axis(scan, values))
-        rule(axes, scan.base)
+        _scale_from_base(scan, axes, values, values)
         for name, cells in best.items():
-            points(
-                axes,
-                cells["depth"],
-                cells["perplexity"],
-                _tips(cells),
-                HEATMAPS[name].style,
-                HEATMAPS[name].title,
-            )
+            look = HEATMAPS[name].style, HEATMAPS[name].title
+            points(axes, cells, "depth", "perplexity", _tip, *look)
 
     caption = "The least perplexity that each kind of change has at a depth. Dashed: the unedited model."
     x = "effective depth (layers one after the other)"
@@ -145,16 +130,14 @@ def _by_end(scan: ScanTable, operation: str) -> Chart:
 
     def draw(axes: Axes) -> None:
         layers_across(axes, int(shown["last"].min()), int(shown["last"].max()))
-        end = _end_of_axis(scan, cells["perplexity"].tolist())
-        scale(axes, "y", [scan.base, *shown["perplexity"]], log=True, end=end)
-        rule(axes, scan.base)
+        _scale_from_base(scan, axes, shown["perplexity"].tolist(), cells["perplexity"].tolist())
         for place, length in enumerate(lengths):
             line = shown[shown["changed"] == length].sort_values("last")
             hue = ORDERED[round(place * (len(ORDERED) - 1) / max(1, len(lengths) - 1))]
             name = plural(length, "layer")
             if HEATMAPS[operation].group == 2:
                 name += f" ({plural(length // 2, 'pair')})"
-            points(axes, line["last"], line["perplexity"], _tips(line), label=name, colour=hue)
+            points(axes, line, "last", "perplexity", _tip, label=name, colour=hue)
 
     title = f"{HEATMAPS[operation].title}: where the stretch ends"
     return Chart(title, draw, "last layer of the stretch", "perplexity", name=f"curves-{operation}")
@@ -166,7 +149,7 @@ def reach_table(scan: ScanTable) -> Table:
     for operation in scan.operations:
         row = [HEATMAPS[operation].title]
         for tolerance in TOLERANCES:
-            cell = longest_within(scan, operation, tolerance)
+            cell = scan.longest_within(operation, tolerance)
             if cell is None:
                 row.append("none")
                 continue
@@ -181,52 +164,47 @@ def reach_table(scan: ScanTable) -> Table:
     head = ["change", *(f"within {allowance(tolerance)}" for tolerance in TOLERANCES)]
     note = (
         "The stretch with the most changed layers whose perplexity stays within this much of the unedited model's "
-        f"{number(scan.base)}; in brackets its perplexity and the effective depth, of {scan.num_layers} layers."
+        f"{number(scan.base_perplexity)}; in brackets its perplexity and the effective depth, of {scan.num_layers} "
+        "layers."
     )
-    return Table("How far each change goes", head, rows, note, left=frozenset(range(len(head))))
+    return Table("How far each change goes", head, rows, note, left=range(len(head)))
 
 
 _FIELDS = {"perplexity": "perplexity", "divergence": "divergence"}
 _STRETCHES = "First layer of the stretch down, last layer across; the diagonal is single layers."
 
 
-@dataclass(frozen=True)
 class ScanMaps(ScanTable):
     """A scan's cells and experts as maps, whose colours end at `cap` times the base perplexity at the latest."""
 
-    experts: pd.DataFrame
-    cap: float
-
     @cached_property
-    def _cells(self) -> dict[str, pd.DataFrame]:
+    def _of_maps(self) -> dict[str, pd.DataFrame]:
         return {
             str(name): own.drop_duplicates(["first", HEATMAPS[str(name)].varied or "last"])
-            for name, own in self.table.groupby("operation", sort=False)
+            for name, own in self.cells.groupby("operation", sort=False)
         }
 
     def _names(self, over_stretches: bool) -> list[str]:
-        return [name for name in self._cells if (HEATMAPS[name].varied is None) == over_stretches]
+        return [name for name in self._of_maps if (HEATMAPS[name].varied is None) == over_stretches]
 
     def _legend(self, names: list[str]) -> Legend:
-        colours, capped = scale_of(
-            [self._cells[name][["perplexity"]] for name in names], self.base, self.cap
-        )
-        title = f"Colours: perplexity over that of the unedited model, {number(self.base)}"
-        return Legend(colours, title, self.base, capped)
+        grids = [self._of_maps[name][["perplexity"]] for name in names]
+        title = f"Colours: perplexity over that of the unedited model, {number(self.base_perplexity)}"
+        return damage_legend(title, grids, self.base_perplexity, self.cap)
 
-    def files(self) -> dict[str, Picture]:
+    def heatmaps(self) -> dict[str, Picture]:
         found = {}
         names = self._names(over_stretches=True)
         if len(names) > 1:
             found["heatmaps"] = self._picture(names, _STRETCHES)
-        return found | {f"heatmap-{name}": self._picture([name]) for name in self._cells}
+        return found | {f"heatmap-{name}": self._picture([name]) for name in self._of_maps}
 
     def _picture(self, names: list[str], caption: str = "", shared: str = "") -> Picture:
         legend = self._legend(names)
         maps = [self._map(name, legend.scale) for name in names]
         colours = (
-            f"Colour: perplexity over that of the unedited model, {number(self.base)}. The line fences in the "
-            f"cells within {allowance(MARKED)}."
+            f"Colour: perplexity over that of the unedited model, {number(self.base_perplexity)}. The line fences in "
+            f"the cells within {allowance(MARKED)}."
         )
         return Picture(maps, f"{caption} {colours} {shared}".strip(), legend=legend)
 
@@ -257,50 +235,63 @@ class ScanMaps(ScanTable):
             yield Picture(maps, name="experts")
 
     def _map(self, operation: str, colours: Normalize) -> Map:
-        cells = self._cells[operation]
+        cells = self._of_maps[operation]
         heatmap = HEATMAPS[operation]
-        limit = self.base * MARKED
         if heatmap.varied is None:
             values = grid(cells)
             data = map_cells(
                 values, cells["first"], cells["last"], cells, _FIELDS, "layers {row} to {column}", "layer {row}",
-                self.base,
+                self.base_perplexity,
             )  # fmt: skip
             extent = [number(float(getattr(cells["perplexity"], end)())) for end in ("min", "max")]
-            described = f"{heatmap.title}: {len(cells)} stretches, perplexity {' to '.join(extent)}"
-            axes = ("last layer", "first layer")
-            what = "perplexity of every stretch"
-            return Map(
-                heatmap.title, values, colours, axes, data, what, described=described, limit=limit
+            described = f"{len(cells)} stretches, perplexity {' to '.join(extent)}"
+            titles = ("last layer", "first layer")
+            what = "every stretch"
+            flat = 0.0
+        else:
+            across = heatmap.across or heatmap.varied
+            values = grid(cells, heatmap.varied).reindex(sorted(set(cells["first"])))
+            values.index = pd.Index([f"layer {row}" for row in values.index])
+            down = [f"layer {layer}" for layer in cells["first"]]
+            title = f"{{row}}, {across} {{column}}"
+            data = map_cells(
+                values, down, cells[heatmap.varied], cells, _FIELDS, title, base=self.base_perplexity
             )
-        across = heatmap.across or heatmap.varied
-        values = grid(cells, heatmap.varied).reindex(sorted(set(cells["first"])))
-        values.index = pd.Index([f"layer {row}" for row in values.index])
-        down = [f"layer {layer}" for layer in cells["first"]]
-        title = f"{{row}}, {across} {{column}}"
-        data = map_cells(values, down, cells[heatmap.varied], cells, _FIELDS, title, base=self.base)
-        rows, columns = values.shape
-        what = f"perplexity of every layer with every value of {across}"
-        described = (
-            f"{heatmap.title}: perplexity of {rows} layers, each alone with {columns} values of {across}"
-        )
-        axes = (across, "")
+            rows, columns = values.shape
+            described = f"perplexity of {rows} layers, each alone with {columns} values of {across}"
+            titles = (across, "")
+            what = f"every layer with every value of {across}"
+            flat = HALF
         return Map(
-            heatmap.title, values, colours, axes, data, what, described=described, limit=limit, flat=HALF
+            heatmap.title,
+            values,
+            colours,
+            titles,
+            data,
+            f"perplexity of {what}",
+            described=f"{heatmap.title}: {described}",
+            limit=self.base_perplexity * MARKED,
+            flat=flat,
         )
 
     def ribbon(self) -> Map:
         """For every operation and layer, the cheapest measured change that includes the layer."""
         legend = self._legend(self._names(over_stretches=True))
         found = {
-            HEATMAPS[operation].title: cheapest_with(self, operation) for operation in self.operations
+            HEATMAPS[operation].title: self.cheapest_with(operation) for operation in self.operations
         }
         rows = {name: cells.set_index("layer")["perplexity"] for name, cells in found.items()}
         values = pd.DataFrame(rows).reindex(range(self.num_layers)).T
         cells = pd.concat(found.values(), ignore_index=True)
         down = [name for name, own in found.items() for _ in range(len(own))]
         data = map_cells(
-            values, down, cells["layer"], cells, _FIELDS, "{row}, layer {column}", base=self.base
+            values,
+            down,
+            cells["layer"],
+            cells,
+            _FIELDS,
+            "{row}, layer {column}",
+            base=self.base_perplexity,
         )
         data["notes"] = [
             f"cheapest with it: {stretch(int(f), int(e))}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,8 +15,9 @@ from matplotlib.colors import Normalize
 
 from surgeon.findings.drawing import Drawing, Picture
 from surgeon.findings.maps import WIDE, Legend, Map, map_cells
+from surgeon.findings.measured import winner_unseen
 from surgeon.findings.program import program_figure
-from surgeon.findings.result import Block, Code, Finding, RunResult, Table, TableFile
+from surgeon.findings.result import Block, Code, Finding, Record, RunResult, Table, read_text, table_file
 from surgeon.findings.trials import (
     BY,
     DRAFT_TIME,
@@ -41,6 +43,7 @@ from surgeon.words import (
     with_intervals,
 )
 
+RECIPE_FILE = "recipe.yaml"
 _SHOWN = 10  # rows in a table
 _EDITS_NAMED = 12
 
@@ -68,39 +71,37 @@ class SearchResult(RunResult):
     WITHOUT = (
         "No search: whether scattered edits do better than one stretch is not known (surgeon search)."
     )
-    TABLES: ClassVar = {
-        "trials": TableFile(
-            "trials.csv",
-            ("trial", "depth", "perplexity", "divergence", "level"),
-            ("source", "edits", "whole", "within", "program"),
-            missing="",
-        ),
-        "terms": TableFile(
-            "terms.csv", ("divergence",), ("edit", "space"), ("first", "last"), optional=True, missing=""
-        ),
-        "front": TableFile(
-            "front.csv",
-            ("point", "trial", "divergence"),
-            ("edits",),
-            optional=True,
-            may_be_empty=True,
-            missing="",
-        ),
-        "quality": TableFile(
-            "quality.csv", ("cost", "divergence"), ("along", "space", "edits"), optional=True, missing=""
-        ),
-    }
-    TEXTS: ClassVar = {"recipe_text": "recipe.yaml"}
 
-    trials: pd.DataFrame
-    terms: pd.DataFrame = field(default_factory=pd.DataFrame)
-    front: pd.DataFrame = field(default_factory=pd.DataFrame)
-    quality: pd.DataFrame = field(default_factory=pd.DataFrame)
+    trials: pd.DataFrame = table_file(
+        "trials.csv",
+        ("trial", "depth", "perplexity", "divergence", "level"),
+        ("source", "edits", "whole", "within", "program"),
+        missing="",
+    )
+    terms: pd.DataFrame = table_file(
+        "terms.csv", ("divergence",), ("edit", "space"), ("first", "last"), optional=True, missing=""
+    )
+    front: pd.DataFrame = table_file(
+        "front.csv",
+        ("point", "trial", "divergence"),
+        ("edits",),
+        optional=True,
+        may_be_empty=True,
+        missing="",
+    )
+    quality: pd.DataFrame = table_file(
+        "quality.csv", ("cost", "divergence"), ("along", "space", "edits"), optional=True, missing=""
+    )
     recipe_text: str = ""
     question: Any = None
     winner: Any = None
     work: Any = None
     curves: Sequence[Any] = ()
+
+    @classmethod
+    def facts(cls, record: Record, file: Path) -> Record:  # noqa: ARG003
+        recipe = file.parent / RECIPE_FILE
+        return {"recipe_text": read_text(recipe)} if recipe.is_file() else {}
 
     @property
     def program(self) -> Program:
@@ -108,7 +109,7 @@ class SearchResult(RunResult):
 
     @property
     def recipe(self) -> Recipe:
-        return parse_recipe(self.recipe_text, self.TEXTS["recipe_text"])
+        return parse_recipe(self.recipe_text, RECIPE_FILE)
 
     @cached_property
     def trial_table(self) -> TrialTable:
@@ -164,11 +165,11 @@ class SearchResult(RunResult):
                 for one in healing["candidates"]
             ]
             heads = ["trial", "divergence", "healed", "perplexity", "healed"]
-            marked = frozenset(
+            marked = [
                 (row, 0)
                 for row, one in enumerate(healing["candidates"])
                 if one["trial"] == healing["winner"]
-            )
+            ]
             note = (
                 ". ".join(healing["sentences"])
                 + ". Numbers are of held-out text; the winner's are marked."
@@ -196,7 +197,7 @@ class SearchResult(RunResult):
         figure = _value(best, "perplexity")
         label = f"perplexity of the best of {plural(len(trials), 'trial')}"
         if held:
-            figure = _value(self._finalist(held)["unseen"], "perplexity")
+            figure = _value(winner_unseen(self.record), "perplexity")
             label = "perplexity of the search's winner, held-out text"
             if held["sentences"][1:] and not held["overturned"]:
                 texts.append(f"On held-out text {'; '.join(held['sentences'][1:])}.")
@@ -216,7 +217,7 @@ class SearchResult(RunResult):
                 title = "How deep it really is"
             yield Finding(title, f"By {'; '.join(knees)}.")
 
-    def _what_won(self, best: dict[str, Any], held: dict[str, Any] | None) -> str:
+    def _what_won(self, best: Record, held: Record | None) -> str:
         trials = self.trial_table
         rows = trials.table[trials.table["trial"] == best["trial"]]
         if rows.empty:
@@ -238,19 +239,12 @@ class SearchResult(RunResult):
             against = f" and the original's {_value(original, 'perplexity')}"
         if held is None:
             return f"{said}, its perplexity {_value(best, 'perplexity')}{against}."
-        unseen = self._finalist(held)["unseen"]
+        unseen = winner_unseen(self.record)
         said += f" and {value_with_interval(unseen, 'divergence')} on held-out text"
         return f"{said}, where its perplexity is {_value(unseen, 'perplexity')}{against}."
 
-    def _finalist(self, held: dict[str, Any]) -> dict[str, Any]:
-        chosen = self.record.get("healing", held)["winner"]
-        found: dict[str, Any] = next(
-            one for one in [held["searched"], *held["runners_up"]] if one["trial"] == chosen
-        )
-        return found
 
-
-def _on_held_out_text(held: dict[str, Any]) -> Table:
+def _on_held_out_text(held: Record) -> Table:
     by = held["by"]
     first = held["searched"]
     others = held["runners_up"]
@@ -262,9 +256,7 @@ def _on_held_out_text(held: dict[str, Any]) -> Table:
         rows.append(
             [str(one["trial"]), *_both(one, by), difference, f"trial {first['trial']} is {verdict}"]
         )
-    marked = frozenset(
-        (row, 5) for row, one in enumerate(others, 1) if one["verdict"] != "not told apart"
-    )
+    marked = [(row, 5) for row, one in enumerate(others, 1) if one["verdict"] != "not told apart"]
     of_what = "in nats per token"
     if by == DRAFT_TIME:
         of_what = "in parts of the time of a token without drafts"
@@ -290,16 +282,16 @@ def _on_held_out_text(held: dict[str, Any]) -> Table:
     caption = f"The best trials on {int(first['unseen']['tokens']):,} tokens that the search did not see"
     if not others:
         return Table(caption, head[:4], [rows[0][:4]], f"{original}.")
-    return Table(caption, head, rows, note, left=frozenset({5}), marked=marked)
+    return Table(caption, head, rows, note, left=(5,), marked=marked)
 
 
-def _both(one: dict[str, Any], by: str) -> list[str]:
+def _both(one: Record, by: str) -> list[str]:
     unseen = one["unseen"]
     known = interval(unseen.get(f"{by}_low"), unseen.get(f"{by}_high"))
     return [_value(one["seen"], by), _value(unseen, by), known]
 
 
-def _value(values: dict[str, Any], by: str) -> str:
+def _value(values: Record, by: str) -> str:
     return number(float("nan") if values[by] is None else float(values[by]))
 
 
@@ -335,7 +327,7 @@ def _best_trials(trials: TrialTable) -> Table:
     note = "No trial is within the budget."
     if rows:
         note = ""
-    return Table(caption, head, cells, note, left=frozenset({1, 2}))
+    return Table(caption, head, cells, note, left=(1, 2))
 
 
 def _front_table(front: pd.DataFrame, trials: TrialTable) -> Table:
@@ -347,24 +339,16 @@ def _front_table(front: pd.DataFrame, trials: TrialTable) -> Table:
         for _, row in front.iterrows()
     ]  # fmt: skip
     caption = f"The front: {plural(len(front), 'program')}"
-    kept = []
+    marked = []
     if "within" in front:
-        kept = [row for row, flag in enumerate(front["within"]) if str(flag) == "True"]
-    if len(kept) < len(front):
-        marked = frozenset((row, 0) for row in kept)
-    else:
-        marked = frozenset()
+        marked = [(row, 0) for row, flag in enumerate(front["within"]) if str(flag) == "True"]
+    if len(marked) == len(front):  # which says nothing
+        marked = []
     note = "Each has a recipe in the folder front." + (
         " Those that keep the budget are marked." if marked else ""
     )
-    return Table(
-        caption,
-        ["point", *names, "trial", "edits"],
-        rows,
-        note,
-        frozenset({len(names) + 2}),
-        marked=marked,
-    )
+    head = ["point", *names, "trial", "edits"]
+    return Table(caption, head, rows, note, left=(len(names) + 2,), marked=marked)
 
 
 def _layers_touched(trials: TrialTable, layers: int) -> Map:

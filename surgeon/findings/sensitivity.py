@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
 from surgeon.findings.drawing import Chart, Picture, columns_chart, points, scale
-from surgeon.findings.result import Block, Finding, RunResult, Table, TableFile
+from surgeon.findings.result import Block, Finding, Record, RunResult, Table, table_file
 from surgeon.words import NO_VALUE, join_words, number, plural
 
 PREDICTORS = {  # of damage
@@ -51,20 +51,17 @@ class Sensitivity(RunResult):
     RECORD = "sensitivity.json"
     TITLE = "Sensitivity"
     WITHOUT = "No sensitivity: the error bound of single pairs is not known (surgeon sensitivity)."
-    TABLES: ClassVar = {
-        "pairs": TableFile(
-            "sensitivity.csv",
-            ("bound", "error", *RELATIVE, "perplexity", "divergence"),
-            (),
-            ("first", "last"),
-        )
-    }
 
-    pairs: pd.DataFrame
+    pairs: pd.DataFrame = table_file(
+        "sensitivity.csv",
+        ("bound", "error", *RELATIVE, "perplexity", "divergence"),
+        (),
+        ("first", "last"),
+    )
     correlations: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     @classmethod
-    def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:  # noqa: ARG003
+    def facts(cls, record: Record, file: Path) -> Record:  # noqa: ARG003
         return {"correlations": pd.DataFrame(record.get("correlations") or [])}
 
     def section(self) -> Iterator[Block]:
@@ -73,25 +70,21 @@ class Sensitivity(RunResult):
             "Each pair of neighbouring layers alone as an LP pair: the bound on its local error from appendix A of the "
             "Layer Parallelism paper, its first-order size, what it is, and what it does to the predictions."
         )
-        named = [f"pair {_pair(row)}" for _, row in table.iterrows()]
         first = "first layer of the pair"
         titles = ("Error of a pair: bound and measured", first, "error / norm of the stream")
-        error = columns_chart(table, _LINES, named, titles, "Relative to the stream after the pair.")
+        error = columns_chart(table, _LINES, _pair, titles, "Relative to the stream after the pair.")
         titles = ("Damage of a pair", first, "divergence (nats per token)")
-        damage = columns_chart(table, {"divergence": ("divergence", 0)}, named, titles)
+        damage = columns_chart(table, {"divergence": ("divergence", 0)}, _pair, titles)
         bounded = table[table["relative_bound"] > 0]
 
+        def tip(row: Any) -> str:
+            bound = number(row["relative_bound"])
+            return f"{_pair(row)}: bound {bound}, divergence {number(row['divergence'])}"
+
         def draw(axes: Axes) -> None:
-            tips = [
-                f"pair {_pair(row)}: bound {number(row['relative_bound'])}, divergence {number(row['divergence'])}"
-                for _, row in bounded.iterrows()
-            ]
             scale(axes, "x", bounded["relative_bound"].tolist(), log=True)
             scale(axes, "y", bounded["divergence"].tolist(), log=True)
-            ends = None
-            if {"divergence_low", "divergence_high"} <= set(bounded):
-                ends = (bounded["divergence_low"], bounded["divergence_high"])
-            points(axes, bounded["relative_bound"], bounded["divergence"], tips, line=False, ends=ends)
+            points(axes, bounded, "relative_bound", "divergence", tip, line=False, intervals=True)
 
         caption = "One point for each pair. Bars: 95% intervals."
         x = "bound / norm of the stream"
@@ -100,20 +93,18 @@ class Sensitivity(RunResult):
         )
         yield Picture([error, bound, damage], name="sensitivity")
         if len(self.correlations):
-            yield _correlations(self.correlations)
+            yield self._correlations()
 
     def summary(self) -> Iterator[Finding]:
         table = self.pairs.sort_values("divergence", kind="stable")
         count = min(_NAMED, len(table) // 2)
         if count:
-            least = join_words(
-                f"{_pair(row)} ({number(row['divergence'], 2)})"
-                for _, row in table.head(count).iterrows()
-            )
-            most = join_words(
-                f"{_pair(row)} ({number(row['divergence'], 2)})"
-                for _, row in table.tail(count).iloc[::-1].iterrows()
-            )
+            pairs = [
+                f"{_pair(row).removeprefix('pair ')} ({number(row['divergence'], 2)})"
+                for _, row in table.iterrows()
+            ]
+            least = join_words(pairs[:count])
+            most = join_words(pairs[: -count - 1 : -1])
             text = (
                 f"As a single LP pair, {least} change the predictions least, {most} most "
                 "(divergence, nats per token)."
@@ -138,32 +129,34 @@ class Sensitivity(RunResult):
         within = self.record["errors_within_bound"]
         every = self.record["errors"]
         return (
-            f"{_correlations(self.correlations)}\n\n"
+            f"{self._correlations()}\n\n"
             f"the error is within its bound in {within} of {every} cases (pairs and windows);\n"
             f"the bound is {looseness:.3g} times the error (median over pairs)"
         )
 
+    def _correlations(self) -> Table:
+        found = self.correlations
+        rows = []
+        best = found.groupby("damage")["rho"].max()
+        for name, words in PREDICTORS.items():
+            own = found[found["predictor"] == name].set_index("damage")
+            cells = []
+            for damage in DAMAGES:
+                if damage not in own.index:
+                    cells.append("")
+                    continue
+                rho = float(own["rho"][damage])
+                star = " "
+                if rho == best[damage]:
+                    star = "*"
+                cells.append(
+                    NO_VALUE if math.isnan(rho) else f"{rho:.3f}{star} ({own['p'][damage]:.0e})"
+                )
+            rows.append([words, *cells])
+        head = ["by pair", "local error", "divergence", "log perplexity ratio"]
+        note = "Spearman's rho over pairs of layers (p in brackets; *: the best)."
+        return Table("What orders the pairs as their damage does", head, rows, note)
+
 
 def _pair(row: Any) -> str:
-    return f"{int(row['first'])}+{int(row['last'])}"
-
-
-def _correlations(found: pd.DataFrame) -> Table:
-    rows = []
-    best = found.groupby("damage")["rho"].max()
-    for name, words in PREDICTORS.items():
-        own = found[found["predictor"] == name].set_index("damage")
-        cells = []
-        for damage in DAMAGES:
-            if damage not in own.index:
-                cells.append("")
-                continue
-            rho = float(own["rho"][damage])
-            star = " "
-            if rho == best[damage]:
-                star = "*"
-            cells.append(NO_VALUE if math.isnan(rho) else f"{rho:.3f}{star} ({own['p'][damage]:.0e})")
-        rows.append([words, *cells])
-    head = ["by pair", "local error", "divergence", "log perplexity ratio"]
-    note = "Spearman's rho over pairs of layers (p in brackets; *: the best)."
-    return Table("What orders the pairs as their damage does", head, rows, note)
+    return f"pair {int(row['first'])}+{int(row['last'])}"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 from matplotlib.colors import Normalize
 
 from surgeon.findings.drawing import Picture, columns_chart
 from surgeon.findings.maps import Legend, Map, map_cells
-from surgeon.findings.result import Block, Finding, RunResult, Table, TableFile
+from surgeon.findings.result import Block, Finding, RunResult, Table, table_file
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.words import MINUS, join_words, layer_list, number
 
@@ -52,27 +52,22 @@ class Similarity(RunResult):
     RECORD = "similarity.json"
     TITLE = "Similarity"
     WITHOUT = "No similarity: how much layers depend on each other is not known (surgeon similarity)."
-    TABLES: ClassVar = {
-        "layers": TableFile("similarity.csv", (*CKA, *SIZES), (), ("layer",)),
-        "distances": TableFile(
-            "distances.csv",
-            ("angular_distance", "angular_distance_last_token"),
-            (),
-            ("first", "last"),
-            optional=True,
-        ),
-        "proxies": TableFile(
-            "proxies.csv",
-            ("rho",),
-            ("operation", "damage", "proxy", "aggregate"),
-            optional=True,
-            digits=6,
-        ),
-    }
 
-    layers: pd.DataFrame
-    distances: pd.DataFrame = field(default_factory=pd.DataFrame)
-    proxies: pd.DataFrame = field(default_factory=pd.DataFrame)
+    layers: pd.DataFrame = table_file("similarity.csv", (*CKA, *SIZES), (), ("layer",))
+    distances: pd.DataFrame = table_file(
+        "distances.csv",
+        ("angular_distance", "angular_distance_last_token"),
+        (),
+        ("first", "last"),
+        optional=True,
+    )
+    proxies: pd.DataFrame = table_file(
+        "proxies.csv",
+        ("rho",),
+        ("operation", "damage", "proxy", "aggregate"),
+        optional=True,
+        digits=6,
+    )
 
     def section(self) -> Iterator[Block]:
         yield (
@@ -84,17 +79,14 @@ class Similarity(RunResult):
             "Block influence is 1 minus the mean cosine between the streams before and after the layer."
         )
         near = "Near 1: the layer hardly needs it."
-        named = [f"layer {layer}" for layer in self.layers["layer"]]
+        titles = ("CKA with and without the layer before", "layer", "CKA")
         cka = columns_chart(
-            self.layers,
-            CKA,
-            named,
-            ("CKA with and without the layer before", "layer", "CKA"),
-            near,
-            False,
+            self.layers, CKA, lambda row: f"layer {row['layer']:g}", titles, near, log=False
         )
         titles = ("How much a layer changes the stream", "layer", "share of the stream")
-        sizes = columns_chart(self.layers, SIZES, named, titles, influence)
+        sizes = columns_chart(
+            self.layers, SIZES, lambda row: f"layer {row['layer']:g}", titles, influence
+        )
         yield Picture([cka, sizes], name="similarity")
         if len(self.distances):
             table = self.distances
@@ -130,7 +122,7 @@ class Similarity(RunResult):
             angles = Map(title, values, colours, axes, cells, caption=caption, legend=legend)
             yield Picture([angles], name="distances")
         if len(self.proxies):
-            yield _best_proxies(self.proxies)
+            yield self._best_proxies()
 
     def summary(self) -> Iterator[Finding]:
         layers = self.layers.dropna(subset=["cka_attention_debiased", "cka_mlp_debiased"])
@@ -177,7 +169,36 @@ class Similarity(RunResult):
     def __str__(self) -> str:
         if self.proxies.empty:
             return ""
-        return str(_best_proxies(self.proxies))
+        return str(self._best_proxies())
+
+    def _best_proxies(self) -> Table:
+        table = self.proxies
+        shown = table[~table["proxy"].str.endswith(_NOT_PRINTED) & (table["damage"] == _DAMAGE)]
+        rows = []
+        for operation, own in shown.groupby("operation", sort=False):
+            length = own.loc[own["proxy"] == "length", "rho"].max()
+            best, rho = _highest(own, "rho")
+            equal, at_equal = _highest(own, "rho_at_equal_length")
+            numbers = (f"{value:.3f}" for value in (rho, length, at_equal))
+            rows.append(
+                [
+                    str(operation),
+                    f"{own['n'].max()}",
+                    best,
+                    next(numbers),
+                    next(numbers),
+                    equal,
+                    next(numbers),
+                ]
+            )
+        note = (
+            "Spearman's rho over n stretches, beside that of their mere length; and among stretches of equal length. "
+            "Measures of single layers are summed over the stretch where max or mean is not said. All of them are in "
+            "proxies.csv (stretches overlap, so that its p is too small)."
+        )
+        head = ["operation", "n", "best measure", "rho", "length", "at equal length", "rho"]
+        caption = "What predicts the divergence of a stretch best"
+        return Table(caption, head, rows, note, left=(2, 5))
 
 
 def _name(key: Any) -> str:
@@ -186,35 +207,6 @@ def _name(key: Any) -> str:
     if aggregate:
         return f"{words} ({aggregate})"
     return words
-
-
-def _best_proxies(table: pd.DataFrame) -> Table:
-    shown = table[~table["proxy"].str.endswith(_NOT_PRINTED) & (table["damage"] == _DAMAGE)]
-    rows = []
-    for operation, own in shown.groupby("operation", sort=False):
-        length = own.loc[own["proxy"] == "length", "rho"].max()
-        best, rho = _highest(own, "rho")
-        equal, at_equal = _highest(own, "rho_at_equal_length")
-        numbers = (f"{value:.3f}" for value in (rho, length, at_equal))
-        rows.append(
-            [
-                str(operation),
-                f"{own['n'].max()}",
-                best,
-                next(numbers),
-                next(numbers),
-                equal,
-                next(numbers),
-            ]
-        )
-    note = (
-        "Spearman's rho over n stretches, beside that of their mere length; and among stretches of equal length. "
-        "Measures of single layers are summed over the stretch where max or mean is not said. All of them are in "
-        "proxies.csv (stretches overlap, so that its p is too small)."
-    )
-    head = ["operation", "n", "best measure", "rho", "length", "at equal length", "rho"]
-    caption = "What predicts the divergence of a stretch best"
-    return Table(caption, head, rows, note, left=frozenset({2, 5}))
 
 
 def _highest(rows: pd.DataFrame, column: str) -> tuple[str, float]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 
 from surgeon.findings.drawing import ORDERED, Chart, Picture, scale
-from surgeon.findings.maps import HALF, Legend, Map, map_cells, scale_of
-from surgeon.findings.result import Block, Finding, RunResult, TableFile, base_of
+from surgeon.findings.maps import HALF, Legend, Map, damage_legend, map_cells
+from surgeon.findings.result import Block, Finding, Record, RunResult, base_of, table_file
 from surgeon.words import align_columns, change, join_words, number
 
 METHODS = {"plain": "", "whitened": "_whitened"}  # and how their columns end
@@ -60,37 +60,32 @@ class Spectrum(RunResult):
     RECORD = "spectrum.json"
     TITLE = "Spectrum"
     WITHOUT = "No spectrum: how low the rank of matrices can be is not known (surgeon spectrum)."
-    TABLES: ClassVar = {
-        "matrices": TableFile(
-            "spectrum.csv",
-            (
-                "full_rank",
-                *(f"{name}95{ending}" for ending in METHODS.values() for name in ("rank", "kept")),
-            ),
-            ("weight",),
-            ("layer",),
-        ),
-        "damage": TableFile(
-            "damage.csv",
-            ("rank", "full_rank", "kept", "perplexity", "divergence", "tokens"),
-            ("weight", "method"),
-            ("layer",),
-            optional=True,
-            may_be_empty=True,
-        ),
-        "values": TableFile(
-            "singular_values.csv", ("index", "value"), ("weight", "method"), ("layer",), optional=True
-        ),
-    }
 
-    matrices: pd.DataFrame
-    damage: pd.DataFrame = field(default_factory=pd.DataFrame)
-    values: pd.DataFrame = field(default_factory=pd.DataFrame)
+    matrices: pd.DataFrame = table_file(
+        "spectrum.csv",
+        (
+            "full_rank",
+            *(f"{name}95{ending}" for ending in METHODS.values() for name in ("rank", "kept")),
+        ),
+        ("weight",),
+        ("layer",),
+    )
+    damage: pd.DataFrame = table_file(
+        "damage.csv",
+        ("rank", "full_rank", "kept", "perplexity", "divergence", "tokens"),
+        ("weight", "method"),
+        ("layer",),
+        optional=True,
+        may_be_empty=True,
+    )
+    values: pd.DataFrame = table_file(
+        "singular_values.csv", ("index", "value"), ("weight", "method"), ("layer",), optional=True
+    )
     base_perplexity: float = math.nan
     curves: tuple[Any, ...] = ()
 
     @classmethod
-    def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:
+    def facts(cls, record: Record, file: Path) -> Record:
         # A table beside it may be of an earlier run that measured damage.
         return {"base_perplexity": base_of(record, file, cls.COMMAND)} | (
             {} if record.get("ranks") else {"damage": pd.DataFrame()}
@@ -119,34 +114,24 @@ class Spectrum(RunResult):
         )
         if len(self.damage):
             base = self.base_perplexity
-            colours, capped = scale_of([self.damage[["perplexity"]]], base)
+            legend = damage_legend(
+                f"Colours: perplexity over {number(base)}", [self.damage[["perplexity"]]], base
+            )
             of_damage = {
                 "perplexity": "perplexity",
                 "divergence": "divergence",
                 "kept": "parameters kept",
             }
+            what = "perplexity"
             cut = [
-                _map(
-                    part,
-                    "perplexity",
-                    colours,
-                    of_damage,
-                    f"One matrix cut down to {name}",
-                    "perplexity",
-                    base,
-                )
+                _map(part, what, legend.scale, of_damage, f"One matrix cut down to {name}", what, base)
                 for _, name, part in self.truncations()
             ]
             caption = (
                 "Perplexity with one matrix alone at a lower rank, over that of the unedited model, "
                 f"{number(base)}."
             )
-            yield Picture(
-                cut,
-                caption,
-                "damage",
-                Legend(colours, f"Colours: perplexity over {number(base)}", base, capped),
-            )
+            yield Picture(cut, caption, "damage", legend)
         ratio = Normalize(0, 1)
         maps = []
         for method, ending in METHODS.items():

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import pandas as pd
 
-from surgeon.findings.result import Block, Finding, RunResult, Table, record_codes
+from surgeon.findings.result import Block, Finding, Record, RunResult, Table, record_codes
 from surgeon.processes.files import make_folder, write_text
 from surgeon.words import join_words, number, plural
 
@@ -60,15 +60,15 @@ class TaskRun(RunResult):
     scores: list[Score]
 
     @classmethod
-    def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:  # noqa: ARG003
+    def facts(cls, record: Record, file: Path) -> Record:  # noqa: ARG003
         return {"scores": scores(record)}
 
     @classmethod
-    def is_ours(cls, record: dict[str, Any]) -> bool:
+    def is_ours(cls, record: Record) -> bool:
         return isinstance(record.get("results"), dict)
 
     @classmethod
-    def provenance(cls, record: dict[str, Any]) -> dict[str, Any]:
+    def provenance(cls, record: Record) -> Record:
         """Our provenance, and the call of lm-eval from its much longer record."""
         written = record.get(PROVENANCE_KEY)
         own = {}
@@ -77,7 +77,7 @@ class TaskRun(RunResult):
         return own | {name: record[name] for name in _LM_EVAL if name in record}
 
     @classmethod
-    def model_of(cls, record: dict[str, Any]) -> tuple[str, str]:
+    def model_of(cls, record: Record) -> tuple[str, str]:
         if isinstance(record.get(PROVENANCE_KEY), dict):
             return super().model_of(record[PROVENANCE_KEY])
         return str(record.get("model_name") or "a model without a name"), ""
@@ -121,7 +121,7 @@ class TaskRun(RunResult):
         head = ["task", "metric", *(run.name for run in runs)]
         note = "Value ± standard error. " + " ".join(f"{run.name}: {run._subject()}." for run in runs)
         if len(runs) > 1:
-            return [Table("All evaluations side by side", head, rows, note, left=frozenset({1}))]
+            return [Table("All evaluations side by side", head, rows, note, left=(1,))]
         return []
 
     def summary(self) -> Iterator[Finding]:
@@ -142,14 +142,14 @@ def scores_table(scores: Sequence[Score]) -> Table:
         counts = ("" if count is None else f"{count:,}" for count in (one.shots, one.rows))
         rows.append([one.task, one.name, better[one.higher_is_better], _text(one), *counts])
     head = ["task", "metric", "better", "value ± standard error", "shots", "rows"]
-    return Table("Accuracy on tasks", head, rows, left=frozenset({1, 2}))
+    return Table("Accuracy on tasks", head, rows, left=(1, 2))
 
 
 def _text(score: Score) -> str:
     return number(score.value) + (f" ± {number(score.stderr, 2)}" if score.stderr is not None else "")
 
 
-def scores(results: dict[str, Any]) -> list[Score]:
+def scores(results: Record) -> list[Score]:
     """The numbers of the tasks and groups that were asked for, without members of groups that lm-eval aggregates."""
     members = results.get("group_subtasks", {})
     hidden = {child for group in results.get("groups") or {} for child in members.get(group, [])}
@@ -175,7 +175,7 @@ def scores(results: dict[str, Any]) -> list[Score]:
 
 
 def write_results(
-    folder: Path, results: dict[str, Any], record: dict[str, Any], with_samples: bool = False
+    folder: Path, results: Record, record: Record, with_samples: bool = False
 ) -> tuple[Path, ...]:
     """Write results_<time>.json as lm-eval does, the table's numbers as CSV, and samples_<task>_<time>.jsonl.
 
@@ -188,7 +188,7 @@ def write_results(
 
     make_folder(folder)
     moment = datetime.now().isoformat().replace(":", "-")
-    asked: dict[str, list[dict[str, Any]]] = results["samples"]
+    asked: dict[str, list[Record]] = results["samples"]
     for task, rows in asked.items() if with_samples else ():
         lines = []
         for row in rows:  # as lm-eval writes them: lists of texts, which `datasets` can load again

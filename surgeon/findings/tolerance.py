@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from surgeon.findings.result import RunResult, table_file
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.language.program import Program
 
@@ -16,33 +18,53 @@ from surgeon.language.program import Program
 PAIRS = "lp"
 PAIRS_OF_STREAMS = "2-parallel"
 PRUNE = "prune"
+CAP = 3.0  # colours of maps end at this multiple of the base perplexity, at the latest
 TOLERANCES = (1.05, 1.10, 1.25)  # of the base perplexity, that tables and maps speak of
+_ENDS = ("first", "last")
+_KNOWN = {"operation": HEATMAPS}
 _SAME = 1e-6  # relative; perplexities this close are one
 
 
-@dataclass(frozen=True)
-class ScanTable:
-    """A scan's cells, ready for questions.
+@dataclass(frozen=True, repr=False)
+class ScanTable(RunResult):
+    """A scan's cells, ready for questions; its fields are those of `surgeon.findings.scan.Scan`."""
 
-    Attributes:
-        table: all cells, as in `cells.csv`.
-        base: perplexity of the unedited model.
-    """
-
-    table: pd.DataFrame
-    base: float
-    record: dict[str, Any]
+    cells: pd.DataFrame = table_file(
+        "cells.csv",
+        ("perplexity", "divergence", "tokens"),
+        ("operation",),
+        _ENDS,
+        one_of=_KNOWN,
+        missing="",
+    )
+    base_perplexity: float = math.nan
+    permutations: pd.DataFrame = table_file(
+        "permutations.csv",
+        ("perplexity",),
+        ("operation", "order"),
+        _ENDS,
+        one_of=_KNOWN,
+        optional=True,
+        missing="",
+    )
+    experts: pd.DataFrame = table_file(
+        "experts.csv",
+        ("expert", "load", "weight", "size", "saliency"),
+        layers=("layer",),
+        optional=True,
+    )
+    cap: float = CAP
 
     @cached_property
-    def cells(self) -> pd.DataFrame:
+    def changes(self) -> pd.DataFrame:
         """Cells of the maps over stretches that an operation changes, with `ratio` (perplexity over the base's).
 
         `changed` counts the layers that run in another way, of which `last` is the last.
         """
-        over_stretches = self.table[
-            [HEATMAPS[str(name)].varied is None for name in self.table["operation"]]
+        over_stretches = self.cells[
+            [HEATMAPS[str(name)].varied is None for name in self.cells["operation"]]
         ]
-        cells = over_stretches.assign(ratio=over_stretches["perplexity"] / self.base)
+        cells = over_stretches.assign(ratio=over_stretches["perplexity"] / self.base_perplexity)
         spans = zip(cells["operation"], cells["first"], cells["last"], strict=True)
         cells["changed"] = [changed_layers(name, int(first), int(last)) for name, first, last in spans]
         # An order drawn at random may be the order there was.
@@ -57,7 +79,7 @@ class ScanTable:
     def num_layers(self) -> int:
         # A model runs each of its layers' two sublayers once.
         known = self.record.get("num_layers") or self.record.get("sublayers_run", {}).get("base", 0) // 2
-        return max(int(known), int(self.table["last"].max()) + 1)
+        return max(int(known), int(self.cells["last"].max()) + 1)
 
     @property
     def edited(self) -> bool:
@@ -66,10 +88,10 @@ class ScanTable:
 
     @property
     def operations(self) -> list[str]:
-        return list(dict.fromkeys(self.cells["operation"]))
+        return list(dict.fromkeys(self.changes["operation"]))
 
     def of_operation(self, name: str) -> pd.DataFrame:
-        return self.cells[self.cells["operation"] == name]
+        return self.changes[self.changes["operation"] == name]
 
     def depth(self, operation: str, changed: int) -> float | None:
         """Effective depth with an operation on so many layers; None if it cannot be told."""
@@ -77,6 +99,49 @@ class ScanTable:
             return None
         saved = depth_saved(operation, changed, self.record.get("steps_per_layer"))
         return None if saved is None else self.num_layers - saved
+
+    def longest_within(self, operation: str, tolerance: float) -> pd.Series[Any] | None:
+        """The cell with the most changed layers within a multiple of the base perplexity; the best of equals."""
+        cells = self.of_operation(operation)
+        within = cells[cells["ratio"] <= tolerance]
+        ordered = within.sort_values(["changed", "ratio", "first"], ascending=[False, True, True])
+        if ordered.empty:
+            return None
+        return ordered.iloc[0]
+
+    def single_layers(self, operation: str = PRUNE) -> pd.DataFrame:
+        """Take the cells of single layers, the cheapest first."""
+        cells = self.of_operation(operation)
+        return cells[cells["first"] == cells["last"]].sort_values("ratio", kind="stable")
+
+    def cheapest_with(self, operation: str) -> pd.DataFrame:
+        """For every layer that an operation was tried on, the cheapest of the cells that change it, by `layer`."""
+        cells = self.of_operation(operation).sort_values("ratio", kind="stable")
+        rows = []
+        for layer in range(self.num_layers):
+            here = cells[(cells["first"] <= layer) & (layer <= cells["last"])]
+            if len(here):
+                rows.append(here.iloc[0].to_dict() | {"layer": layer})
+        return pd.DataFrame(rows)
+
+    def never_to_touch(self, operation: str, tolerance: float) -> list[int]:
+        """Layers on which an operation was tried, and always cost more than a multiple of the base perplexity."""
+        return [
+            int(cell["layer"])
+            for _, cell in self.cheapest_with(operation).iterrows()
+            if not cell["ratio"] <= tolerance
+        ]
+
+    def best_by_depth(self, operation: str) -> pd.DataFrame:
+        """The best cell for each effective depth that an operation reaches, deepest first; empty if it keeps it."""
+        cells = self.of_operation(operation)
+        depths = {changed: self.depth(operation, changed) for changed in cells["changed"].unique()}
+        if any(depth is None for depth in depths.values()) or set(depths.values()) <= {self.num_layers}:
+            return cells.iloc[:0].assign(depth=0.0)
+        cells = cells.assign(depth=cells["changed"].map(depths).astype(float))
+        every = cells.sort_values("ratio", kind="stable").drop_duplicates("depth")
+        best: pd.DataFrame = every[np.isfinite(every["perplexity"])]
+        return best.sort_values("depth", ascending=False)
 
 
 def changed_layers(operation: str, first: int, last: int) -> int:
@@ -97,51 +162,3 @@ def depth_saved(operation: str, layers: int, steps_per_layer: int | None) -> flo
     if len(saved) == 1:
         return saved.pop()
     return None
-
-
-def longest_within(scan: ScanTable, operation: str, tolerance: float) -> pd.Series[Any] | None:
-    """The cell with the most changed layers whose perplexity is within a multiple of the base's; the best of equals."""
-    cells = scan.of_operation(operation)
-    within = cells[cells["ratio"] <= tolerance]
-    ordered = within.sort_values(["changed", "ratio", "first"], ascending=[False, True, True])
-    if ordered.empty:
-        return None
-    return ordered.iloc[0]
-
-
-def single_layers(scan: ScanTable, operation: str = PRUNE) -> pd.DataFrame:
-    """Take the cells of single layers, the cheapest first."""
-    cells = scan.of_operation(operation)
-    return cells[cells["first"] == cells["last"]].sort_values("ratio", kind="stable")
-
-
-def cheapest_with(scan: ScanTable, operation: str) -> pd.DataFrame:
-    """For every layer that an operation was tried on, the cheapest of the cells that change it, by `layer`."""
-    cells = scan.of_operation(operation).sort_values("ratio", kind="stable")
-    rows = []
-    for layer in range(scan.num_layers):
-        here = cells[(cells["first"] <= layer) & (layer <= cells["last"])]
-        if len(here):
-            rows.append(here.iloc[0].to_dict() | {"layer": layer})
-    return pd.DataFrame(rows)
-
-
-def never_to_touch(scan: ScanTable, operation: str, tolerance: float) -> list[int]:
-    """Layers on which an operation was tried, and always cost more than a multiple of the base perplexity."""
-    return [
-        int(cell["layer"])
-        for _, cell in cheapest_with(scan, operation).iterrows()
-        if not cell["ratio"] <= tolerance
-    ]
-
-
-def best_by_depth(scan: ScanTable, operation: str) -> pd.DataFrame:
-    """The best cell for every effective depth that an operation reaches, deepest first; empty if it keeps the depth."""
-    cells = scan.of_operation(operation)
-    depths = {changed: scan.depth(operation, changed) for changed in cells["changed"].unique()}
-    if any(depth is None for depth in depths.values()) or set(depths.values()) <= {scan.num_layers}:
-        return cells.iloc[:0].assign(depth=0.0)
-    cells = cells.assign(depth=cells["changed"].map(depths).astype(float))
-    every = cells.sort_values("ratio", kind="stable").drop_duplicates("depth")
-    best: pd.DataFrame = every[np.isfinite(every["perplexity"])]
-    return best.sort_values("depth", ascending=False)

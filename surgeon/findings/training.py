@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -14,7 +15,7 @@ from matplotlib.axes import Axes
 
 from surgeon.findings.drawing import COLOURS, Chart, Picture, points, rule, scale
 from surgeon.findings.exported import from_scratch
-from surgeon.findings.result import Block, Finding, RunResult, Table, TableFile, record_codes
+from surgeon.findings.result import Block, Finding, Record, RunResult, Table, record_codes, table_file
 from surgeon.progress import clock
 from surgeon.quality.summary import Quality
 from surgeon.words import interval, number, plural, value_with_interval
@@ -40,24 +41,20 @@ class TrainingRun(RunResult):
     """
 
     RECORD = "run.json"
-    TABLES: ClassVar = {
-        "held_out": TableFile(
-            "held_out.csv", ("step", "seconds", "perplexity", "divergence", *_INTERVALS)
-        ),
-        "training": TableFile(
-            "training.csv", ("step", "tokens", "seconds", "loss", "learning_rate"), may_be_empty=True
-        ),
-    }
     LAST: ClassVar[str]  # what the record of a run that has ended has
     BEFORE: ClassVar[str]  # what was measured at step 0
     # Ratio of the highest to the lowest quality from which an axis is logarithmic.
     LOG_FROM: ClassVar[float]
 
-    held_out: pd.DataFrame
-    training: pd.DataFrame
+    held_out: pd.DataFrame = table_file(
+        "held_out.csv", ("step", "seconds", "perplexity", "divergence", *_INTERVALS)
+    )
+    training: pd.DataFrame = table_file(
+        "training.csv", ("step", "tokens", "seconds", "loss", "learning_rate"), may_be_empty=True
+    )
 
     @classmethod
-    def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:
+    def facts(cls, record: Record, file: Path) -> Record:
         if "identity" in record and cls.LAST not in record:
             raise ValueError(
                 f"{file} is of a run that has not ended; give the same surgeon {cls.COMMAND} command again, which goes "
@@ -80,40 +77,39 @@ class TrainingRun(RunResult):
 
     def charts(self) -> Iterator[Chart]:
         yield from held_out_charts({self.name: self})
-        if len(self.training):
-            yield loss_chart(self.training)
-
-
-def loss_chart(training: pd.DataFrame) -> Chart:
-    """The training loss at every logged step, smoothed where there are many, and its parts."""
-    written = training.dropna(axis="columns", how="all")
-    parts = {"loss": "loss"} | {name: words for name, words in PARTS.items() if name in written}
-    if len(parts) == 2:
-        parts = {"loss": "loss"}  # the only part is the loss itself
-    few = len(training) <= _MEANS
-    drawn = training
-    if not few:
-        places = pd.Series(range(len(training)), index=training.index) // math.ceil(
-            len(training) / _MEANS
-        )
-        drawn = training.groupby(places).agg({"step": "last", **dict.fromkeys(parts, "mean")})
-
-    def draw(axes: Axes) -> None:
-        _steps_across(axes, training["step"])
-        values = pd.concat([drawn[name] for name in parts] + ([] if few else [training["loss"]]))
-        _value_axis(axes, values.tolist())
+        training = self.training
+        if training.empty:
+            return
+        # The loss at every logged step, smoothed where there are many, and its parts.
+        written = training.dropna(axis="columns", how="all")
+        parts = {"loss": "loss"} | {name: words for name, words in PARTS.items() if name in written}
+        if len(parts) == 2:
+            parts = {"loss": "loss"}  # the only part is the loss itself
+        few = len(training) <= _MEANS
+        drawn = training
         if not few:
-            points(axes, training["step"], training["loss"], _tips(training, "loss", "loss"), _ROW_STYLE,
-                   "loss, each row", line=False)  # fmt: skip
-        for place, (name, words) in enumerate(parts.items()):
-            label = ""
-            if not few:
-                label = f"{words}, mean of {math.ceil(len(training) / _MEANS)} rows"
-            elif len(parts) > 1:
-                label = words
-            points(axes, drawn["step"], drawn[name], _tips(drawn, name, words), place, label, marks=few)
+            places = pd.Series(range(len(training)), index=training.index) // math.ceil(
+                len(training) / _MEANS
+            )
+            drawn = training.groupby(places).agg({"step": "last", **dict.fromkeys(parts, "mean")})
 
-    return Chart("Loss while it trained", draw, "step", "loss", name="loss-while-it-trained")
+        def draw(axes: Axes) -> None:
+            _steps_across(axes, training["step"])
+            values = pd.concat([drawn[name] for name in parts] + ([] if few else [training["loss"]]))
+            _value_axis(axes, values.tolist())
+            if not few:
+                tip = partial(_step_tip, "loss", "loss")
+                points(axes, training, "step", "loss", tip, _ROW_STYLE, "loss, each row", line=False)
+            for place, (name, words) in enumerate(parts.items()):
+                label = ""
+                if not few:
+                    label = f"{words}, mean of {math.ceil(len(training) / _MEANS)} rows"
+                elif len(parts) > 1:
+                    label = words
+                tip = partial(_step_tip, name, words)
+                points(axes, drawn, "step", name, tip, place, label, marks=few)
+
+        yield Chart("Loss while it trained", draw, "step", "loss", name="loss-while-it-trained")
 
 
 def held_out_charts(runs: Mapping[str, TrainingRun], together: str = "") -> Iterator[Chart]:
@@ -131,36 +127,33 @@ def _held_out_chart(name: str, runs: Mapping[str, TrainingRun], together: str) -
     original = None
     if name == "perplexity" and len(originals) == 1:
         original = first.original
-    tables = pd.concat([run.held_out for run in runs.values()])
-    values = [*tables[name], *filter(None, [original])]
-    ends = [*tables[f"{name}_low"], *tables[f"{name}_high"]]
-    too_wide = _span_of([*values, *ends]) > _FLAT * _span_of(values) > 0
-    band = len(runs) <= _MOST_BANDS
-    places = {
-        run_name: run.held_out["step"] * (run.tokens_per_step if by_tokens else 1.0)
+    tables = {
+        run_name: run.held_out.assign(
+            run=run_name, place=run.held_out["step"] * (run.tokens_per_step if by_tokens else 1.0)
+        )
         for run_name, run in runs.items()
     }
+    every = pd.concat(tables.values())
+    values = [*every[name], *filter(None, [original])]
+    ends = [*every[f"{name}_low"], *every[f"{name}_high"]]
+    too_wide = _span_of([*values, *ends]) > _FLAT * _span_of(values) > 0
+    band = len(runs) <= _MOST_BANDS
+
+    def tip(row: Any) -> str:
+        return f"{row['run']}, step {row['step']:g}: {name} {value_with_interval(row, name)}"
 
     def draw(axes: Axes) -> None:
-        _steps_across(axes, pd.concat(places.values()))
+        _steps_across(axes, every["place"])
         _value_axis(
             axes, values if too_wide else [*values, *ends], first.LOG_FROM, zero=name == "divergence"
         )
         if original is not None:
             rule(axes, original)
-        for style, (run_name, run) in enumerate(runs.items()):
-            table = run.held_out
-            tips = [
-                f"{run_name}, step {row['step']:g}: {name} {value_with_interval(row, name)}"
-                for _, row in table.iterrows()
-            ]
-            interval_of = None
-            if not too_wide:
-                interval_of = (table[f"{name}_low"], table[f"{name}_high"])
+        for style, (run_name, table) in enumerate(tables.items()):
             label = ""
             if len(runs) > 1:
                 label = run_name
-            points(axes, places[run_name], table[name], tips, style, label, ends=interval_of, band=band)
+            points(axes, table, "place", name, tip, style, label, intervals=not too_wide, band=band)
 
     shown = f"{'areas' if band else 'bars'} are 95% intervals"
     if too_wide:
@@ -180,9 +173,8 @@ def _span_of(values: Sequence[float]) -> float:
     return max(finite) - min(finite)
 
 
-def _tips(training: pd.DataFrame, column: str, words: str) -> list[str]:
-    rows = zip(training["step"], training[column], strict=True)
-    return [f"step {step:g}: {words} {number(value)}" for step, value in rows]
+def _step_tip(column: str, words: str, row: Any) -> str:
+    return f"step {row['step']:g}: {words} {number(row[column])}"
 
 
 def _steps_across(axes: Axes, steps: pd.Series[float]) -> None:
@@ -200,7 +192,7 @@ def _value_axis(
     scale(axes, "y", finite, log, zero=zero and not log)
 
 
-def trained_on(record: dict[str, Any]) -> str:
+def trained_on(record: Record) -> str:
     """Steps, text and time of a run."""
     text = f"{plural(int(record['steps']), 'step')} on {int(record['tokens']):,} tokens"
     if record.get("data"):
@@ -223,13 +215,13 @@ class ScratchRun(TrainingRun):
     LOG_FROM = 2.0  # its first value is far above all others
 
     @classmethod
-    def is_ours(cls, record: dict[str, Any]) -> bool:
+    def is_ours(cls, record: Record) -> bool:
         """True for a run of the whole model, False for one of its racks."""
         identity = record.get("identity", {})
         return identity.get("task") == "train" and "rack" not in identity
 
     @classmethod
-    def model_of(cls, record: dict[str, Any]) -> tuple[str, str]:
+    def model_of(cls, record: Record) -> tuple[str, str]:
         return from_scratch(record.get("data")), ""
 
     def section(self) -> Iterator[Block]:
@@ -277,7 +269,7 @@ class ScratchRun(TrainingRun):
         caption = ""
         if len(runs) > len(COLOURS):
             caption = f"The first {len(COLOURS)} runs are drawn."
-        return [Table("Side by side", head, rows, note, left=frozenset({1})), Picture(charts, caption)]
+        return [Table("Side by side", head, rows, note, left=(1,)), Picture(charts, caption)]
 
     @property
     def loss(self) -> float:
@@ -308,7 +300,7 @@ class ScratchRun(TrainingRun):
         yield Finding("Trained from scratch", text, number(after), "held-out perplexity")
 
 
-def _racks(record: dict[str, Any] | None) -> Iterator[Table]:
+def _racks(record: Record | None) -> Iterator[Table]:
     if record is None:
         return
     rows = []
@@ -325,7 +317,7 @@ def _racks(record: dict[str, Any] | None) -> Iterator[Table]:
     yield Table("Racks", ["", "loss", "perplexity before", "after", "95% interval"], rows, note)
 
 
-def _cells(stored: dict[str, Any]) -> list[str]:
+def _cells(stored: Record) -> list[str]:
     quality = Quality.from_json(stored)
     return [
         number(math.log(quality.perplexity)),

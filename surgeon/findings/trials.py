@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -207,15 +208,15 @@ def history_chart(trials: TrialTable) -> Chart:
         scale(axes, "y", values, log=True, end=_ABOVE * min(values, default=1.0))
         styles = {words: place for place, words in enumerate(SOURCES.values())}
         sources = np.array(trials.sources)
+        table = pd.DataFrame({"value": trials.relative, "tip": map(trials.tip, range(len(trials)))})
+        table["asked"] = table.index + 1
         kinds = sorted({*trials.sources}, key=lambda words: (styles.get(words, _OTHER), words))
         shown = [
             (words, styles.get(words, _OTHER), trials.whole & (sources == words)) for words in kinds
         ]
         for words, style, own in [*shown, ("stopped early: an estimate", _STOPPED, ~trials.whole)]:
-            rows = np.flatnonzero(own).tolist()
-            if rows:
-                tips = [trials.tip(row) for row in rows]
-                points(axes, np.array(rows) + 1, trials.relative[rows], tips, style, words, line=False)
+            shown = table[own]
+            points(axes, shown, "asked", "value", itemgetter("tip"), style, words, line=False)
         best = trials.best_so_far
         name = "best so far"
         if trials.has_levels:
@@ -253,15 +254,21 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
     def draw(axes: Axes) -> None:
         scale(axes, "y", quality["divergence"].tolist(), log=True, end=MOST_DIVERGENCE)
         for place, (space, rows) in enumerate(quality.groupby("space", sort=False)):
-            low, high = (
-                rows[f"divergence_{end}"].where(rows["divergence_low"] > 0) for end in ("low", "high")
-            )
-            tips = [tip(row) for _, row in rows.iterrows()]
-            points(axes, rows["cost"], rows["divergence"], tips, place, str(space), ends=(low, high))
+            low = rows["divergence_low"]
+            shown = rows.assign(divergence_low=low.where(low > 0))
+            points(axes, shown, "cost", "divergence", tip, place, str(space), intervals=True)
         knees = quality[quality["knee"].astype(str) == "True"]
         if len(knees):
-            tips = [f"knee: {tip(row)}" for _, row in knees.iterrows()]
-            points(axes, knees["cost"], knees["divergence"], tips, _KNEE, "knee", line=False)
+            points(
+                axes,
+                knees,
+                "cost",
+                "divergence",
+                lambda row: f"knee: {tip(row)}",
+                _KNEE,
+                "knee",
+                line=False,
+            )
             if {"knee_low", "knee_high"} <= set(knees):  # its 95% interval, by resampling windows
                 axes.hlines(
                     knees["divergence"],
@@ -273,13 +280,10 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
                 )
         # The unedited model's cost is on the left.
         costs = [*map(float, quality["cost"])] or [0.0, 1.0]
-        least = min(costs)
-        most = max(costs)
         if along == "depth":
-            layers_across(axes, math.floor(least), math.ceil(most))
+            layers_across(axes, math.floor(min(costs)), math.ceil(max(costs)))
         else:
-            room = 0.02 * (most - least) or 0.02 * abs(most) or 1.0
-            scale(axes, "x", [least - room, most + room])
+            _room_around(axes, costs)
         if along.partition("@")[0] != "speedup":
             axes.set_xlim(*reversed(axes.get_xlim()))
         _label_cost(axes.xaxis, along)
@@ -291,6 +295,11 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
     title = f"The front: divergence against {_COSTS.get(along, along)}"
     name = "quality-against-" + re.sub(r"[^\w.-]+", "-", along)
     return Chart(title, draw, "", UNITS["divergence"], caption, name)
+
+
+def _room_around(axes: Axes, costs: Sequence[float]) -> None:
+    room = 0.02 * (max(costs) - min(costs)) or 0.02 * abs(max(costs)) or 1.0
+    scale(axes, "x", [min(costs) - room, max(costs) + room])
 
 
 def _label_cost(axis: Axis, name: str) -> None:
@@ -319,9 +328,7 @@ def _front_chart(front: pd.DataFrame, trials: TrialTable, first: str, name: str,
         others = others.iloc[:0].assign(**{first: math.nan, name: math.nan})
 
     def draw(axes: Axes) -> None:
-        xs = [x for x in [*own[name], *others[name]] if math.isfinite(x)]
-        room = 0.02 * (max(xs) - min(xs)) or 0.02 * abs(max(xs)) or 1.0
-        scale(axes, "x", [min(xs) - room, max(xs) + room])
+        _room_around(axes, [x for x in [*own[name], *others[name]] if math.isfinite(x)])
         ys = own[first].tolist()
         if min(ys) > 0:
             scale(axes, "y", [*ys, *others[first]], log=True, end=max(10 * min(ys), *ys))
@@ -329,17 +336,24 @@ def _front_chart(front: pd.DataFrame, trials: TrialTable, first: str, name: str,
             scale(axes, "y", ys)
         for axis, one in ((axes.xaxis, name), (axes.yaxis, first)):
             _label_cost(axis, one)
-        if len(others):
-            tips = [f"trial {int(trial)}" for trial in others["trial"]]
-            points(
-                axes, others[name], others[first], tips, _STOPPED, f"trials ({len(others)})", line=False
-            )
-        tips = [
+        label = f"trials ({len(others)})"
+        points(
+            axes,
+            others,
+            name,
+            first,
+            lambda row: f"trial {int(row['trial'])}",
+            _STOPPED,
+            label,
+            line=False,
+        )
+        points(axes, own, name, first, point_tip, 0, f"front ({len(own)})", line=line)
+
+    def point_tip(row: Any) -> str:
+        return (
             f"point {row['point']:g}: {name} {cost(row[name])}, divergence {number(row['divergence'])}, "
             f"trial {row['trial']:g}: {row['edits'] or 'no edits'}"
-            for _, row in own.iterrows()
-        ]
-        points(axes, own[name], own[first], tips, 0, f"front ({len(own)})", line=line)
+        )
 
     caption = "No trial is at least as good as one of the front in everything."
     return Chart(f"The front: {first} against {name}", draw, caption=caption)
@@ -363,12 +377,18 @@ def edit_chart(space: str, own: pd.DataFrame, terms: pd.DataFrame) -> Chart:
         layers_across(axes, int(terms["first"].min()), max(int(terms["first"].max()), 1))
         scale(axes, "y", terms["divergence"].tolist(), log=True)
         for place, (name, rows) in enumerate(groups):
-            tips = [
-                f"{row['edit']}: divergence {number(row['divergence'])}" for _, row in rows.iterrows()
-            ]
             label = ""
             if len(groups) > 1:
                 label = str(name)
-            points(axes, rows["first"], rows["divergence"], tips, place, label, line=len(rows) > 2)
+            points(
+                axes,
+                rows,
+                "first",
+                "divergence",
+                lambda row: f"{row['edit']}: divergence {number(row['divergence'])}",
+                place,
+                label,
+                line=len(rows) > 2,
+            )
 
     return Chart(f"Each edit alone: {space}", draw, "first layer of the edit", UNITS["divergence"])

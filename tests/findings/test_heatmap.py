@@ -16,9 +16,10 @@ from matplotlib.figure import Figure
 
 from surgeon.analysis.cells import HEATMAPS, select
 from surgeon.findings.drawing import Picture
-from surgeon.findings.maps import CAP, Map
+from surgeon.findings.maps import Map
 from surgeon.findings.scan import Scan
 from surgeon.findings.scan_pictures import grid
+from surgeon.findings.tolerance import CAP
 
 BASE = 10.0
 OVER_STRETCHES = tuple(name for name, one in HEATMAPS.items() if one.varied is None)

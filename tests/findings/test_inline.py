@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from operator import itemgetter
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -34,8 +35,8 @@ def test_points_lie_where_they_are_and_say_their_values() -> None:
     figure, axes = chart("layer", "value")
     layers_across(axes, 0, 9)
     scale(axes, "y", [1.0, 10.0], log=True, end=10.0)
-    values = [1.0, math.nan, 10.0, 10.0**0.5, 500.0]
-    points(axes, range(5), values, [f"value <{value:g}>" for value in values], style=2, label="one")
+    table = pd.DataFrame({"x": range(5), "value": [1.0, math.nan, 10.0, 10.0**0.5, 500.0]})
+    points(axes, table, "x", "value", lambda row: f"value <{row['value']:g}>", style=2, label="one")
     text = str(inline_svg(figure, "a chart", "here"))
     root = ElementTree.fromstring(text)
     assert (root.get("role"), root.get("aria-label")) == ("img", "a chart")
@@ -57,7 +58,8 @@ def test_points_lie_where_they_are_and_say_their_values() -> None:
 
 def test_nothing_that_a_page_should_not_hold() -> None:
     figure, axes = chart("$x$ & </svg><script>", "\x07\x00bell")
-    points(axes, [0, 1], [0, 1], ["<img src=x>", "'\""])
+    table = pd.DataFrame({"x": [0, 1], "tip": ["<img src=x>", "'\""]})
+    points(axes, table, "x", "x", itemgetter("tip"))
     text = str(inline_svg(figure, 'a "title"'))
     assert not re.search(r"style=|xlink|https?:|url\(|<script|<img|<style|\x07|\x00", text)
     assert ElementTree.fromstring(text).get("aria-label") == 'a "title"'
@@ -101,7 +103,7 @@ def test_a_program_keeps_its_own_colours() -> None:
 
 def test_the_same_figure_gives_the_same_text_and_a_file(tmp_path: Path) -> None:
     figure, axes = chart("x", "y")
-    points(axes, [0.0, 1.0], [0.0, 1.0], ["a", "b"])
+    points(axes, pd.DataFrame({"x": [0.0, 1.0], "tip": ["a", "b"]}), "x", "x", itemgetter("tip"))
     assert inline_svg(figure, "t", "n") == inline_svg(figure, "t", "n")
     assert save(figure, tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -7,7 +7,7 @@ import pytest
 
 from surgeon.analysis.cells import HEATMAPS
 from surgeon.findings.scan import Scan
-from surgeon.findings.tolerance import ScanTable, best_by_depth, changed_layers, depth_saved
+from surgeon.findings.tolerance import ScanTable, changed_layers, depth_saved
 from surgeon.language.program import Program
 from tests.findings.run_folders import BASE, scan_cells
 
@@ -36,21 +36,21 @@ def scan_of(operations: tuple[str, ...], num_layers: int) -> ScanTable:
     table = pd.DataFrame(scan_cells(operations, num_layers))
     numbers = [name for name in table.columns if name != "operation"]
     table = table.astype(dict.fromkeys(numbers, float)).astype({"first": int, "last": int})
-    return Scan(table, BASE, record={"sublayers_run": {"base": 2 * num_layers}}).touched
+    return Scan(table, BASE, record={"sublayers_run": {"base": 2 * num_layers}})
 
 
 def test_a_model_with_a_program_of_its_own_has_no_depths() -> None:
     record = {"num_layers": 4, "program": "{A0 F0 A1 F1 | A2 F2 A3 F3}"}
     cells = pd.DataFrame(scan_cells(("prune",), 4)[:1]).astype({"perplexity": float})
-    assert Scan(cells, BASE, record=record).touched.depth("prune", 1) is None
+    assert Scan(cells, BASE, record=record).depth("prune", 1) is None
     del record["program"]
-    assert Scan(cells, BASE, record=record).touched.depth("prune", 1) == 3
+    assert Scan(cells, BASE, record=record).depth("prune", 1) == 3
 
 
 def test_cells_that_change_nothing_do_not_count() -> None:
     scan = scan_of(("merge", "lp"), 5)
     assert scan.num_layers == 5
-    assert not (scan.cells["first"] == scan.cells["last"]).any()
+    assert not (scan.changes["first"] == scan.changes["last"]).any()
     pairs = scan.of_operation("lp")
     assert set(zip(pairs["first"], pairs["last"], strict=True)) == {
         (0, 1), (0, 3), (1, 2), (1, 4), (2, 3), (3, 4)
@@ -59,10 +59,10 @@ def test_cells_that_change_nothing_do_not_count() -> None:
 
 def test_the_best_stretch_of_every_depth() -> None:
     scan = scan_of(("prune", "ladder"), 6)
-    best = best_by_depth(scan, "prune")
+    best = scan.best_by_depth("prune")
     assert list(best["depth"]) == [5, 4, 3, 2, 1, 0]
     for _, cell in best.iterrows():
         same = scan.of_operation("prune")
         assert cell["ratio"] == same[same["changed"] == 6 - cell["depth"]]["ratio"].min()
-    assert best_by_depth(scan, "ladder").empty, "a ladder keeps the depth"
-    assert list(best_by_depth(scan_of(("repeat",), 3), "repeat")["depth"]) == [6, 5, 4]
+    assert scan.best_by_depth("ladder").empty, "a ladder keeps the depth"
+    assert list(scan_of(("repeat",), 3).best_by_depth("repeat")["depth"]) == [6, 5, 4]
