@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 from surgeon.findings.drawing import Picture
@@ -70,7 +70,11 @@ class Healing:
 
 @dataclass(frozen=True, repr=False)
 class HealRun(TrainingRun):
-    """The result of `heal`."""
+    """The result of `heal`.
+
+    Attributes:
+        healing: the three models on the same held-out text.
+    """
 
     COMMAND = "heal"
     TITLE = "Healing"
@@ -83,10 +87,11 @@ class HealRun(TrainingRun):
     def is_ours(cls, record: Record) -> bool:
         return bool(record.get("identity", {}).get("task", "heal") == "heal")
 
-    @cached_property
-    def healing(self) -> Healing:
-        """The three models on the same held-out text."""
-        return Healing.of(self.record)
+    healing: Healing = field(kw_only=True)
+
+    @classmethod
+    def facts(cls, record: Record, file: Path) -> Record:
+        return super().facts(record, file) | {"healing": Healing.of(record)}
 
     @property
     def original(self) -> float | None:
