@@ -54,6 +54,7 @@ class PassCost:
         return self.exposed / self.seconds
 
 
+@dataclass
 class PredictedRanks:
     """Ranks of a plan on hardware, whose passes are predicted.
 
@@ -63,21 +64,23 @@ class PredictedRanks:
         captured: whether decoding passes are captured graphs.
     """
 
-    def __init__(
-        self, shapes: ModelShapes, plan: Plan, hardware: Hardware, deployment: Deployment
-    ) -> None:
-        self.shapes = shapes
-        self.plan = plan
-        self.hardware = hardware
-        self.deployment = deployment
+    shapes: ModelShapes
+    plan: Plan
+    hardware: Hardware
+    deployment: Deployment
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        hardware = self.hardware
         self.program, self.work = _works(plan)
         asynchronous = hardware.host.asynchronous
-        self.captured = asynchronous if deployment.graphs is None else deployment.graphs
+        graphs = self.deployment.graphs
+        self.captured = asynchronous if graphs is None else graphs
         if self.captured and not asynchronous:
             raise ValueError(
                 f"{hardware.name} launches kernels one by one; captured graphs are for GPUs"
             )
-        self.node = deployment.node or (plan.ranks if hardware.sharing else hardware.devices)
+        self.node = self.deployment.node or (plan.ranks if hardware.sharing else hardware.devices)
         self.speed = RankSpeed.of(hardware, plan.dtype, min(plan.ranks, self.node))
         self._ways: dict[tuple[object, ...], bool] = {}
 
@@ -317,11 +320,15 @@ class Prediction:
         memory: of the rank that needs most.
     """
 
-    plan: Plan
+    ranks: PredictedRanks
     workload: Workload
     prefill: PassCost
     decode: PassCost | None
     memory: Room
+
+    @property
+    def plan(self) -> Plan:
+        return self.ranks.plan
 
     @property
     def first_token(self) -> float:
@@ -367,7 +374,7 @@ def predict(
     prefill = ranks.forward(Forward(workload.batch, workload.prompt, asked=1), graphs=False)
     decode = mean_decode(ranks, workload) if workload.new > 1 else None
     memory = room(shapes, plan, hardware, workload.batch, workload.prompt)
-    return Prediction(plan, workload, prefill, decode, memory)
+    return Prediction(ranks, workload, prefill, decode, memory)
 
 
 def mean_decode(ranks: PredictedRanks, workload: Workload) -> PassCost:

@@ -20,7 +20,7 @@ from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.drafts import DraftPrices
 from surgeon.cost.hardware import Hardware, load_hardware
 from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.predict import predict
+from surgeon.cost.predict import Prediction, predict
 from surgeon.cost.work import Forward, RankWork, Sent
 from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
@@ -85,9 +85,7 @@ class Pricing:
         """Notes on hardware whose memory is too small for the unedited model."""
         found = []
         for name, hardware in self.hardware.items():
-            room = predict(
-                self.model.shapes, self.model.program, hardware, self.workload, self._deploy(hardware)
-            ).memory
+            room = self._predict(self.model.program, hardware).memory
             if not room.fits:
                 ranks = self.deployment.ranks
                 each = "one rank" if ranks == 1 else f"each of {ranks} ranks"
@@ -153,12 +151,7 @@ class Pricing:
 
     def drafting(self, on: str) -> DraftPrices:
         if on not in self._drafting:
-            hardware = self.hardware[on]
-            load = self.workload
-            deployed = self._deploy(hardware)
-            self._drafting[on] = DraftPrices(
-                self.model.shapes, self.model.program, hardware, load, deployed
-            )
+            self._drafting[on] = DraftPrices(self._predict(self.model.program, self.hardware[on]))
         return self._drafting[on]
 
     def parameters(self, program: Program) -> int:
@@ -172,12 +165,11 @@ class Pricing:
         """Predict seconds per token, or with its plan as a draft, of a pass."""
         hardware = self.hardware[on]
         sliced = draft is not None and draft.sliced
-        deployment = self._deploy(hardware)
         what = on if draft is None else f"{on}, {'sliced' if sliced else 'not sliced'} as a draft"
 
         def seconds(part: Program) -> float:
             if draft is None:
-                return predict(self.model.shapes, part, hardware, self.workload, deployment).per_token
+                return self._predict(part, hardware).per_token
             paper = self._plan(part, draft.dtype, self.workload.length, sliced)
             return self.drafting(on).seconds(replace(paper, mixtures=draft.mixtures))
 
@@ -225,10 +217,8 @@ class Pricing:
 
         return self._sum(f"uneven, sliced {sliced}", program, uneven) == 0
 
-    def _deploy(self, hardware: Hardware) -> Deployment:
-        return replace(
-            self.deployment, dtype=self.deployment.dtype or hardware.dtype(self.model.shapes.dtype)
-        )
+    def _predict(self, program: Program, hardware: Hardware) -> Prediction:
+        return predict(self.model.shapes, program, hardware, self.workload, self.deployment)
 
     def _sum(self, what: str, program: Program, cost: Callable[[Program], float]) -> float:
         """Add a cost up over a program's stretches."""
