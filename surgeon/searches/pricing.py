@@ -32,7 +32,7 @@ from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.placement import Group, Work, assigned_branches, work_of
 from surgeon.runtime.plan.specification import Plan
 from surgeon.searches.mixture import Trial
-from surgeon.searches.quantities import HERE, Aspect, Limit
+from surgeon.searches.quantities import HERE, Aspect, Limit, priced
 
 _ONE = Program.parse("A0")  # what stretches are put behind, to see what they add
 
@@ -97,10 +97,9 @@ class Pricing:
 
     def shortfalls(self, limits: Iterable[Limit], program: Program) -> tuple[float, ...]:
         """The program's shortfall from each priced limit."""
-        priced = (limit for limit in limits if limit.aspect.is_priced)
         return tuple(
             limit.shortfall(self.price(limit.aspect, program), self.dense[limit.aspect])
-            for limit in priced
+            for limit in priced(limits)
         )
 
     def price(self, aspect: Aspect, program: Program) -> float:

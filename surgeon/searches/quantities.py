@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -376,6 +376,11 @@ class Limit:
     def lack(self, measured: Quality, original: Quality) -> float:
         """The shortfall of a measured program, given the unedited model on the same text."""
         return self.shortfall(self.aspect.measured(measured), self.aspect.measured(original))
+
+
+def priced(limits: Iterable[Limit]) -> tuple[Limit, ...]:
+    """Select the limits on programs; the others are on their quality."""
+    return tuple(limit for limit in limits if limit.aspect.is_priced)
 
 
 def parse_limits(text: str) -> tuple[Limit, ...]:

@@ -35,6 +35,7 @@ from surgeon.searches.quantities import (
     Limit,
     parse_limits,
     parse_objectives,
+    priced,
 )
 from surgeon.searches.reach import least_cost, levels_of, require_reachable, require_work
 from surgeon.searches.spaces import DEEPER, Space, parse_spaces, usual_spaces
@@ -159,10 +160,7 @@ class Question:
     def objectives(self) -> tuple[Aspect, ...]:
         found = parse_objectives(self.objective)
         # A model that is destroyed has least of every cost.
-        is_of_quality = any(
-            not aspect.is_priced for aspect in (*found, *(limit.aspect for limit in self.limits))
-        )
-        if is_of_quality:
+        if self.of_quality or any(not objective.is_priced for objective in found):
             return found
         return (DIVERGENCE, *found)
 
@@ -197,9 +195,9 @@ class Question:
         costs = [objective for objective in self.objectives if objective.is_priced]
         if costs:
             return (costs[0],)
-        limited = [limit.aspect for limit in self.limits if limit.aspect.is_priced]
+        limited = priced(self.limits)
         if limited:
-            return tuple(limited[:1]) if self.is_between_limits else ()
+            return (limited[0].aspect,) if self.is_between_limits else ()
         spaces = () if self.space is None else parse_spaces(self.space)
         smaller = not spaces or any(
             "size" in each.serves and "depth" not in each.serves for each in spaces
@@ -211,8 +209,8 @@ class Question:
     @property
     def is_between_limits(self) -> bool:
         """True if a cost and quality are limited and no cost is an objective."""
-        kinds = {limit.aspect.is_priced for limit in self.limits}
-        return kinds == {True, False} and not any(objective.is_priced for objective in self.objectives)
+        both = priced(self.limits) and self.of_quality
+        return bool(both) and not any(objective.is_priced for objective in self.objectives)
 
     @property
     def aspects(self) -> tuple[Aspect, ...]:
@@ -350,11 +348,7 @@ class PricedQuestion:
     @property
     def _kept_limits(self) -> list[Limit]:
         between = self.along if self.settings.is_between_limits else ()
-        return [
-            limit
-            for limit in self.settings.limits
-            if limit.aspect.is_priced and limit.aspect not in between
-        ]
+        return [limit for limit in priced(self.settings.limits) if limit.aspect not in between]
 
     def shared_out(self, goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
         """Share out a round's trials among goals: evenly along a cost, or near where a limited quality ends.
@@ -370,11 +364,7 @@ class PricedQuestion:
         if not self.along or not self.settings.of_quality:
             return evenly(goals, trials, total)
         good = {trial.level for trial in trials if not any(self.lacks_of_quality(trial.measured))}
-        limited = [
-            limit
-            for limit in self.settings.limits
-            if limit.aspect.is_priced and limit not in self._kept_limits
-        ]
+        limited = [limit for limit in priced(self.settings.limits) if limit not in self._kept_limits]
         most = [limit.most(self.pricing.dense[limit.aspect]) for limit in limited[:1]]
         wanted = [place for place, goal in enumerate(goals) if goal.level in most]
         half = (total + len(trials) % 2) // 2 if wanted else 0

@@ -34,7 +34,7 @@ from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import Known
 from surgeon.searches.mixture import NONE, Proposal, Trial
 from surgeon.searches.proposer import Proposer
-from surgeon.searches.quantities import DIVERGENCE
+from surgeon.searches.quantities import DIVERGENCE, priced
 from surgeon.searches.question import SURGEON, PricedQuestion
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 
@@ -259,15 +259,11 @@ class Search:
 
     def constraints(self, trial: Trial) -> dict[str, float]:
         """A trial's shortfalls, by the limits' texts."""
-        question = self.question
-        found = {}
-        for limit in sorted(question.settings.limits, key=lambda limit: not limit.aspect.is_priced):
-            if limit.aspect.is_priced:
-                (short,) = question.pricing.shortfalls([limit], trial.program)
-            else:
-                short = limit.lack(trial.measured, question.original)
-            found[str(limit)] = min(short, _WORST)
-        return found
+        settings = self.question.settings
+        short = self.question.pricing.shortfalls(settings.limits, trial.program)
+        lacking = (*short, *self.question.lacks_of_quality(trial.measured))
+        limits = map(str, (*priced(settings.limits), *settings.of_quality))
+        return {limit: min(lack, _WORST) for limit, lack in zip(limits, lacking, strict=True)}
 
     @property
     def _is_by_divergence(self) -> bool:
