@@ -9,9 +9,10 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
+from surgeon.analysis.engine.sharing import simplify
 from surgeon.errors import did_you_mean, show_value
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.base import show_range
@@ -46,6 +47,11 @@ class Cell:
     @property
     def layers(self) -> range:
         return range(self.first, self.last + 1)
+
+    @cached_property
+    def measured(self) -> tuple[Program, ...]:
+        """Programs that compute the same as these, and are run in their place."""
+        return tuple(map(simplify, self.programs))
 
     @property
     def program(self) -> Program:

@@ -143,6 +143,7 @@ def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
 Timed = tuple[list[Burst | Transfer], Counts]
 
 
+@dataclass(eq=False)
 class PassCosts(Costs):
     """The costs of one pass.
 
@@ -150,16 +151,17 @@ class PassCosts(Costs):
         layers, vocabulary: collectives that rank 0 has started.
     """
 
-    def __init__(
-        self, ranks: PredictedRanks, forward: Forward, graphs: bool, gathers: GathersFirst
-    ) -> None:
-        self.ranks = ranks
+    ranks: PredictedRanks
+    forward: Forward
+    graphs: bool
+    gathers: GathersFirst
+
+    def __post_init__(self) -> None:
+        ranks = self.ranks
         self.plan = ranks.plan
-        self.forward = forward
-        self.graphs = graphs
         static = ranks.hardware.host.asynchronous
         self.rank_work = RankWork(
-            ranks.plan, ranks.shapes, gathers, static, static and ranks.deployment.adding
+            ranks.plan, ranks.shapes, self.gathers, static, static and ranks.deployment.adding
         )
         deployment = ranks.deployment
         within = None
@@ -168,7 +170,9 @@ class PassCosts(Costs):
             within = ranks.hardware.link(deployment.link)
         if ranks.plan.ranks > ranks.node:
             across = ranks.hardware.link(deployment.network, between_nodes=True)
-        self.wires = Wiring(within, across, ranks.node, ranks.speed.host, deployment.emulated, graphs)
+        self.wires = Wiring(
+            within, across, ranks.node, ranks.speed.host, deployment.emulated, self.graphs
+        )
         self.connected = deployment.connected
         self.layers = Counts()
         self.vocabulary = Counts()

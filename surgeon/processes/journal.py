@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -155,8 +156,8 @@ class Journal(ABC):
         return ValueError(f"{self.path} is damaged in line {number}; delete the file to begin again")
 
 
-def read_journal(path: Path, work: str) -> tuple[dict[str, Any], list[Any]]:
-    """Read a journal's identity (its first line) and its other whole lines; the file stays as it is."""
+def read_journal(path: Path, work: str, take: Callable[[Any, dict[str, Any]], object]) -> dict[str, Any]:
+    """Read a journal's identity (its first line), and give `take` its other whole lines; the file stays as it is."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is gone, which has what was measured; run surgeon {work} again on its folder"
@@ -164,8 +165,11 @@ def read_journal(path: Path, work: str) -> tuple[dict[str, Any], list[Any]]:
     *whole, _ = path.read_bytes().split(b"\n")
     try:
         first, *lines = [json.loads(line) for line in whole if line.strip()]
-        return dict(first[work]), lines
-    except (KeyError, TypeError, ValueError) as error:
+        identity = dict(first[work])
+        for line in lines:
+            take(line, identity)
+        return identity
+    except (IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{path} is damaged; run surgeon {work} again on its folder") from error
 
 

@@ -215,27 +215,27 @@ def streams_after(
     yield from run.streams(ids[windows.start : windows.stop].to(model.device), windows)
 
 
+@dataclass(eq=False)
 class _Run:
-    def __init__(
-        self, model: PreTrainedModel, ids: Tensor, plan: SharedPlan, options: MeasureOptions
-    ) -> None:
-        self.model = model
-        self.ids = ids
-        self.whole = plan
-        self.options = options
-        self.original = plan.programs[0]
-        self.head = OutputHead(model)
-        self.streamed = streamed_layers(model) is not None
-        self.cache = None if self.streamed else options.cache
-        self.factors = options.factors or TruncatedSVD(remembers=True)
-        self.ran = one_at_a_time(options.ran)
+    model: PreTrainedModel
+    ids: Tensor
+    whole: SharedPlan
+    options: MeasureOptions
+
+    def __post_init__(self) -> None:
+        self.original = self.whole.programs[0]
+        self.head = OutputHead(self.model)
+        self.streamed = streamed_layers(self.model) is not None
+        self.cache = None if self.streamed else self.options.cache
+        self.factors = self.options.factors or TruncatedSVD(remembers=True)
+        self.ran = one_at_a_time(self.options.ran)
         # Threads would read or factorise the same weights.
         self.shares = not self.streamed and not any(
-            s.ranks for program in plan.programs for s in program.sublayers()
+            s.ranks for program in self.whole.programs for s in program.sublayers()
         )
         self.lock = Lock()
         self.planned: Collection[Program] = ()
-        self.plan = plan  # of these
+        self.plan = self.whole  # of these
         self.numbers: dict[int, int] = {}  # of its prefixes, by register, where states are kept
 
     def measure(self, windows: range, wanted: Collection[Program]) -> Iterator[MeasuredWindows]:
@@ -435,13 +435,10 @@ def take_program(line: Any, values: dict[str, Values], windows: int) -> None:
 
 def read_programs(path: Path, work: str) -> tuple[dict[str, Any], dict[str, Values]]:
     """Read a journal's identity, and its numbers by the programs' texts, as `take_program` has them."""
-    identity, lines = read_journal(path, work)
-    try:
-        windows = identity["tokens"] // identity["window"]
-        values: dict[str, Values] = {}
-        for line in lines:
-            if "program" in line:
-                take_program(line, values, windows)
-    except (IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"{path} is damaged; run surgeon {work} again on its folder") from error
-    return identity, values
+    values: dict[str, Values] = {}
+
+    def take(line: Any, identity: dict[str, Any]) -> None:
+        if "program" in line:
+            take_program(line, values, identity["tokens"] // identity["window"])
+
+    return read_journal(path, work, take), values
