@@ -23,7 +23,7 @@ its norm.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,8 @@ def unit_importance(
         "calibration": windows.digest,
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-    with as_stored(model) as own, _Kept(folder, identity) as kept:
+    path = None if folder is None else folder / JOURNAL
+    with as_stored(model) as own, _Kept(path, "ranking of units", identity) as kept:
         left = {part: by for part, by in wanted.items() if (by, part) not in kept.found}
         for part, found in _by_inputs(model, own, windows.ids, left, memory) if left else ():
             sublayer = f"{part[0]}{part[1]}"
@@ -107,12 +108,11 @@ def unit_importance(
         return {part: kept.found[by, part] for part, by in wanted.items()}
 
 
+@dataclass(eq=False)
 class _Kept(Journal):
     """A folder's findings on a model and a text, by criterion and sublayer."""
 
-    def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
-        self.found: dict[tuple[str, Part], Tensor] = {}
-        super().__init__(None if folder is None else folder / JOURNAL, "ranking of units", identity)
+    found: dict[tuple[str, Part], Tensor] = field(default_factory=dict, init=False)
 
     def take(self, line: Any) -> None:
         (sublayer,) = Program.parse(line["sublayer"]).sublayers()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ JOURNAL = "journal.jsonl"
 EXPERTS_MAP = "experts"  # which comes with tables of what the experts get
 
 
+@dataclass(eq=False)
 class ScanJournal(ProgramJournal):
     """Measurements of a folder's scans, in order.
 
@@ -91,13 +92,9 @@ class ScanJournal(ProgramJournal):
         spread: whether a run took the windows in the rounds of a screening, so that later ones find them whole.
     """
 
-    def __init__(
-        self, folder: Path, identity: dict[str, Any], windows: int, sampled: bool = False
-    ) -> None:
-        self.finished: list[Selection] = []
-        self.at_once: int | None = None
-        self.spread = False
-        super().__init__(folder, JOURNAL, "scan", identity, windows, sampled)
+    finished: list[Selection] = field(default_factory=list, init=False)
+    at_once: int | None = field(default=None, init=False)
+    spread: bool = field(default=False, init=False)
 
     def start(self, at_once: int, spread: bool) -> None:
         spread = spread or self.spread
@@ -148,7 +145,12 @@ def scan(
     windows = subject.windows
     identity = subject.identity(window=windows.ids.shape[1], tokens=windows.ids.numel(), seed=seed)
     everything = range(len(windows.ids))
-    with as_stored(model) as program, ScanJournal(folder, identity, len(everything), sampled) as journal:
+    path = folder / JOURNAL
+    count = len(everything)
+    with (
+        as_stored(model) as program,
+        ScanJournal(path, "scan", identity, windows=count, sampled=sampled) as journal,
+    ):
         _recover(journal, folder, identity, selection)
         family = family_of(model.config)
         steps = family.steps_per_layer

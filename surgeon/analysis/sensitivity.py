@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,7 @@ JOURNAL = "sensitivity.jsonl"
 DEFAULT_WINDOWS = 4
 
 
+@dataclass(eq=False)
 class SensitivityJournal(ProgramJournal):
     """A folder's sensitivity: damage of pairs, and terms of layers.
 
@@ -131,9 +132,7 @@ class SensitivityJournal(ProgramJournal):
         layers: by window and layer, as `_about_layer` has them.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any], windows: int) -> None:
-        self.layers: dict[tuple[int, int], dict[str, Any]] = {}
-        super().__init__(folder, JOURNAL, "sensitivity", identity, windows)
+    layers: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict, init=False)
 
     def take(self, line: Any) -> None:
         if "layer" in line:
@@ -168,7 +167,8 @@ def sensitivity(
     identity = subject.identity(**wanted, tolerance=lanczos.tolerance, seed=lanczos.seed)
     dense = program_of(model)
     pairs = [pair(dense, range(first, first + 2)) for first in range(num_layers - 1)]
-    with SensitivityJournal(folder, identity, len(windows.ids)) as journal:
+    path = folder / JOURNAL
+    with SensitivityJournal(path, "sensitivity", identity, windows=len(windows.ids)) as journal:
         plan = share([dense, *pairs])
         at_once = windows_at_once(model, plan, windows.ids, subject.memory)
         options = MeasureOptions(at_once, memory=subject.memory, folder=folder)

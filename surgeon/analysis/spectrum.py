@@ -10,7 +10,7 @@ again for each truncation in it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -77,6 +77,7 @@ class Truncation:
     rank: int
 
 
+@dataclass(eq=False)
 class SpectrumJournal(Journal):
     """A spectrum's measurements, kept in a file as they are made.
 
@@ -86,11 +87,9 @@ class SpectrumJournal(Journal):
         damage: by truncation.
     """
 
-    def __init__(self, path: Path | None, identity: dict[str, Any] | None = None) -> None:
-        self.base_nll: Values | None = None
-        self.spectra: dict[Matrix, SingularValues] = {}
-        self.damage: dict[Truncation, ByWindow] = {}
-        super().__init__(path, "spectrum", identity)
+    base_nll: Values | None = field(default=None, init=False)
+    spectra: dict[Matrix, SingularValues] = field(default_factory=dict, init=False)
+    damage: dict[Truncation, ByWindow] = field(default_factory=dict, init=False)
 
     def take(self, line: Any) -> None:
         if "base" in line:
@@ -110,7 +109,7 @@ class SpectrumJournal(Journal):
 
 def read_findings(folder: Path) -> tuple[dict[str, Any], SpectrumJournal]:
     """Read a folder's journal, with the identity of its numbers."""
-    found = SpectrumJournal(None)
+    found = SpectrumJournal(None, "spectrum")
     return read_journal(folder / JOURNAL, "spectrum", lambda line, _: found.take(line)), found
 
 
@@ -195,7 +194,7 @@ def spectrum(
         if ">" in str(program):
             identity["late_steps"] = "late"
         work = _Work(model, program, wanted)
-        with SpectrumJournal(folder / JOURNAL, identity) as journal:
+        with SpectrumJournal(folder / JOURNAL, "spectrum", identity) as journal:
             work.fill(journal, windows, calibration)
     spectra = {matrix: journal.spectra[matrix] for matrix in work.all}
     base = journal.base_nll

@@ -7,6 +7,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -27,14 +28,15 @@ _NAMES = {
 _SHOWN = 40
 
 
+@dataclass(eq=False)
 class Journal(ABC):
     """JSON values, one a line, each in the file as soon as it is known; subclasses say in `take` what they mean.
 
     The first line says what the others depend on; a file of anything else is refused. A last line that was cut off by a
     kill is dropped. Where WORK.json, the work's result, is there and the journal has lost lines, a warning says that
-    they are found again. A subclass sets its own attributes first: its lines are taken in while this constructor runs.
+    they are found again. Lines are taken in as it is made, once all its fields are set.
 
-    Args:
+    Attributes:
         path: its folder is made if it is not there; None to keep nothing.
         work: as the first line and error messages call it ("scan").
         identity: what the lines depend on, as JSON values; None for a file without such a first line.
@@ -44,9 +46,12 @@ class Journal(ABC):
         OSError: if it cannot be written, or another process is writing to it.
     """
 
-    def __init__(self, path: Path | None, work: str, identity: dict[str, Any] | None = None) -> None:
-        self.path = path
-        self.work = work
+    path: Path | None
+    work: str
+    identity: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        path = self.path
         self._file: BinaryIO | None = None
         if path is not None:
             make_folder(path.parent)
@@ -54,9 +59,9 @@ class Journal(ABC):
         try:
             if path is not None and self._file is not None and not lock(self._file.fileno()):
                 raise OSError(
-                    f"another {work} is writing to {path.parent}; wait for it, or use another folder"
+                    f"another {self.work} is writing to {path.parent}; wait for it, or use another folder"
                 )
-            self._load(identity)
+            self._load()
         except BaseException:
             self.close()
             raise
@@ -93,7 +98,7 @@ class Journal(ABC):
         self.append(line)
         self.take(line)
 
-    def _load(self, identity: dict[str, Any] | None) -> None:
+    def _load(self) -> None:
         lines = []
         if self._file is not None:
             self._file.seek(0)
@@ -116,10 +121,10 @@ class Journal(ABC):
                 for number, line in enumerate(content[:whole].splitlines(), 1)
                 if line.strip()
             ]
-        if identity is not None and lines:
-            self._check(*lines.pop(0), identity)
-        elif identity is not None:
-            self.append({self.work: identity})
+        if self.identity is not None and lines:
+            self._check(*lines.pop(0), self.identity)
+        elif self.identity is not None:
+            self.append({self.work: self.identity})
         for number, text in lines:
             try:
                 self.take(json.loads(text))

@@ -62,13 +62,8 @@ class Finalist:
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         if self.difference is not None:
-            known = {
-                "difference": self.difference,
-                "low": self.low,
-                "high": self.high,
-                "verdict": self.verdict,
-            }
-            found = finite(known)
+            names = ("difference", "low", "high", "verdict")
+            found = finite({name: getattr(self, name) for name in names})
         qualities = {"seen": quality_json(self.trial.measured), "unseen": quality_json(self.unseen)}
         return found | {"trial": self.trial.number, "program": self.trial.key} | qualities
 

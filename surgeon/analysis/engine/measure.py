@@ -370,30 +370,18 @@ def side_by_side(
 _DONE, _ACCEPTED = 2, slice(3, 3 + len(ACCEPTANCES))  # rows
 
 
+@dataclass(eq=False)
 class ProgramJournal(Journal):
     """Per-window numbers of programs.
 
-    Args:
-        name: of the file in the folder.
-        work, identity: as in `Journal`.
+    Attributes:
         windows: how many windows are measured.
         sampled: whether a program without its sampled acceptance is measured again.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        work: str,
-        identity: dict[str, Any],
-        windows: int,
-        sampled: bool = False,
-    ) -> None:
-        self.folder = folder
-        self.windows = windows
-        self._wanted = [_DONE, -1] if sampled else [_DONE]
-        self._values: dict[str, Values] = {}
-        super().__init__(folder / name, work, identity)
+    windows: int = field(kw_only=True)
+    sampled: bool = field(default=False, kw_only=True)
+    _values: dict[str, Values] = field(default_factory=dict, init=False)
 
     def add_new(self, measured: Iterable[MeasuredWindows], windows: Sequence[int]) -> None:
         """Keep new measurements; `windows` are the numbers of those that were measured."""
@@ -405,7 +393,8 @@ class ProgramJournal(Journal):
 
     def is_done(self, program: Program, windows: Sequence[int]) -> bool:
         values = self._values.get(str(program))
-        return values is not None and not np.isnan(values[self._wanted][:, list(windows)]).any()
+        wanted = [_DONE, -1] if self.sampled else [_DONE]
+        return values is not None and not np.isnan(values[wanted][:, list(windows)]).any()
 
     def acceptances(self, program: Program, windows: Sequence[int]) -> Values:
         return self._values[str(program)][_ACCEPTED, list(windows)]

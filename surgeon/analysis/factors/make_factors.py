@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis.factors.factor_plan import (
+    JOURNAL,
     RECORD,
     FactorFacts,
     FactorFolder,
@@ -87,7 +88,7 @@ def make_factors(
     if plan.calibration.get("update"):
         kept = max(kept, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
         identity["kept"] = str(kept).removeprefix("torch.")
-    with as_stored(model), FactorJournal(folder, identity) as journal:
+    with as_stored(model), FactorJournal(folder / JOURNAL, "factors", identity) as journal:
         source = FactorCache(UnitsByLayer(units or {}, NoSource()), folder)
         missing = [matrix for matrix in sorted(plan.makings) if not journal.has(matrix)]
         if missing:
