@@ -346,7 +346,7 @@ class RankFigures:
     Attributes:
         flops: per second in products, by rows; those of more rows do no less, whatever disturbed measuring.
         bandwidth: bytes per second.
-        links: by the connection: seconds of a collective, and bytes per second.
+        links: by the connection: seconds of a collective beyond those of starting one, and bytes per second.
     """
 
     flops: Mapping[int, float]
@@ -365,30 +365,26 @@ def fit(calibration: MachineCalibration, ranks: int, one: Round) -> RankFigures:
     rates = accumulate((2 * rows * numbers / seconds for rows, seconds in computing.items()), max)
     flops = dict(zip(computing, rates, strict=True))
     moved = plan.dtype_bytes * (numbers + sum(width + plan.hidden for width in matrices))
-    links = {way: _link(calibration, ranks, way, one) for way in calibration.ways if ranks > 1}
+    least = SIZES[0]
+    most = SIZES[-1]
+    starting = 0.0
+    links = {}
     if ranks > 1:
-        starting = one.starting[calibration.ways[0], SIZES[0]]
-    else:
-        starting = 0.0
+        starting = one.starting[calibration.ways[0], least]
+        for way in calibration.ways:
+            shortest = one.starting[way, least] + one.waiting[way, least]
+            slope = _beyond(one.starting[way, most] + one.waiting[way, most], shortest) / (most - least)
+            # How often an operand's bytes are moved.
+            often = 2 * (ranks - 1) / ranks
+            if way == "shm":
+                often = ranks + 1.0
+            links[way] = max(0.0, shortest - starting), often / slope
     asynchronous = calibration.device == "cuda"
     host = Host(
         _round(one.launches["operation"]), 0.0, _round(starting), Figure.constant(0.0), asynchronous
     )
     figures = RankFigures(flops, moved / computing[1], host, links)
     return replace(figures, host=_fit_host(calibration, ranks, one, figures))
-
-
-def _link(calibration: MachineCalibration, ranks: int, way: str, one: Round) -> tuple[float, float]:
-    """Seconds of a collective beyond those of starting one, and bytes per second."""
-    least = SIZES[0]
-    most = SIZES[-1]
-    shortest = one.starting[way, least] + one.waiting[way, least]
-    slope = _beyond(one.starting[way, most] + one.waiting[way, most], shortest) / (most - least)
-    # How often an operand's bytes are moved.
-    often = 2 * (ranks - 1) / ranks
-    if way == "shm":
-        often = ranks + 1.0
-    return max(0.0, shortest - one.starting[calibration.ways[0], least]), often / slope
 
 
 def _fit_host(calibration: MachineCalibration, ranks: int, one: Round, figures: RankFigures) -> Host:

@@ -8,8 +8,8 @@ its own. `runtime.batching.ahead` finds the best number of tokens ahead, here th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.plans import plan_on_paper, room
@@ -74,6 +74,7 @@ class DraftPrices:
     """A predicted model that verifies drafts of any programs over its weights; checked as it is made."""
 
     model: Prediction
+    _verification_times: dict[int, float] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.model.workload.new < 2:
@@ -130,10 +131,6 @@ class DraftPrices:
             self.model, acceptance, ahead, draft, self.verifying(ahead + 1), per_token
         )
 
-    @cached_property
-    def _verification_times(self) -> dict[int, float]:
-        return {}
-
 
 def draft_on_paper(plan: Plan, shapes: ModelShapes, draft: Program) -> Plan:
     """Plan a draft beside a model that costs passes only."""
@@ -179,13 +176,14 @@ def draft_cells(
     load = plain.workload
     ranks = plain.deployment.ranks
     draft = alone.candidate.program(ranks)
-    sizes = {"ranks": ranks, "batch": load.batch, "prompt": load.prompt, "new": load.new}
+    sizes = ranks, load.batch, load.prompt, load.new
     dense = plain.prediction.rate
     lossy = alone.prediction.rate
     rows = []
     for found in predict_drafting(plain.prediction, draft, acceptances):
         times = found.draft * MS, found.verify * MS, found.per_token * MS
         values = (
+            *sizes,
             found.acceptance,
             found.ahead,
             *times,
@@ -195,5 +193,5 @@ def draft_cells(
             found.rate / dense,
             lossy / dense,
         )
-        rows.append(sizes | dict(zip(DRAFT_COLUMNS[4:], values, strict=True)))
+        rows.append(dict(zip(DRAFT_COLUMNS, values, strict=True)))
     return rows

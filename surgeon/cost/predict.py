@@ -74,8 +74,9 @@ class PredictedRanks:
         hardware = self.hardware
         self.program, self.work = _works(plan)
         asynchronous = hardware.host.asynchronous
-        graphs = self.deployment.graphs
-        self.captured = asynchronous if graphs is None else graphs
+        self.captured = asynchronous
+        if self.deployment.graphs is not None:
+            self.captured = self.deployment.graphs
         if self.captured and not asynchronous:
             raise ValueError(
                 f"{hardware.name} launches kernels one by one; captured graphs are for GPUs"

@@ -168,7 +168,7 @@ class Search:
         if known not in self._trials:
             proposal = self.proposal(stored.params, stored.user_attrs)
             if MEASURED in stored.user_attrs:
-                read = _round_numbers(json.loads(measured))
+                read = json.loads(measured, parse_float=_rounded)
                 windows = {name: tuple(own) for name, own in read.pop("windows").items()}
                 found = self.question.valued(proposal.program, Quality(**read, windows=windows))
             else:
@@ -301,15 +301,8 @@ class Search:
         return promising
 
 
-def _round_numbers(value: Any) -> Any:
-    """Round the numbers of a JSON value to their significant digits."""
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, Mapping):
-        return {name: _round_numbers(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_round_numbers(inner) for inner in value]
-    return value
+def _rounded(number: str) -> float:
+    return float(f"{float(number):.{DIGITS}g}")
 
 
 CMAES = "cmaes"
