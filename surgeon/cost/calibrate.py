@@ -13,7 +13,7 @@ import platform
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -100,11 +100,10 @@ class Round:
 
 def merge_rounds(rounds: Sequence[Round]) -> Round:
     """Merge rounds: of everything the median."""
-    found = Round()
-    for one in fields(Round):
-        alike = [getattr(each, one.name) for each in rounds]
-        setattr(found, one.name, {key: median(each[key] for each in alike) for key in alike[0]})
-    return found
+    merged = {}
+    for name, table in vars(rounds[0]).items():
+        merged[name] = {key: median(vars(one)[name][key] for one in rounds) for key in table}
+    return Round(**merged)
 
 
 def short_plan(plan: Plan) -> Plan:
