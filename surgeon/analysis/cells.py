@@ -140,10 +140,7 @@ def select(
         raise ValueError(
             f"every {every} is more than the {len(layers)} layers of {shown}; no stretch is that long"
         )
-    if max_length is None:
-        longest = len(layers)
-    else:
-        longest = min(max_length, len(layers))
+    longest = min(max_length or len(layers), len(layers))
     if longest < every:
         raise ValueError(
             f"max_length {longest} is less than every {every}: stretches have that length at least"

@@ -18,7 +18,7 @@ from typing import Any
 
 from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.drafts import DraftPrices
-from surgeon.cost.hardware import Hardware, load_hardware
+from surgeon.cost.hardware import Hardware
 from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import Prediction, predict
 from surgeon.cost.work import Forward, RankWork, Sent
@@ -32,7 +32,7 @@ from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.placement import Group, Work, assigned_branches, work_of
 from surgeon.runtime.plan.specification import Plan
 from surgeon.searches.mixture import Trial
-from surgeon.searches.quantities import HERE, Aspect, Limit, priced
+from surgeon.searches.quantities import Aspect, Limit, priced
 
 _ONE = Program.parse("A0")  # what stretches are put behind, to see what they add
 
@@ -118,7 +118,7 @@ class Pricing:
 
     def _cost(self, aspect: Aspect, program: Program) -> float:
         price = aspect.quantity.price
-        assert price is not None, f"{aspect} does not follow from a program"
+        assert price is not None
         return price(self, program, aspect.on or "")
 
     def depth(self, program: Program) -> float:
@@ -260,22 +260,6 @@ class Pricing:
     @cached_property
     def stored_bytes(self) -> int:
         return self._plan(_ONE, self.model.shapes.dtype).dtype_bytes
-
-
-def open_pricing(
-    model: Model,
-    aspects: Iterable[Aspect],
-    deployment: Deployment,
-    workload: Workload,
-    here: Hardware | None = None,
-) -> Pricing:
-    """Open a pricing of aspects, with the hardware that they name."""
-    every = tuple(dict.fromkeys(aspects))
-    hardware = {}
-    for name in {aspect.on: None for aspect in every if aspect.on is not None}:
-        assert name != HERE or here is not None, "this machine has to be calibrated first"
-        hardware[name] = here if name == HERE and here is not None else load_hardware(name)
-    return Pricing(model, every, deployment, workload, hardware)
 
 
 def _stretches(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:

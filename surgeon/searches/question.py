@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from surgeon.cost.deployment import Deployment, Workload
-from surgeon.cost.hardware import Hardware
+from surgeon.cost.hardware import Hardware, load_hardware
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
@@ -20,7 +20,7 @@ from surgeon.runtime.comm.collectives import parse_link
 from surgeon.searches.drafting import DraftValue, draft_obstacle
 from surgeon.searches.front import pareto_front
 from surgeon.searches.mixture import Mixture, Trial
-from surgeon.searches.pricing import Pricing, open_pricing
+from surgeon.searches.pricing import Pricing
 from surgeon.searches.proposer import ANY, Goal, Prices, at_the_edge, evenly, near_the_best
 from surgeon.searches.quantities import (
     ACCURACY,
@@ -236,8 +236,13 @@ class Question:
         return Mixture(parse_spaces(spaces, self.ranks), model, obstacle)
 
     def pricing(self, model: Model, here: Hardware | None = None) -> Pricing:
+        """Price the costs of a model's programs on the hardware that is asked for."""
+        hardware = {}
+        for name in dict.fromkeys(aspect.on for aspect in self.aspects if aspect.on is not None):
+            assert name != HERE or here is not None, "this machine has to be calibrated first"
+            hardware[name] = here if name == HERE and here is not None else load_hardware(name)
         deployment = Deployment(self.ranks, emulated=parse_link(self.link_delay, None))
-        return open_pricing(model, self.aspects, deployment, self.workload(model.positions), here)
+        return Pricing(model, self.aspects, deployment, self.workload(model.positions), hardware)
 
 
 _BETWEEN_EQUALS = 1e-6  # weight of what decides between programs that cost the same

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from threading import Lock
 from typing import Any
@@ -384,12 +384,12 @@ class SurgerySampler(BaseSampler):
             study.stop()
 
 
-OTHERS: Mapping[str, Callable[[int], BaseSampler]] = {
-    "tpe": lambda seed: TPESampler(seed=seed),
-    "gp": lambda seed: GPSampler(seed=seed),
-    CMAES: lambda seed: CmaEsSampler(seed=seed),
-    "nsga2": lambda seed: NSGAIISampler(seed=seed, population_size=POPULATION),
-    "random": lambda seed: RandomSampler(seed=seed),
+OTHERS: Mapping[str, Callable[..., BaseSampler]] = {
+    "tpe": TPESampler,
+    "gp": GPSampler,
+    CMAES: CmaEsSampler,
+    "nsga2": partial(NSGAIISampler, population_size=POPULATION),
+    "random": RandomSampler,
 }
 SAMPLERS = (SURGEON, *OTHERS)
 
@@ -399,7 +399,7 @@ def make_sampler(search: Search, name: str, seed: int = 0) -> BaseSampler:
     require_sampler(name, len(search.question.settings.recorded))
     if name == SURGEON:
         return SurgerySampler(search)
-    return OTHERS[name](seed)
+    return OTHERS[name](seed=seed)
 
 
 def require_sampler(name: str, objectives: int) -> None:

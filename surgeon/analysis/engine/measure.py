@@ -287,13 +287,10 @@ class _Run:
                 self.model, self.plan, chunk.numel(), self.options.memory
             )
         machine = PlanMachine(self.model, chunk, cache_bytes, self.factors)
-        if self.cache is None:
-            cached = None
-        else:
+        plan = self.plan
+        cached = None
+        if self.cache is not None:
             cached = PlanStates(self.cache, self.plan, self.numbers, windows)
-        if cached is None:
-            plan = self.plan
-        else:
             plan = cached.plan
 
         def ran(sublayers: int) -> None:
