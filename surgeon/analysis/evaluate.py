@@ -49,7 +49,7 @@ class Evaluation:
 
     def table(self) -> pd.DataFrame:
         """One row per number: of the text, then of each task and metric, as a `Score` has them."""
-        found: list[dict[str, Any]] = []
+        found: list[Any] = []
         if self.text is not None:
             found = self.text.table().assign(task="text").to_dict("records")
         if self.tasks is not None:

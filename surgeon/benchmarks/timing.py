@@ -182,12 +182,15 @@ class TimedEngine(RankEngine):
         phase.vocabulary = Counts()
         with in_profile(PASS, recorder.profiled):
             results = super().step(rows, cache)
+        waiting = None
+        if recorder.marking:
+            waiting = recorder.waiting
         timing = PassTiming(
             phase is figures.decode,
             sum(len(row.tokens) for row in rows),
             began,
             self._since or now(),
-            recorder.waiting if recorder.marking else None,
+            waiting,
             phase.layers,
             phase.vocabulary,
         )

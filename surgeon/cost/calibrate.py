@@ -63,7 +63,8 @@ from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import complete, keep
 from surgeon.words import plural
 
-WHOLE, SHORT = "whole", "short"  # the model's program, and its first layers
+WHOLE = "whole"  # the model's program
+SHORT = "short"  # its first layers
 SHORT_LAYERS = 2
 PROMPT = 16
 NEW = 24  # tokens added to each text: passes of which the typical one counts

@@ -364,7 +364,9 @@ def side_by_side(
                 del found[program]
 
 
-_DONE, _ACCEPTED = 2, slice(3, 3 + len(ACCEPTANCES))  # rows
+# Rows.
+_DONE = 2
+_ACCEPTED = slice(3, 3 + len(ACCEPTANCES))
 
 
 @dataclass(eq=False)
@@ -414,7 +416,9 @@ def take_program(line: Any, values: dict[str, Values], windows: int) -> None:
     # The third row, so that a NaN that was measured is not taken for a gap.
     found = values.setdefault(line["program"], np.full((_ACCEPTED.stop, windows), np.nan))
     here = line["windows"]
-    found[0, here], found[1, here], found[_DONE, here] = line["nll"], line["divergence"], 1.0
+    found[0, here] = line["nll"]
+    found[1, here] = line["divergence"]
+    found[_DONE, here] = 1.0
     for row, name in enumerate(ACCEPTANCES, start=_ACCEPTED.start):
         found[row, here] = line.get(name, np.nan)
 
