@@ -23,9 +23,10 @@ from scripts.commands import add_defaults, make_parser
 from scripts.search.run import Known
 from surgeon.analysis.subject import open_subject
 from surgeon.cost.deployment import Deployment, Workload
+from surgeon.cost.hardware import load_hardware
 from surgeon.runtime.comm.collectives import parse_link
 from surgeon.searches.mixture import Trial
-from surgeon.searches.pricing import open_pricing
+from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import Aspect
 
 
@@ -54,10 +55,13 @@ def main() -> None:
     deployment = Deployment(2, emulated=parse_link(given.link_delay or None, None))
     aspect = Aspect(given.cost)
     levels = [0.95, 0.9, 0.85, 0.8, 0.75, 0.7]
+    hardware = {}
     if timed:
+        hardware[given.hardware] = load_hardware(given.hardware)
         aspect = Aspect(given.cost, given.hardware)
         levels = [1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7]
-    pricing = open_pricing(subject.opened, [aspect], deployment, Workload(given.batch, 128, 128))
+    load = Workload(given.batch, 128, 128)
+    pricing = Pricing(subject.opened, (aspect,), deployment, load, hardware)
     spaces = given.space.split(",")
     columns = {space[:9]: space for space in spaces}
     if given.without:

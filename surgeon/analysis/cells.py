@@ -9,9 +9,10 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
+from surgeon.analysis.engine.sharing import simplify
 from surgeon.errors import did_you_mean, show_value
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.base import show_range
@@ -46,6 +47,11 @@ class Cell:
     @property
     def layers(self) -> range:
         return range(self.first, self.last + 1)
+
+    @cached_property
+    def measured(self) -> tuple[Program, ...]:
+        """Programs that compute the same as these, and are run in their place."""
+        return tuple(map(simplify, self.programs))
 
     @property
     def program(self) -> Program:
@@ -134,10 +140,7 @@ def select(
         raise ValueError(
             f"every {every} is more than the {len(layers)} layers of {shown}; no stretch is that long"
         )
-    if max_length is None:
-        longest = len(layers)
-    else:
-        longest = min(max_length, len(layers))
+    longest = min(max_length or len(layers), len(layers))
     if longest < every:
         raise ValueError(
             f"max_length {longest} is less than every {every}: stretches have that length at least"

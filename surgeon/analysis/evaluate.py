@@ -49,12 +49,12 @@ class Evaluation:
 
     def table(self) -> pd.DataFrame:
         """One row per number: of the text, then of each task and metric, as a `Score` has them."""
-        found = [] if self.tasks is None else scores(self.tasks)
-        if self.text is None:
-            text = []
-        else:
-            text = self.text.table().assign(task="text").to_dict("records")
-        return pd.DataFrame([*text, *map(asdict, found)])
+        found: list[Any] = []
+        if self.text is not None:
+            found = self.text.table().assign(task="text").to_dict("records")
+        if self.tasks is not None:
+            found += map(asdict, scores(self.tasks))
+        return pd.DataFrame(found)
 
     def __repr__(self) -> str:
         return f"<Evaluation: {plural(len(self.table()), 'number')}>"
@@ -63,12 +63,12 @@ class Evaluation:
         return self.table().to_html(index=False)
 
     def __str__(self) -> str:
-        tasks = "" if self.tasks is None else str(scores_table(scores(self.tasks)))
-        if self.text is None:
-            text = []
-        else:
-            text = [hang_indent("", line) for line in (self.text.line(), self.text.as_draft())]
-        return "\n".join(filter(None, [*text, tasks]))
+        found: list[str] = []
+        if self.text is not None:
+            found = [hang_indent("", line) for line in (self.text.line(), self.text.as_draft())]
+        if self.tasks is not None:
+            found.append(str(scores_table(scores(self.tasks))))
+        return "\n".join(filter(None, found))
 
 
 @contextmanager

@@ -23,8 +23,7 @@ its norm.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,8 @@ def unit_importance(
         "calibration": windows.digest,
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-    with as_stored(model) as own, _Kept(folder, identity) as kept:
+    path = None if folder is None else folder / JOURNAL
+    with as_stored(model) as own, _Kept(path, "ranking of units", identity) as kept:
         left = {part: by for part, by in wanted.items() if (by, part) not in kept.found}
         for part, found in _by_inputs(model, own, windows.ids, left, memory) if left else ():
             sublayer = f"{part[0]}{part[1]}"
@@ -108,12 +108,11 @@ def unit_importance(
         return {part: kept.found[by, part] for part, by in wanted.items()}
 
 
+@dataclass(eq=False)
 class _Kept(Journal):
     """A folder's findings on a model and a text, by criterion and sublayer."""
 
-    def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
-        self.found: dict[tuple[str, Part], Tensor] = {}
-        super().__init__(None if folder is None else folder / JOURNAL, "ranking of units", identity)
+    found: dict[tuple[str, Part], Tensor] = field(default_factory=dict, init=False)
 
     def take(self, line: Any) -> None:
         (sublayer,) = Program.parse(line["sublayer"]).sublayers()
@@ -193,22 +192,59 @@ def _by_inputs(
                 ran(1)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ExpertUse:
     """The use of one mixture's experts, as sums over the tokens of a text.
 
     Attributes:
+        tensors: of the router.
         sent: how many tokens each expert gets, (experts,), float64.
         weights: the sum of their weights, (experts,).
         sizes: the sum of the norms of its outputs, (experts,).
         saliency: the sum of the products of both, (experts,).
     """
 
-    tokens: int
-    sent: Tensor
-    weights: Tensor
-    sizes: Tensor
-    saliency: Tensor
+    experts: nn.Module
+    tensors: Tensors
+    routing: Routing
+    weighs_inputs: bool
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        router = self.tensors["router.weight"]
+        self._sums = torch.zeros(4, len(router), dtype=torch.float64, device=router.device)
+        self.sent, self.weights, self.sizes, self.saliency = self._sums
+
+    def add(self, inputs: Tensor, *routed: Tensor) -> None:
+        """Take in inputs of the experts, or the mixture, and the tokens' experts and weights, (tokens, k), if known."""
+        rows = inputs.flatten(0, -2)
+        if routed:
+            chosen, weights = routed
+        else:
+            tensors = self.tensors
+            logits = nn.functional.linear(
+                rows.float(), tensors["router.weight"], tensors.get("router.bias")
+            )
+            chosen, weights = route(logits, self.routing, tensors.get("router.correction"))
+        # Norms of the experts' outputs for their tokens, (tokens, k), float64, and these as they are weighed.
+        if self.weighs_inputs:
+            # A token is weighed before an expert reads it, and each expert has a copy of all.
+            tokens = torch.arange(len(rows), device=rows.device)[:, None]
+            read = rows.new_zeros(len(self.sent), *rows.shape)
+            read[chosen, tokens] = rows[:, None] * weights[..., None].to(rows.dtype)
+            made: Tensor = self.experts.forward(read.flatten(0, 1)).view(read.shape)
+            sizes = given = made[chosen, tokens].double().norm(dim=-1)
+        else:
+            sizes = torch.zeros_like(weights, dtype=torch.float64)
+            for expert in chosen.unique().tolist():
+                own, place = (chosen == expert).nonzero(as_tuple=True)
+                alone = torch.full_like(own, expert)[:, None]
+                made = self.experts.forward(rows[own], alone, weights.new_ones(len(own), 1))
+                sizes[own, place] = made.double().norm(dim=-1)
+            given = sizes * weights.double()
+        new = torch.stack([torch.ones_like(sizes), weights.double(), sizes, given])
+        self._sums.index_add_(1, chosen.flatten(), new.flatten(1))
+        self.tokens += len(rows)
 
     def mean(self, sums: Tensor) -> Tensor:
         """Over the tokens that each expert gets; 0 where it gets none."""
@@ -242,17 +278,17 @@ def expert_use(
         nodes = own.nodes[: max((1 + places[one.sublayer] for one in blocks), default=0)]
         if not nodes:
             return {}
-        sums: dict[Matrix, _Sums] = {}
+        sums: dict[Matrix, ExpertUse] = {}
         run = ProgramRun(model, own, windows.ids, memory=memory)
         layers = run.parts[0].machine.layers
         weights = layers.weights()
 
-        def new(block: Matrix, _: Tensor) -> _Sums:
+        def new(block: Matrix, _: Tensor) -> ExpertUse:
             spec = weights.spec(block.sublayer).mixture
             assert spec is not None
             experts = layers.layer(block.layer).get_submodule(spec.experts)
             routing = spec.routing(model.config)
-            return _Sums(
+            return ExpertUse(
                 experts, weights.router(block.sublayer, torch.float32), routing, spec.weighs_inputs
             )
 
@@ -261,7 +297,7 @@ def expert_use(
                 run.sum_inputs(matrices_in(node, blocks), sums, new)
                 stay_below(memory)
                 ran(1)
-        return {one.layer: sums[one].use for one in sorted(sums)}
+        return {one.layer: sums[one] for one in sorted(sums)}
 
 
 def use_table(found: Mapping[int, ExpertUse]) -> pd.DataFrame:
@@ -281,55 +317,3 @@ def use_table(found: Mapping[int, ExpertUse]) -> pd.DataFrame:
     if uses:
         return pd.concat(uses, ignore_index=True)
     return pd.DataFrame()
-
-
-class _Sums:
-    def __init__(
-        self, experts: nn.Module, tensors: Tensors, routing: Routing, weighs_inputs: bool
-    ) -> None:
-        self.experts = experts
-        self.tensors = tensors  # of the router
-        self.routing = routing
-        self.weighs_inputs = weighs_inputs
-        router = tensors["router.weight"]
-        zero = partial(torch.zeros, len(router), dtype=torch.float64, device=router.device)
-        self.use = ExpertUse(0, zero(), zero(), zero(), zero())
-
-    def add(self, inputs: Tensor, *routed: Tensor) -> None:
-        """Take in inputs of the experts, or the mixture, and the tokens' experts and weights, (tokens, k), if known."""
-        rows = inputs.flatten(0, -2)
-        use = self.use
-        if routed:
-            chosen, weights = routed
-        else:
-            tensors = self.tensors
-            logits = nn.functional.linear(
-                rows.float(), tensors["router.weight"], tensors.get("router.bias")
-            )
-            chosen, weights = route(logits, self.routing, tensors.get("router.correction"))
-        # Norms of the experts' outputs for their tokens, (tokens, k), float64, and these as they are weighed.
-        if self.weighs_inputs:
-            # A token is weighed before an expert reads it, and each expert has a copy of all.
-            tokens = torch.arange(len(rows), device=rows.device)[:, None]
-            read = rows.new_zeros(len(use.sent), *rows.shape)
-            read[chosen, tokens] = rows[:, None] * weights[..., None].to(rows.dtype)
-            made: Tensor = self.experts.forward(read.flatten(0, 1)).view(read.shape)
-            sizes = given = made[chosen, tokens].double().norm(dim=-1)
-        else:
-            sizes = torch.zeros_like(weights, dtype=torch.float64)
-            for expert in chosen.unique().tolist():
-                own, place = (chosen == expert).nonzero(as_tuple=True)
-                alone = torch.full_like(own, expert)[:, None]
-                made = self.experts.forward(rows[own], alone, weights.new_ones(len(own), 1))
-                sizes[own, place] = made.double().norm(dim=-1)
-            given = sizes * weights.double()
-        columns = (
-            (use.sent, torch.ones_like(sizes)),
-            (use.weights, weights),
-            (use.sizes, sizes),
-            (use.saliency, given),
-        )
-        sent, total, size, salient = (
-            one.index_add(0, chosen.flatten(), new.double().flatten()) for one, new in columns
-        )
-        self.use = ExpertUse(use.tokens + len(rows), sent, total, size, salient)

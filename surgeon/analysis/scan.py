@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import pandas as pd
 from surgeon.analysis.cells import Cell, Selection, selected_cells
 from surgeon.analysis.engine.machine import windows_at_once
 from surgeon.analysis.engine.measure import MeasureOptions, ProgramJournal, measure
-from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share, simplify
+from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share
 from surgeon.analysis.engine.workers import measure_missing
 from surgeon.analysis.importance import expert_use, most_important, use_table
 from surgeon.analysis.subject import Subject
@@ -39,7 +39,6 @@ from surgeon.language.sublayer import ATTENTION
 from surgeon.models.edit import as_stored
 from surgeon.models.families import family_of
 from surgeon.progress import TimeOver
-from surgeon.provenance import FORMAT
 from surgeon.quality.head import SAMPLED
 from surgeon.quality.summary import (
     ACCEPTANCES,
@@ -83,6 +82,7 @@ JOURNAL = "journal.jsonl"
 EXPERTS_MAP = "experts"  # which comes with tables of what the experts get
 
 
+@dataclass(eq=False)
 class ScanJournal(ProgramJournal):
     """Measurements of a folder's scans, in order.
 
@@ -92,13 +92,9 @@ class ScanJournal(ProgramJournal):
         spread: whether a run took the windows in the rounds of a screening, so that later ones find them whole.
     """
 
-    def __init__(
-        self, folder: Path, identity: dict[str, Any], windows: int, sampled: bool = False
-    ) -> None:
-        self.finished: list[Selection] = []
-        self.at_once: int | None = None
-        self.spread = False
-        super().__init__(folder, JOURNAL, "scan", {"format": FORMAT} | identity, windows, sampled)
+    finished: list[Selection] = field(default_factory=list, init=False)
+    at_once: int | None = field(default=None, init=False)
+    spread: bool = field(default=False, init=False)
 
     def start(self, at_once: int, spread: bool) -> None:
         spread = spread or self.spread
@@ -147,15 +143,14 @@ def scan(
     """
     model = subject.model
     windows = subject.windows
-    identity = {
-        "model_hash": subject.opened.hash,
-        "data": windows.digest,
-        "window": windows.ids.shape[1],
-        "tokens": windows.ids.numel(),
-        "seed": seed,
-    }
+    identity = subject.identity(window=windows.ids.shape[1], tokens=windows.ids.numel(), seed=seed)
     everything = range(len(windows.ids))
-    with as_stored(model) as program, ScanJournal(folder, identity, len(everything), sampled) as journal:
+    path = folder / JOURNAL
+    count = len(everything)
+    with (
+        as_stored(model) as program,
+        ScanJournal(path, "scan", identity, windows=count, sampled=sampled) as journal,
+    ):
         _recover(journal, folder, identity, selection)
         family = family_of(model.config)
         steps = family.steps_per_layer
@@ -164,23 +159,22 @@ def scan(
         asked = [*journal.finished, selection]
         own = program if is_edited else None
         cells = selected_cells(asked, num_layers, seed, steps, family.layer_shapes(model.config), own)
-        programs = {program: simplify(program) for cell in cells for program in cell.programs}
-        plan = share([program, *programs.values()])
+        plan = share([program, *(one for cell in cells for one in cell.measured)])
         at_once = windows_at_once(model, plan, windows.ids, subject.memory, batch)
         if journal.at_once is not None and batch is None:
             at_once = min(at_once, journal.at_once)
         journal.start(at_once, screened)
-        known = identity["model_hash"]
+        known = subject.opened.hash
         units = most_important(
             model, plan.programs, windows, folder, model_hash=known, memory=subject.memory
         )
         options = MeasureOptions(
             at_once, memory=subject.memory, folder=folder, factors=units, sampled=sampled
         )
-        run = _Run(subject, journal, cells, programs, program, plan, options, workers, batch)
+        run = _Run(subject, journal, cells, program, plan, options, workers, batch)
         outcomes = list(run.outcomes(screened))
         missing = len(cells) - len(outcomes)
-        if missing and all(programs[cell.program] == program for cell, *_ in outcomes):
+        if missing and all(cell.measured[0] == program for cell, *_ in outcomes):
             raise TimeOver("the time was over before the first cell")
         if not missing:
             journal.finish(selection)
@@ -244,7 +238,6 @@ class _Run:
     """Cells of a scan.
 
     Attributes:
-        programs: of each cell's program, the form that is run.
         dense: the model's own program, with which all others are compared.
         plan: of that one and all cells' programs.
     """
@@ -252,7 +245,6 @@ class _Run:
     subject: Subject
     journal: ScanJournal
     cells: list[Cell]
-    programs: dict[Program, Program]
     dense: Program
     plan: SharedPlan
     options: MeasureOptions
@@ -261,7 +253,7 @@ class _Run:
 
     def values(self, cell: Cell, windows: Sequence[int]) -> tuple[Values, Values]:
         """Negative log-likelihood and divergence of a cell, (windows,) each: the means over its permutations."""
-        found = [self.journal.values(self.programs[program], windows) for program in cell.programs]
+        found = [self.journal.values(program, windows) for program in cell.measured]
         nll, divergence = zip(*found, strict=True)
         return np.mean(nll, axis=0), np.mean(divergence, axis=0)
 
@@ -275,9 +267,7 @@ class _Run:
         values = []
         for cell, windows, ran in outcomes:
             numbers = estimate(*self.values(cell, windows), base, windows).estimates.values()
-            every = [
-                self.journal.acceptances(self.programs[program], windows) for program in cell.programs
-            ]
+            every = [self.journal.acceptances(program, windows) for program in cell.measured]
             known = len(windows) * predicted, ran
             rows.append(
                 (
@@ -304,8 +294,8 @@ class _Run:
         predicted = self.subject.windows.ids.shape[1] - 1
         rows = []
         for cell, windows, _ in outcomes:
-            for seed, program in zip(cell.seeds, cell.programs, strict=False):
-                found = estimate(*self.journal.values(self.programs[program], windows), base, windows)
+            for seed, program, run in zip(cell.seeds, cell.programs, cell.measured, strict=False):
+                found = estimate(*self.journal.values(run, windows), base, windows)
                 numbers = (found.perplexity, found.divergence, len(windows) * predicted)
                 # The program's order of these layers, by their attentions.
                 order = (one.layers[0] for one in program.sublayers() if one.kind == ATTENTION)
@@ -350,16 +340,18 @@ class _Run:
         settled_on: dict[Cell, list[int]] = {}
         cost = dict.fromkeys(self.plan.programs, 0.0)
         for number, added in enumerate(parts, start=1):
-            plan = self.plan.only(
-                {self.dense, *(self.programs[one] for cell in cells for one in cell.programs)}
-            )
+            plan = self.plan.only({self.dense, *(one for cell in cells for one in cell.measured)})
             name = f"scan, round {number} of {len(parts)}" if len(parts) > 1 else "scan"
             try:
                 measure_missing(
                     name, self.subject, self.journal, plan, added, self.options, self.workers, self.batch
                 )
             except TimeOver:
-                self._measure_base(everything)
+                # The model's own program has no limit of time: all cells are told beside it.
+                base_alone = self.plan.only({self.dense})
+                options = replace(self.options, is_done=self.journal.is_done, references={})
+                ids = self.subject.windows.ids
+                self.journal.add_new(measure(self.subject.model, ids, base_alone, options), everything)
                 break
             taken += added
             for program, sublayers in plan.sublayers.items():
@@ -372,25 +364,16 @@ class _Run:
                 cells = [cell for cell in cells if cell not in settled_on]
         del cost[self.dense]
         for cell in self.cells:
-            programs = [self.programs[program] for program in cell.programs]
             measured: Sequence[int] = everything
-            if not all(self.journal.is_done(program, everything) for program in programs):
+            if not all(self.journal.is_done(program, everything) for program in cell.measured):
                 measured = settled_on.get(cell) or [
                     one
                     for one in everything
-                    if all(self.journal.is_done(program, [one]) for program in programs)
+                    if all(self.journal.is_done(program, [one]) for program in cell.measured)
                 ]
-            new = sum(cost.pop(program, 0.0) for program in programs)
+            new = sum(cost.pop(program, 0.0) for program in cell.measured)
             if measured:
                 yield cell, measured, new
-
-    def _measure_base(self, windows: Sequence[int]) -> None:
-        """Measure the model's own program where it was not yet, with no limit of time; all cells are told beside it."""
-        options = replace(self.options, is_done=self.journal.is_done, references={})
-        plan = self.plan.only({self.dense})
-        self.journal.add_new(
-            measure(self.subject.model, self.subject.windows.ids, plan, options), windows
-        )
 
 
 def rounds(count: int) -> list[list[int]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from surgeon.language.operations.pair import pair
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of, require_pairs
 from surgeon.progress import progress
-from surgeon.provenance import FORMAT
 from surgeon.quality.summary import estimate, perplexity
 
 _JACOBIANS = ("attention_jacobian", "mlp_jacobian", "next_mlp_jacobian")
@@ -125,6 +124,7 @@ JOURNAL = "sensitivity.jsonl"
 DEFAULT_WINDOWS = 4
 
 
+@dataclass(eq=False)
 class SensitivityJournal(ProgramJournal):
     """A folder's sensitivity: damage of pairs, and terms of layers.
 
@@ -132,9 +132,7 @@ class SensitivityJournal(ProgramJournal):
         layers: by window and layer, as `_about_layer` has them.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any], windows: int) -> None:
-        self.layers: dict[tuple[int, int], dict[str, Any]] = {}
-        super().__init__(folder, JOURNAL, "sensitivity", {"format": FORMAT} | identity, windows)
+    layers: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict, init=False)
 
     def take(self, line: Any) -> None:
         if "layer" in line:
@@ -165,17 +163,12 @@ def sensitivity(
         )
     lanczos = lanczos or Lanczos()
     chosen = spread(len(windows.ids), jacobian_windows)
-    identity = {
-        "model_hash": subject.opened.hash,
-        "data": windows.digest,
-        "choice of windows for Jacobians": chosen,
-        "number of iterations": lanczos.iterations,
-        "tolerance": lanczos.tolerance,
-        "seed": lanczos.seed,
-    }
+    wanted = {"choice of windows for Jacobians": chosen, "number of iterations": lanczos.iterations}
+    identity = subject.identity(**wanted, tolerance=lanczos.tolerance, seed=lanczos.seed)
     dense = program_of(model)
     pairs = [pair(dense, range(first, first + 2)) for first in range(num_layers - 1)]
-    with SensitivityJournal(folder, identity, len(windows.ids)) as journal:
+    path = folder / JOURNAL
+    with SensitivityJournal(path, "sensitivity", identity, windows=len(windows.ids)) as journal:
         plan = share([dense, *pairs])
         at_once = windows_at_once(model, plan, windows.ids, subject.memory)
         options = MeasureOptions(at_once, memory=subject.memory, folder=folder)
@@ -238,16 +231,16 @@ def _about_layer(
 ) -> dict[str, Any]:
     """The terms of equation 12 of the pair that a layer begins, and its factor in equation 13."""
     terms = None
+    gain = None
     norms: list[OperatorNorm] = []
     if layer + 1 < num_layers:
         terms, norms = pair_terms(walk, layer, passed, lanczos)
-    # No pair has the first two layers after it.
-    gain = lanczos.norm(lambda at: walk.layer(layer, at).after, passed.before) if layer > 1 else None
-    if gain is not None:
-        norms = [*norms, gain]
+    if layer > 1:  # no pair has the first two layers after it
+        norms.append(lanczos.norm(lambda at: walk.layer(layer, at).after, passed.before))
+        gain = norms[-1].value
     return {
         "terms": terms,
-        "gain": gain.value if gain else None,
+        "gain": gain,
         "iterations": max((norm.iterations for norm in norms), default=0),
         "converged": all(norm.converged for norm in norms),
     }

@@ -15,7 +15,7 @@ meeting the contribution of the track's own last layer is taken out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,8 @@ class LinearCKA:
 
     samples: int = 0
     _origin: tuple[Tensor, Tensor] | None = None
-    _sums: dict[str, _Sums] = field(
-        default_factory=lambda: {name: _Sums() for name in ("xy", "xx", "yy")}
-    )
+    # Of both, and of each with itself: sums of products of the features, their squared norm and 1.
+    _sums: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Take in a batch: (samples, features of x) and (samples, features of y); sums are kept in float64."""
@@ -59,19 +58,21 @@ class LinearCKA:
         y = y.double()
         if self._origin is None:
             self._origin = x.mean(0), y.mean(0)
-        x = x - self._origin[0]
-        y = y - self._origin[1]
+        x = _with_norms(x - self._origin[0])
+        y = _with_norms(y - self._origin[1])
         self.samples += len(x)
-        self._sums["xy"].add(x, y)
-        self._sums["xx"].add(x, x)
-        self._sums["yy"].add(y, y)
+        for name, one, other in (("xy", x, y), ("xx", x, x), ("yy", y, y)):
+            if name in self._sums:
+                self._sums[name].addmm_(one.T, other)
+            else:
+                self._sums[name] = one.T @ other
 
     def biased(self) -> float:
         """CKA as it is usually given, between 0 and 1; NaN where features do not vary.
 
         With few samples for their number, unrelated features come out similar.
         """
-        return self._ratio({name: sums.biased(self.samples) for name, sums in self._sums.items()})
+        return self._ratio(_biased_hsic)
 
     def debiased(self) -> float:
         """CKA from unbiased estimates of HSIC: around 0 for unrelated features, however few samples there are.
@@ -80,64 +81,37 @@ class LinearCKA:
         """
         if self.samples < LEAST_SAMPLES:
             raise ValueError(f"debiased CKA needs at least {LEAST_SAMPLES} samples, not {self.samples}")
-        return self._ratio({name: sums.unbiased(self.samples) for name, sums in self._sums.items()})
+        return self._ratio(_unbiased_hsic)
 
-    @staticmethod
-    def _ratio(hsic: dict[str, float]) -> float:
+    def _ratio(self, estimate: Callable[[Tensor, int], float]) -> float:
+        hsic = {name: estimate(sums, self.samples) for name, sums in self._sums.items()}
         if hsic["xx"] <= 0 or hsic["yy"] <= 0:
             return math.nan
         return hsic["xy"] / math.sqrt(hsic["xx"]) / math.sqrt(hsic["yy"])
 
 
-class _Sums:
-    """Sums over samples for both estimates of HSIC between features x and y.
+def _with_norms(features: Tensor) -> Tensor:
+    """(samples, features + 2): behind the features their squared norm, and 1."""
+    norms = features.square().sum(1, keepdim=True)
+    return torch.cat([features, norms, torch.ones_like(norms)], dim=1)
 
-    Attributes:
-        product: X' Y.
-        x, y: sums of the features.
-        a, b, ab: sums of the squared norms of x, of y, and of the product of the two.
-        bx, ay: sums of the features of one, weighted by the squared norm of the other.
-    """
 
-    product: Tensor
-    x: Tensor
-    y: Tensor
-    a: Tensor
-    b: Tensor
-    ab: Tensor
-    bx: Tensor
-    ay: Tensor
+def _biased_hsic(sums: Tensor, samples: int) -> float:
+    """HSIC without its constant factor: the squared size of the cross-covariance, summed over samples."""
+    centred = sums[:-2, :-2] - torch.outer(sums[:-2, -1], sums[-1, :-2] / samples)
+    return float(centred.square().sum())
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        a = x.square().sum(1)
-        b = y.square().sum(1)
-        new = {
-            "x": x.sum(0),
-            "y": y.sum(0),
-            "a": a.sum(),
-            "b": b.sum(),
-            "ab": a @ b,
-            "bx": b @ x,
-            "ay": a @ y,
-        }
-        if not vars(self):
-            vars(self).update(new, product=x.T @ y)
-            return
-        self.product.addmm_(x.T, y)
-        for name, value in new.items():
-            getattr(self, name).add_(value)
 
-    def biased(self, samples: int) -> float:
-        """HSIC without its constant factor: the squared size of the cross-covariance, summed over samples."""
-        centred = self.product - torch.outer(self.x, self.y / samples)
-        return float(centred.square().sum())
-
-    def unbiased(self, samples: int) -> float:
-        trace = self.product.square().sum() - self.ab
-        whole = (self.x.square().sum() - self.a) * (self.y.square().sum() - self.b)
-        rows = self.x @ self.product @ self.y - self.x @ self.bx - self.y @ self.ay + self.ab
-        n = samples
-        return float(trace + whole / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)) / (n * (n - 3))
+def _unbiased_hsic(sums: Tensor, samples: int) -> float:
+    product = sums[:-2, :-2]  # X' Y
+    x = sums[:-2, -1]
+    y = sums[-1, :-2]
+    both_norms = sums[-2, -2]
+    trace = product.square().sum() - both_norms
+    whole = (x.square().sum() - sums[-2, -1]) * (y.square().sum() - sums[-1, -2])
+    rows = x @ product @ y - x @ sums[:-2, -2] - y @ sums[-2, :-2] + both_norms
+    n = samples
+    return float(trace + whole / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)) / (n * (n - 3))
 
 
 CKA_COLUMNS = ("cka_attention", "cka_attention_debiased", "cka_mlp", "cka_mlp_debiased")

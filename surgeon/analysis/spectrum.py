@@ -10,7 +10,7 @@ again for each truncation in it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -44,7 +44,6 @@ from surgeon.models.weights.decompose import (
 )
 from surgeon.processes.journal import Journal, read_journal
 from surgeon.progress import progress
-from surgeon.provenance import FORMAT
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate, perplexity, perplexity_interval
 
@@ -78,8 +77,9 @@ class Truncation:
     rank: int
 
 
+@dataclass(eq=False)
 class SpectrumJournal(Journal):
-    """A spectrum's measurements, kept in a folder as they are made.
+    """A spectrum's measurements, kept in a file as they are made.
 
     Attributes:
         base_nll: the unedited model's negative log-likelihood by window, once it is known.
@@ -87,14 +87,9 @@ class SpectrumJournal(Journal):
         damage: by truncation.
     """
 
-    def __init__(self, folder: Path | None, identity: dict[str, Any] | None = None) -> None:
-        self.base_nll: Values | None = None
-        self.spectra: dict[Matrix, SingularValues] = {}
-        self.damage: dict[Truncation, ByWindow] = {}
-        if folder is None:
-            super().__init__(None, "spectrum")
-        else:
-            super().__init__(folder / JOURNAL, "spectrum", {"format": FORMAT} | (identity or {}))
+    base_nll: Values | None = field(default=None, init=False)
+    spectra: dict[Matrix, SingularValues] = field(default_factory=dict, init=False)
+    damage: dict[Truncation, ByWindow] = field(default_factory=dict, init=False)
 
     def take(self, line: Any) -> None:
         if "base" in line:
@@ -114,16 +109,8 @@ class SpectrumJournal(Journal):
 
 def read_findings(folder: Path) -> tuple[dict[str, Any], SpectrumJournal]:
     """Read a folder's journal, with the identity of its numbers."""
-    identity, lines = read_journal(folder / JOURNAL, "spectrum")
-    found = SpectrumJournal(None)
-    try:
-        for line in lines:
-            found.take(line)
-    except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{folder / JOURNAL} is damaged; run surgeon spectrum again on its folder"
-        ) from error
-    return identity, found
+    found = SpectrumJournal(None, "spectrum")
+    return read_journal(folder / JOURNAL, "spectrum", lambda line, _: found.take(line)), found
 
 
 Method = Literal["whitened", "plain"]
@@ -191,13 +178,11 @@ def spectrum(
     """
     model = subject.model
     windows = subject.windows
-    identity = {
-        "model_hash": subject.opened.hash,
-        "data": windows.digest,
-        "calibration": calibration.digest,
-        "window": windows.ids.shape[1],
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
+    identity = subject.identity(
+        calibration=calibration.digest,
+        window=windows.ids.shape[1],
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
     record = subject.provenance(
         **calibration.record("calibration"), calibration_tokens=calibration.ids.numel()
     )
@@ -209,7 +194,7 @@ def spectrum(
         if ">" in str(program):
             identity["late_steps"] = "late"
         work = _Work(model, program, wanted)
-        with SpectrumJournal(folder, identity) as journal:
+        with SpectrumJournal(folder / JOURNAL, "spectrum", identity) as journal:
             work.fill(journal, windows, calibration)
     spectra = {matrix: journal.spectra[matrix] for matrix in work.all}
     base = journal.base_nll
@@ -225,14 +210,18 @@ def spectrum(
     return replace(found, files=(*found.write(folder), folder / found.RECORD))
 
 
+@dataclass(eq=False)
 class _Work:
     """The requested matrices, with their decompositions and truncations."""
 
-    def __init__(self, model: PreTrainedModel, program: Program, wanted: SpectrumRequest) -> None:
-        self.model = model
-        self.program = program
-        self.wanted = wanted
-        self.matrices = Matrices(model)
+    model: PreTrainedModel
+    program: Program
+    wanted: SpectrumRequest
+
+    def __post_init__(self) -> None:
+        program = self.program
+        wanted = self.wanted
+        self.matrices = Matrices(self.model)
         self.all = find_matrices(self.matrices.family, wanted.layers, wanted.weights)
         run = set(program.sublayers())
         for matrix in self.all:

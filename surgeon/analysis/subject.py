@@ -14,6 +14,7 @@ from surgeon.checkpoint.load import load, load_streamed
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.machine import available_bytes, gpu_with_room, parse_size, show_size
 from surgeon.opened import Model, open_model
+from surgeon.provenance import FORMAT
 from surgeon.quality.data import (
     DEFAULT_TOKENS,
     Windows,
@@ -41,6 +42,10 @@ class Subject:
     model: PreTrainedModel
     windows: Windows
     memory: int | None = None
+
+    def identity(self, **more: Any) -> dict[str, Any]:
+        """Name what all numbers of a journal depend on."""
+        return {"format": FORMAT, "model_hash": self.opened.hash, "data": self.windows.digest, **more}
 
     def provenance(self, **more: Any) -> dict[str, Any]:
         """Record the subject, for every table made of it."""

@@ -307,16 +307,15 @@ def _row(result: Result, first: Result) -> dict[str, object]:
 def _split_columns(phase: str, splits: Sequence[Split]) -> dict[str, object]:
     if not splits:
         return {}
-    last = splits[-1]
-    return {
-        f"{phase}_compute_ms": median(split.compute for split in splits) * MS,
-        f"{phase}_waiting_ms": median(split.waiting for split in splits) * MS,
-        f"{phase}_all_reduces": last.layers.all_reduces,
-        f"{phase}_all_gathers": last.layers.all_gathers,
-        f"{phase}_bytes": last.layers.bytes,
-        f"{phase}_vocabulary_collectives": last.vocabulary.all_reduces + last.vocabulary.all_gathers,
-        f"{phase}_vocabulary_bytes": last.vocabulary.bytes,
+    vocabulary = splits[-1].vocabulary
+    columns = {
+        "compute_ms": median(split.compute for split in splits) * MS,
+        "waiting_ms": median(split.waiting for split in splits) * MS,
+        **asdict(splits[-1].layers),
+        "vocabulary_collectives": vocabulary.all_reduces + vocabulary.all_gathers,
+        "vocabulary_bytes": vocabulary.bytes,
     }
+    return {f"{phase}_{name}": value for name, value in columns.items()}
 
 
 def bench_record(results: Sequence[Result]) -> list[dict[str, object]]:

@@ -80,7 +80,7 @@ class RankRun:
 
 @dataclass
 class PassRecorder:
-    """Adds up a pass, as `PassTiming` has it.
+    """Adds up a pass's waiting, and holds the passes before it.
 
     Attributes:
         figures: of the engine, which tell collectives of the vocabulary from others.
@@ -95,14 +95,6 @@ class PassRecorder:
     profiled: bool = False
     passes: list[PassTiming] = field(default_factory=list)
     waiting: float = 0.0
-
-    def close(
-        self, decode: bool, tokens: int, began: float, ended: float, sent: tuple[Counts, Counts]
-    ) -> None:
-        """End a pass, which sent the collectives of the program's steps, and those of the vocabulary."""
-        waiting = self.waiting if self.marking else None
-        self.passes.append(PassTiming(decode, tokens, began, ended, waiting, *sent))
-        self.waiting = 0.0
 
     def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
         """Add the spans of a pass that is computed from a recording."""
@@ -181,18 +173,31 @@ class TimedEngine(RankEngine):
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         began = self._since or now()
-        self.recorder.figures = figures = self.figures
+        recorder = self.recorder
+        recorder.figures = figures = self.figures
         phase = self._phase(rows)
-        before = (phase.layers, phase.vocabulary)
+        layers = phase.layers
+        vocabulary = phase.vocabulary
         phase.layers = Counts()
         phase.vocabulary = Counts()
-        with in_profile(PASS, self.recorder.profiled):
+        with in_profile(PASS, recorder.profiled):
             results = super().step(rows, cache)
-        sent = (phase.layers, phase.vocabulary)
-        phase.layers = before[0] + sent[0]
-        phase.vocabulary = before[1] + sent[1]
-        tokens = sum(len(row.tokens) for row in rows)
-        self.recorder.close(phase is figures.decode, tokens, began, self._since or now(), sent)
+        waiting = None
+        if recorder.marking:
+            waiting = recorder.waiting
+        timing = PassTiming(
+            phase is figures.decode,
+            sum(len(row.tokens) for row in rows),
+            began,
+            self._since or now(),
+            waiting,
+            phase.layers,
+            phase.vocabulary,
+        )
+        recorder.passes.append(timing)
+        recorder.waiting = 0.0
+        phase.layers = layers + timing.layers
+        phase.vocabulary = vocabulary + timing.vocabulary
         return results
 
 

@@ -55,7 +55,7 @@ def _show(call: Callable[[], SearchResult]) -> None:
         _print("held out", line)
     for line in [*winner.healing.table(), *winner.healing.lines()] if winner.healing else []:
         _print("healing", line)
-    for line in winner.missed_unseen(question.settings.limits):
+    for line in winner.missed_unseen(question.settings.of_quality):
         _print("held out", line)
     typer.echo(f"{'recipe':<{_KEY}}{found.files[0]}")  # whole, to be copied
 

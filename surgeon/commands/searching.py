@@ -82,7 +82,7 @@ from surgeon.searches.winners import (
     compare,
     compared_by,
 )
-from surgeon.searches.workers import WorkerProcesses, interruptible
+from surgeon.searches.workers import interruptible, worker_processes
 from surgeon.training.distiller import Distillation
 from surgeon.training.settings import TrainSettings
 from surgeon.training.token_store import SELF
@@ -140,7 +140,7 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
         study.sampler = make_sampler(
             searching, options.sampler, options.seed + len(study.trials) + 1000 * worker
         )
-        with WorkerProcesses(1 if worker else options.workers, WORKER, given, output):
+        with worker_processes(1 if worker else options.workers, WORKER, given, output):
             trials = _run_trials(study, searching, options, until)
         work = SearchWork.of(searching.known_terms, study.trials)
     if worker:

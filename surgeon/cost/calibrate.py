@@ -13,7 +13,7 @@ import platform
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -63,7 +63,8 @@ from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import complete, keep
 from surgeon.words import plural
 
-WHOLE, SHORT = "whole", "short"  # the model's program, and its first layers
+WHOLE = "whole"  # the model's program
+SHORT = "short"  # its first layers
 SHORT_LAYERS = 2
 PROMPT = 16
 NEW = 24  # tokens added to each text: passes of which the typical one counts
@@ -76,8 +77,6 @@ SMALL = 16  # features of a product that takes no time
 CALLS = 100  # of what takes little time, timed together
 SIZES = (256, 4096, 65536, 1 << 20)  # bytes of each rank's operand
 EXCHANGES = 30  # of each size
-
-Typical = Callable[[Sequence[float]], float]  # of several times of the same
 
 
 @dataclass
@@ -100,13 +99,12 @@ class Round:
     waiting: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
-def merge_rounds(rounds: Sequence[Round], typical: Typical) -> Round:
-    """Merge rounds: of everything the typical value."""
-    found = Round()
-    for one in fields(Round):
-        alike = [getattr(each, one.name) for each in rounds]
-        setattr(found, one.name, {key: typical([each[key] for each in alike]) for key in alike[0]})
-    return found
+def merge_rounds(rounds: Sequence[Round]) -> Round:
+    """Merge rounds: of everything the median."""
+    merged = {}
+    for name, table in vars(rounds[0]).items():
+        merged[name] = {key: median(vars(one)[name][key] for one in rounds) for key in table}
+    return Round(**merged)
 
 
 def short_plan(plan: Plan) -> Plan:
@@ -130,29 +128,25 @@ def matrices_of(plan: Plan, shapes: ModelShapes) -> list[int]:
     return found
 
 
-def sample_exchanges(ranks: Ranks, way: str, one: Round, typical: Typical) -> None:
+def sample_exchanges(ranks: Ranks, way: str, one: Round) -> None:
     """Note collectives in a round."""
     by_rank: list[dict[int, list[tuple[float, float]]]] = ranks.call(time_exchanges, SIZES, EXCHANGES)
     for size in SIZES:
         for noted, which in ((one.starting, 0), (one.waiting, 1)):
-            noted[way, size] = median(
-                typical([times[which] for times in each[size]]) for each in by_rank
-            )
+            noted[way, size] = median(median(times[which] for times in each[size]) for each in by_rank)
 
 
-def sample_computing(
-    ranks: Ranks, plan: Plan, shapes: ModelShapes, one: Round, typical: Typical
-) -> None:
+def sample_computing(ranks: Ranks, plan: Plan, shapes: ModelShapes, one: Round) -> None:
     """Note products, and passes of both programs, in a round."""
     products = ranks.call(time_products, matrices_of(plan, shapes), plan.hidden, plan.dtype)[0]
-    one.products = {rows: typical(seconds) for rows, seconds in products.items()}
+    one.products = {rows: median(seconds) for rows, seconds in products.items()}
     launches = ranks.call(time_launches)[0]
-    one.launches = {name: typical(seconds) for name, seconds in launches.items()}
+    one.launches = {name: median(seconds) for name, seconds in launches.items()}
     for layers in (WHOLE, SHORT):
         for batch in BATCHES:
             prompts, passes = ranks.call(time_passes, layers, Workload(batch, PROMPT, NEW))[0]
-            one.prompts[layers, batch] = typical(prompts)
-            one.passes[layers, batch] = typical(passes)
+            one.prompts[layers, batch] = median(prompts)
+            one.passes[layers, batch] = median(passes)
 
 
 # What ranks do.
@@ -280,7 +274,6 @@ class MachineCalibration:
         plans: of the unedited model, by number of ranks; one rank is among them.
         device: "cpu" or "cuda".
         ways: of connecting ranks, the first one in passes.
-        typical: picks one of several times of the same. The median, unless other work disturbs most of them.
     """
 
     shapes: ModelShapes
@@ -288,7 +281,6 @@ class MachineCalibration:
     device: str = "cpu"
     rounds: int = 5
     ways: tuple[str, ...] = WAYS["cpu"]
-    typical: Typical = median
 
     @property
     def steps(self) -> int:
@@ -304,14 +296,14 @@ class MachineCalibration:
                 ranks.call(load_paced, plan, WHOLE)
                 ranks.call(load_paced, short_plan(plan), SHORT)
                 # To warm up caches, allocators and clocks.
-                sample_computing(ranks, plan, self.shapes, Round(), median)
+                sample_computing(ranks, plan, self.shapes, Round())
                 for one in found:
-                    sample_computing(ranks, plan, self.shapes, one, self.typical)
+                    sample_computing(ranks, plan, self.shapes, one)
                     advance(1)
             for way in self.ways if count > 1 else ():
                 with Ranks(RankOptions(count, self.device, way)) as ranks:
                     for one in found:
-                        sample_exchanges(ranks, way, one, self.typical)
+                        sample_exchanges(ranks, way, one)
                         advance(1)
         return measured
 
@@ -354,7 +346,7 @@ class RankFigures:
     Attributes:
         flops: per second in products, by rows; those of more rows do no less, whatever disturbed measuring.
         bandwidth: bytes per second.
-        links: by the connection: seconds of a collective, and bytes per second.
+        links: by the connection: seconds of a collective beyond those of starting one, and bytes per second.
     """
 
     flops: Mapping[int, float]
@@ -373,30 +365,26 @@ def fit(calibration: MachineCalibration, ranks: int, one: Round) -> RankFigures:
     rates = accumulate((2 * rows * numbers / seconds for rows, seconds in computing.items()), max)
     flops = dict(zip(computing, rates, strict=True))
     moved = plan.dtype_bytes * (numbers + sum(width + plan.hidden for width in matrices))
-    links = {way: _link(calibration, ranks, way, one) for way in calibration.ways if ranks > 1}
+    least = SIZES[0]
+    most = SIZES[-1]
+    starting = 0.0
+    links = {}
     if ranks > 1:
-        starting = one.starting[calibration.ways[0], SIZES[0]]
-    else:
-        starting = 0.0
+        starting = one.starting[calibration.ways[0], least]
+        for way in calibration.ways:
+            shortest = one.starting[way, least] + one.waiting[way, least]
+            slope = _beyond(one.starting[way, most] + one.waiting[way, most], shortest) / (most - least)
+            # How often an operand's bytes are moved.
+            often = 2 * (ranks - 1) / ranks
+            if way == "shm":
+                often = ranks + 1.0
+            links[way] = max(0.0, shortest - starting), often / slope
     asynchronous = calibration.device == "cuda"
     host = Host(
         _round(one.launches["operation"]), 0.0, _round(starting), Figure.constant(0.0), asynchronous
     )
     figures = RankFigures(flops, moved / computing[1], host, links)
     return replace(figures, host=_fit_host(calibration, ranks, one, figures))
-
-
-def _link(calibration: MachineCalibration, ranks: int, way: str, one: Round) -> tuple[float, float]:
-    """Seconds of a collective beyond those of starting one, and bytes per second."""
-    least = SIZES[0]
-    most = SIZES[-1]
-    shortest = one.starting[way, least] + one.waiting[way, least]
-    slope = _beyond(one.starting[way, most] + one.waiting[way, most], shortest) / (most - least)
-    # How often an operand's bytes are moved.
-    often = 2 * (ranks - 1) / ranks
-    if way == "shm":
-        often = ranks + 1.0
-    return max(0.0, shortest - one.starting[calibration.ways[0], least]), often / slope
 
 
 def _fit_host(calibration: MachineCalibration, ranks: int, one: Round, figures: RankFigures) -> Host:
@@ -468,10 +456,7 @@ def hardware_text(
     name: str, calibration: MachineCalibration, measured: Mapping[int, list[Round]]
 ) -> str:
     """Write the hardware file; ValueError if what was measured makes no hardware."""
-    typical = {
-        ranks: fit(calibration, ranks, merge_rounds(each, calibration.typical))
-        for ranks, each in measured.items()
-    }
+    typical = {ranks: fit(calibration, ranks, merge_rounds(each)) for ranks, each in measured.items()}
     plan = calibration.plans[1]
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
     ranks = sorted(calibration.plans)

@@ -188,13 +188,13 @@ def meet(clocks: Sequence[RankClock], transfer: Transfer) -> None:
         clock.land(transfer, arrival)
 
 
+@dataclass(eq=False)
 class SimulatedRanks(Machine):
     """A group of ranks on which time passes and nothing else happens."""
 
-    def __init__(self, clocks: Sequence[RankClock], group: Group, costs: Costs) -> None:
-        self.clocks = clocks
-        self.group = group
-        self.costs = costs
+    clocks: Sequence[RankClock]
+    group: Group
+    costs: Costs
 
     def compute(self, step: Step, stream: Tensor) -> Partial:
         by_rank = {rank: self.costs.items(rank, step) for rank in self.group}

@@ -8,13 +8,12 @@ its own. `runtime.batching.ahead` finds the best number of tokens ahead, here th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.plans import plan_on_paper, room
-from surgeon.cost.predict import PredictedRanks, Prediction, mean_decode, predict
+from surgeon.cost.predict import Prediction, mean_decode
 from surgeon.cost.sweep import MS, SweepCell, explain_memory
 from surgeon.cost.work import Forward
 from surgeon.findings.prediction import DRAFT_COLUMNS
@@ -59,61 +58,45 @@ class DraftedPrediction:
 
 
 def predict_drafting(
-    shapes: ModelShapes,
-    programs: tuple[Program, Program],
-    hardware: Hardware,
-    workload: Workload,
-    deployment: Deployment,
-    acceptances: Sequence[float],
+    model: Prediction, draft: Program, acceptances: Sequence[float]
 ) -> list[DraftedPrediction]:
-    """Predict drafting at each of several acceptances."""
+    """Predict drafting of a program for a predicted one at each of several acceptances."""
     read_chances(acceptances)
-    drafting = DraftPrices(shapes, programs[0], hardware, workload, deployment)
-    beside = drafting.beside(programs[1])
-    draft = drafting.seconds(beside.plan)
+    drafting = DraftPrices(model)
+    beside = drafting.beside(draft)
+    seconds = drafting.seconds(beside.plan)
     prompts = drafting.prompts(beside)
-    return [drafting.at(acceptance, draft, prompts) for acceptance in acceptances]
+    return [drafting.at(acceptance, seconds, prompts) for acceptance in acceptances]
 
 
 @dataclass(frozen=True)
 class DraftPrices:
-    """A model that verifies drafts of any programs over its weights; checked as it is made.
+    """A predicted model that verifies drafts of any programs over its weights; checked as it is made."""
 
-    Attributes:
-        program: the one that verifies.
-    """
-
-    shapes: ModelShapes
-    program: Program
-    hardware: Hardware
-    workload: Workload
-    deployment: Deployment
+    model: Prediction
+    _verification_times: dict[int, float] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.workload.new < 2:
+        if self.model.workload.new < 2:
             raise ValueError(
                 "the first new token comes of the prompt's pass; to draft, ask for at least 2"
             )
-        _ = self.model
-
-    @cached_property
-    def model(self) -> Prediction:
-        return predict(self.shapes, self.program, self.hardware, self.workload, self.deployment)
 
     def plan(self, draft: Program) -> Plan:
         """Plan a draft that uses the model's keys and values only."""
-        return draft_on_paper(self.model.plan, self.shapes, draft)
+        return draft_on_paper(self.model.plan, self.model.ranks.shapes, draft)
 
     def beside(self, draft: Program) -> DraftPlan:
         """Plan any draft beside the model."""
-        found = _beside(self.model.plan, self.shapes, draft)
-        load = self.workload
+        ranks = self.model.ranks
+        found = _beside(ranks.plan, ranks.shapes, draft)
+        load = self.model.workload
         needed = room(
-            self.shapes, replace(self.model.plan, draft=found), self.hardware, load.batch, load.prompt
+            ranks.shapes, replace(ranks.plan, draft=found), ranks.hardware, load.batch, load.prompt
         )
         if self.model.memory.fits and not needed.fits:
             raise ValueError(
-                f"the model and its draft need {show_size(needed.needed)} on a rank, and {self.hardware.name} has "
+                f"the model and its draft need {show_size(needed.needed)} on a rank, and {ranks.hardware.name} has "
                 f"{show_size(needed.there)} for it; use more ranks, or fewer or shorter texts"
             )
         return found
@@ -122,38 +105,31 @@ class DraftPrices:
         """Seconds of a draft's pass over all prompts, for keys of its own; 0 if it keeps none."""
         if not draft.keeps_own:
             return 0.0
-        ranks = PredictedRanks(self.shapes, draft.plan, self.hardware, self.deployment)
-        return ranks.forward(
-            Forward(self.workload.batch, self.workload.prompt, asked=1), graphs=False
-        ).seconds
+        load = self.model.workload
+        forward = Forward(load.batch, load.prompt, asked=1)
+        return replace(self.model.ranks, plan=draft.plan).forward(forward, graphs=False).seconds
 
     def seconds(self, draft: Plan) -> float:
         """Mean seconds of a draft's pass."""
-        ranks = PredictedRanks(self.shapes, draft, self.hardware, self.deployment)
-        return mean_decode(ranks, self.workload).seconds
+        return mean_decode(replace(self.model.ranks, plan=draft), self.model.workload).seconds
 
     def verifying(self, tokens: int) -> float:
         """Seconds of a pass of the model over so many tokens of each text."""
         if tokens not in self._verification_times:
-            ranks = PredictedRanks(self.shapes, self.model.plan, self.hardware, self.deployment)
-            load = replace(self.workload, batch=self.workload.batch * tokens)
-            self._verification_times[tokens] = mean_decode(ranks, load).seconds
+            load = replace(self.model.workload, batch=self.model.workload.batch * tokens)
+            self._verification_times[tokens] = mean_decode(self.model.ranks, load).seconds
         return self._verification_times[tokens]
 
     def at(self, acceptance: float, draft: float, prompts: float = 0.0) -> DraftedPrediction:
         """Price drafting at an acceptance."""
         (ahead,), rate = best_ahead([acceptance], [MOST_AHEAD], lambda _: draft, self.verifying)
-        per_token = 1 / rate + (prompts / (self.workload.new - 1) if ahead else 0.0)
+        per_token = 1 / rate + (prompts / (self.model.workload.new - 1) if ahead else 0.0)
         if prompts and per_token > self.verifying(1):
             ahead = 0
             per_token = self.verifying(1)
         return DraftedPrediction(
             self.model, acceptance, ahead, draft, self.verifying(ahead + 1), per_token
         )
-
-    @cached_property
-    def _verification_times(self) -> dict[int, float]:
-        return {}
 
 
 def draft_on_paper(plan: Plan, shapes: ModelShapes, draft: Program) -> Plan:
@@ -197,17 +173,17 @@ def draft_cells(
             raise ValueError(one.refused if one.prediction is None else explain_memory(one, hardware))
     assert plain.prediction is not None
     assert alone.prediction is not None
-    shapes = plain.candidate.model.shapes
     load = plain.workload
-    ranks = plain.deployment
-    programs = plain.candidate.program(ranks.ranks), alone.candidate.program(ranks.ranks)
-    sizes = {"ranks": ranks.ranks, "batch": load.batch, "prompt": load.prompt, "new": load.new}
+    ranks = plain.deployment.ranks
+    draft = alone.candidate.program(ranks)
+    sizes = ranks, load.batch, load.prompt, load.new
     dense = plain.prediction.rate
     lossy = alone.prediction.rate
     rows = []
-    for found in predict_drafting(shapes, programs, hardware, load, ranks, acceptances):
+    for found in predict_drafting(plain.prediction, draft, acceptances):
         times = found.draft * MS, found.verify * MS, found.per_token * MS
         values = (
+            *sizes,
             found.acceptance,
             found.ahead,
             *times,
@@ -217,5 +193,5 @@ def draft_cells(
             found.rate / dense,
             lossy / dense,
         )
-        rows.append(sizes | dict(zip(DRAFT_COLUMNS[4:], values, strict=True)))
+        rows.append(dict(zip(DRAFT_COLUMNS, values, strict=True)))
     return rows

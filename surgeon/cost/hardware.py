@@ -22,7 +22,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -243,9 +243,7 @@ class RankShare(_Entries):
     def among(self, known: int, ranks: int) -> RankShare:
         """Share further, among more ranks than were measured, which take turns."""
         part = known / ranks
-        shares = self.shares
-        kinds = {each.name: getattr(shares, each.name) for each in fields(Shares)}
-        less = {name: figure and figure.times(part) for name, figure in kinds.items()}
+        less = {name: figure and figure.times(part) for name, figure in vars(self.shares).items()}
         host = self.host
         times = 1 / part
         slower = replace(

@@ -54,6 +54,7 @@ class PassCost:
         return self.exposed / self.seconds
 
 
+@dataclass
 class PredictedRanks:
     """Ranks of a plan on hardware, whose passes are predicted.
 
@@ -63,21 +64,24 @@ class PredictedRanks:
         captured: whether decoding passes are captured graphs.
     """
 
-    def __init__(
-        self, shapes: ModelShapes, plan: Plan, hardware: Hardware, deployment: Deployment
-    ) -> None:
-        self.shapes = shapes
-        self.plan = plan
-        self.hardware = hardware
-        self.deployment = deployment
+    shapes: ModelShapes
+    plan: Plan
+    hardware: Hardware
+    deployment: Deployment
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        hardware = self.hardware
         self.program, self.work = _works(plan)
         asynchronous = hardware.host.asynchronous
-        self.captured = asynchronous if deployment.graphs is None else deployment.graphs
+        self.captured = asynchronous
+        if self.deployment.graphs is not None:
+            self.captured = self.deployment.graphs
         if self.captured and not asynchronous:
             raise ValueError(
                 f"{hardware.name} launches kernels one by one; captured graphs are for GPUs"
             )
-        self.node = deployment.node or (plan.ranks if hardware.sharing else hardware.devices)
+        self.node = self.deployment.node or (plan.ranks if hardware.sharing else hardware.devices)
         self.speed = RankSpeed.of(hardware, plan.dtype, min(plan.ranks, self.node))
         self._ways: dict[tuple[object, ...], bool] = {}
 
@@ -140,6 +144,7 @@ def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
 Timed = tuple[list[Burst | Transfer], Counts]
 
 
+@dataclass(eq=False)
 class PassCosts(Costs):
     """The costs of one pass.
 
@@ -147,16 +152,17 @@ class PassCosts(Costs):
         layers, vocabulary: collectives that rank 0 has started.
     """
 
-    def __init__(
-        self, ranks: PredictedRanks, forward: Forward, graphs: bool, gathers: GathersFirst
-    ) -> None:
-        self.ranks = ranks
+    ranks: PredictedRanks
+    forward: Forward
+    graphs: bool
+    gathers: GathersFirst
+
+    def __post_init__(self) -> None:
+        ranks = self.ranks
         self.plan = ranks.plan
-        self.forward = forward
-        self.graphs = graphs
         static = ranks.hardware.host.asynchronous
         self.rank_work = RankWork(
-            ranks.plan, ranks.shapes, gathers, static, static and ranks.deployment.adding
+            ranks.plan, ranks.shapes, self.gathers, static, static and ranks.deployment.adding
         )
         deployment = ranks.deployment
         within = None
@@ -165,7 +171,9 @@ class PassCosts(Costs):
             within = ranks.hardware.link(deployment.link)
         if ranks.plan.ranks > ranks.node:
             across = ranks.hardware.link(deployment.network, between_nodes=True)
-        self.wires = Wiring(within, across, ranks.node, ranks.speed.host, deployment.emulated, graphs)
+        self.wires = Wiring(
+            within, across, ranks.node, ranks.speed.host, deployment.emulated, self.graphs
+        )
         self.connected = deployment.connected
         self.layers = Counts()
         self.vocabulary = Counts()
@@ -317,11 +325,15 @@ class Prediction:
         memory: of the rank that needs most.
     """
 
-    plan: Plan
+    ranks: PredictedRanks
     workload: Workload
     prefill: PassCost
     decode: PassCost | None
     memory: Room
+
+    @property
+    def plan(self) -> Plan:
+        return self.ranks.plan
 
     @property
     def first_token(self) -> float:
@@ -367,7 +379,7 @@ def predict(
     prefill = ranks.forward(Forward(workload.batch, workload.prompt, asked=1), graphs=False)
     decode = mean_decode(ranks, workload) if workload.new > 1 else None
     memory = room(shapes, plan, hardware, workload.batch, workload.prompt)
-    return Prediction(plan, workload, prefill, decode, memory)
+    return Prediction(ranks, workload, prefill, decode, memory)
 
 
 def mean_decode(ranks: PredictedRanks, workload: Workload) -> PassCost:

@@ -192,29 +192,29 @@ class RankWork:
         return Numbers(self.plan.dtype_bytes)
 
     def items(self, work: Work, forward: Forward) -> list[Item]:
-        return [item for part in work.parts for item in self.part(work, part, forward)]
-
-    def part(self, work: Work, part: Part, forward: Forward) -> list[Item]:
-        sublayer = computed_of(self.plan, work, part)
-        maps = _Maps(self, part, sublayer, work, forward.tokens)
+        items: list[Item] = []
         stream = forward.tokens * self.plan.hidden
-        normed = "norm" in self.plan.family.spec(sublayer.kind, sublayer.layers[0]).stream_norms
-        # Adding to the stream reads and writes it, too.
-        adds = self.adding and normed and part is work.parts[0]
-        items: list[Item] = [self.numbers.copy("norm", (4 if adds else 2) * stream)] if normed else []
-        if sublayer.kind == ATTENTION:
-            items += self._attention(maps, forward)
-        elif self.plan.mixtures.size(sublayer) is not None:
-            items += self._mixture(maps, forward)
-        else:
-            spec = self.plan.family.spec("F", sublayer.layers[0])
-            roles = [one.role for one in spec.projections if one.reads_stream]
-            items += self._gated_work(maps, roles, "down")
-        if work.whole and self._has_norm(sublayer):
-            items.append(self.numbers.copy("norm", 2 * stream))
-        if adds:
-            return items
-        return [*items, self.numbers.copy("add", 3 * stream)]
+        for part in work.parts:
+            sublayer = computed_of(self.plan, work, part)
+            maps = _Maps(self, part, sublayer, work, forward.tokens)
+            spec = self.plan.family.spec(sublayer.kind, sublayer.layers[0])
+            normed = "norm" in spec.stream_norms
+            # Adding to the stream reads and writes it, too.
+            adds = self.adding and normed and part is work.parts[0]
+            if normed:
+                items.append(self.numbers.copy("norm", (4 if adds else 2) * stream))
+            if sublayer.kind == ATTENTION:
+                items += self._attention(maps, forward)
+            elif self.plan.mixtures.size(sublayer) is not None:
+                items += self._mixture(maps, forward)
+            else:
+                roles = [one.role for one in spec.projections if one.reads_stream]
+                items += self._gated_work(maps, roles, "down")
+            if work.whole and spec.norms_output:
+                items.append(self.numbers.copy("norm", 2 * stream))
+            if not adds:
+                items.append(self.numbers.copy("add", 3 * stream))
+        return items
 
     def _attention(self, maps: _Maps, forward: Forward) -> Iterable[Item]:
         sublayer = maps.sublayer
@@ -360,10 +360,8 @@ class RankWork:
         return summed_in_rank_space(step, self.plan.hidden, self._all_normed(step), self.plan.mixtures)
 
     def _all_normed(self, step: Step) -> bool:
-        return all(map(self._has_norm, step.sublayers))
-
-    def _has_norm(self, sublayer: Sublayer) -> bool:
-        return self.plan.family.spec(sublayer.kind, sublayer.layers[0]).norms_output
+        family = self.plan.family
+        return all(family.spec(one.kind, one.layers[0]).norms_output for one in step.sublayers)
 
 
 @dataclass(frozen=True)

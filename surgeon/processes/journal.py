@@ -7,6 +7,8 @@ import json
 import os
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -27,14 +29,15 @@ _NAMES = {
 _SHOWN = 40
 
 
+@dataclass(eq=False)
 class Journal(ABC):
     """JSON values, one a line, each in the file as soon as it is known; subclasses say in `take` what they mean.
 
     The first line says what the others depend on; a file of anything else is refused. A last line that was cut off by a
     kill is dropped. Where WORK.json, the work's result, is there and the journal has lost lines, a warning says that
-    they are found again. A subclass sets its own attributes first: its lines are taken in while this constructor runs.
+    they are found again. Lines are taken in as it is made, once all its fields are set.
 
-    Args:
+    Attributes:
         path: its folder is made if it is not there; None to keep nothing.
         work: as the first line and error messages call it ("scan").
         identity: what the lines depend on, as JSON values; None for a file without such a first line.
@@ -44,9 +47,13 @@ class Journal(ABC):
         OSError: if it cannot be written, or another process is writing to it.
     """
 
-    def __init__(self, path: Path | None, work: str, identity: dict[str, Any] | None = None) -> None:
-        self.path = path or Path(os.devnull)
-        self.work = work
+    path: Path | None
+    work: str
+    identity: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        path = self.path
+        self._place = path or Path(os.devnull)
         self._file: BinaryIO = io.BytesIO()
         if path is not None:
             make_folder(path.parent)
@@ -54,9 +61,9 @@ class Journal(ABC):
         try:
             if path is not None and not lock(self._file.fileno()):
                 raise OSError(
-                    f"another {work} is writing to {path.parent}; wait for it, or use another folder"
+                    f"another {self.work} is writing to {path.parent}; wait for it, or use another folder"
                 )
-            self._load(identity)
+            self._load()
         except BaseException:
             self.close()
             raise
@@ -69,7 +76,7 @@ class Journal(ABC):
 
     def close(self) -> None:
         """Let others write to the file."""
-        with name_file(self.path):  # what could not be written is tried once more
+        with name_file(self._place):  # what could not be written is tried once more
             self._file.close()
 
     @abstractmethod
@@ -79,7 +86,7 @@ class Journal(ABC):
     def append(self, *lines: Any) -> None:
         """Put lines into the file at once."""
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
-        with name_file(self.path):
+        with name_file(self._place):
             self._file.write(text.encode())
             self._file.flush()
 
@@ -88,28 +95,28 @@ class Journal(ABC):
         self.append(line)
         self.take(line)
 
-    def _load(self, identity: dict[str, Any] | None) -> None:
+    def _load(self) -> None:
         self._file.seek(0)
         content = self._file.read()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             os.ftruncate(self._file.fileno(), whole)
-        result = self.path.with_name(f"{self.work}.json")
+        result = self._place.with_name(f"{self.work}.json")
         if result.is_file() and (not whole or whole < len(content)):
             lost = "is gone or empty"
             if content:
                 lost = "is cut short"
             warnings.warn(
-                f"{self.path} {lost}, which {result.name} was made from; what is missing is found again",
+                f"{self._place} {lost}, which {result.name} was made from; what is missing is found again",
                 stacklevel=2,
             )
         lines = [
             (number, line) for number, line in enumerate(content[:whole].splitlines(), 1) if line.strip()
         ]
-        if identity is not None and lines:
-            self._check(*lines.pop(0), identity)
-        elif identity is not None:
-            self.append({self.work: identity})
+        if self.identity is not None and lines:
+            self._check(*lines.pop(0), self.identity)
+        elif self.identity is not None:
+            self.append({self.work: self.identity})
         for number, text in lines:
             try:
                 self.take(json.loads(text))
@@ -126,7 +133,7 @@ class Journal(ABC):
             held = first.get(self.work)
         if not isinstance(held, dict):
             raise ValueError(
-                f"{self.path} was not written by surgeon {self.work}; use another output folder"
+                f"{self._place} was not written by surgeon {self.work}; use another output folder"
             )
         for key, value in identity.items():
             name = _NAMES.get(key, key)
@@ -137,16 +144,16 @@ class Journal(ABC):
             else:
                 continue
             raise ValueError(
-                f"{self.path.parent} holds a {self.work} of {other}; use another output folder, or delete this one to "
-                "begin again"
+                f"{self._place.parent} holds a {self.work} of {other}; use another output folder, or delete this one "
+                "to begin again"
             )
 
     def _damage_error(self, number: int) -> ValueError:
-        return ValueError(f"{self.path} is damaged in line {number}; delete the file to begin again")
+        return ValueError(f"{self._place} is damaged in line {number}; delete the file to begin again")
 
 
-def read_journal(path: Path, work: str) -> tuple[dict[str, Any], list[Any]]:
-    """Read a journal's identity (its first line) and its other whole lines; the file stays as it is."""
+def read_journal(path: Path, work: str, take: Callable[[Any, dict[str, Any]], object]) -> dict[str, Any]:
+    """Read a journal's identity (its first line), and give `take` its other whole lines; the file stays as it is."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is gone, which has what was measured; run surgeon {work} again on its folder"
@@ -154,8 +161,11 @@ def read_journal(path: Path, work: str) -> tuple[dict[str, Any], list[Any]]:
     *whole, _ = path.read_bytes().split(b"\n")
     try:
         first, *lines = [json.loads(line) for line in whole if line.strip()]
-        return dict(first[work]), lines
-    except (KeyError, TypeError, ValueError) as error:
+        identity = dict(first[work])
+        for line in lines:
+            take(line, identity)
+        return identity
+    except (IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{path} is damaged; run surgeon {work} again on its folder") from error
 
 

@@ -20,7 +20,7 @@ from surgeon.opened import Model
 from surgeon.progress import progress
 from surgeon.quality.data import Windows
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.comm.collectives import Link, parse_link
+from surgeon.runtime.comm.collectives import parse_link
 from surgeon.runtime.worker.rank import RankOptions, choose_device
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.searches.mixture import Trial
@@ -61,26 +61,23 @@ def measured_here(
     model: str | Path,
     dense: Program,
     programs: Sequence[Program],
-    ranks: int,
+    ranks: RankOptions,
     workload: Workload,
-    link: Link | None = None,
 ) -> dict[Program, TimeHere]:
     """Measure the unedited model and other programs here, in turns.
 
     Args:
         model: a checkpoint folder or a hub name; of programs with ranks, plain factors run, which are as fast.
         workload: of at least 2 new tokens.
-        link: emulated between the ranks.
     """
     if workload.new < 2:
         raise ValueError(
             f"time per token is that of tokens after the first one; ask for 2 or more, not {workload.new}"
         )
-    chosen = choose_device("auto", ranks)
     every = list(dict.fromkeys([dense, *programs]))
-    needs = Needs(ranks, workload.length, chosen)
+    needs = Needs(ranks.ranks, workload.length, ranks.device)
     plans = {str(each): needs.plan(model, each) for each in every}
-    with Ranks(RankOptions(ranks, chosen, link=link)) as running:
+    with Ranks(ranks) as running:
         bench = RankBench.load(running, plans)
         with progress("measure here", ROUNDS * len(every), "runs") as advance:
             results = bench.measure([workload], ROUNDS, advance)
@@ -120,9 +117,8 @@ def fast_enough_here(
     if not any(limit.aspect.on == HERE for limit in limits):
         return ranked
     programs = [trial.program for trial in ranked[: RUNNERS_UP + 1]]
-    link = parse_link(settings.link_delay, None)
     load = settings.workload(question.mixture.model.positions)
-    times = measured_here(model, dense, programs, settings.ranks, load, link=link)
+    times = measured_here(model, dense, programs, ranks_here(settings), load)
     fast = []
     for trial, program in zip(ranked, programs, strict=False):
         missed = missed_here(limits, program, dense, times)

@@ -18,9 +18,9 @@ from typing import Any
 
 from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.drafts import DraftPrices
-from surgeon.cost.hardware import Hardware, load_hardware
+from surgeon.cost.hardware import Hardware
 from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.predict import predict
+from surgeon.cost.predict import Prediction, predict
 from surgeon.cost.work import Forward, RankWork, Sent
 from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
@@ -32,7 +32,7 @@ from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.placement import Group, Work, assigned_branches, work_of
 from surgeon.runtime.plan.specification import Plan
 from surgeon.searches.mixture import Trial
-from surgeon.searches.quantities import HERE, Aspect, Limit
+from surgeon.searches.quantities import Aspect, Limit, priced
 
 _ONE = Program.parse("A0")  # what stretches are put behind, to see what they add
 
@@ -85,9 +85,7 @@ class Pricing:
         """Notes on hardware whose memory is too small for the unedited model."""
         found = []
         for name, hardware in self.hardware.items():
-            room = predict(
-                self.model.shapes, self.model.program, hardware, self.workload, self._deploy(hardware)
-            ).memory
+            room = self._predict(self.model.program, hardware).memory
             if not room.fits:
                 ranks = self.deployment.ranks
                 each = "one rank" if ranks == 1 else f"each of {ranks} ranks"
@@ -99,10 +97,9 @@ class Pricing:
 
     def shortfalls(self, limits: Iterable[Limit], program: Program) -> tuple[float, ...]:
         """The program's shortfall from each priced limit."""
-        priced = (limit for limit in limits if limit.aspect.is_priced)
         return tuple(
             limit.shortfall(self.price(limit.aspect, program), self.dense[limit.aspect])
-            for limit in priced
+            for limit in priced(limits)
         )
 
     def price(self, aspect: Aspect, program: Program) -> float:
@@ -121,7 +118,7 @@ class Pricing:
 
     def _cost(self, aspect: Aspect, program: Program) -> float:
         price = aspect.quantity.price
-        assert price is not None, f"{aspect} does not follow from a program"
+        assert price is not None
         return price(self, program, aspect.on or "")
 
     def depth(self, program: Program) -> float:
@@ -153,12 +150,7 @@ class Pricing:
 
     def drafting(self, on: str) -> DraftPrices:
         if on not in self._drafting:
-            hardware = self.hardware[on]
-            load = self.workload
-            deployed = self._deploy(hardware)
-            self._drafting[on] = DraftPrices(
-                self.model.shapes, self.model.program, hardware, load, deployed
-            )
+            self._drafting[on] = DraftPrices(self._predict(self.model.program, self.hardware[on]))
         return self._drafting[on]
 
     def parameters(self, program: Program) -> int:
@@ -172,12 +164,11 @@ class Pricing:
         """Predict seconds per token, or with its plan as a draft, of a pass."""
         hardware = self.hardware[on]
         sliced = draft is not None and draft.sliced
-        deployment = self._deploy(hardware)
         what = on if draft is None else f"{on}, {'sliced' if sliced else 'not sliced'} as a draft"
 
         def seconds(part: Program) -> float:
             if draft is None:
-                return predict(self.model.shapes, part, hardware, self.workload, deployment).per_token
+                return self._predict(part, hardware).per_token
             paper = self._plan(part, draft.dtype, self.workload.length, sliced)
             return self.drafting(on).seconds(replace(paper, mixtures=draft.mixtures))
 
@@ -225,10 +216,8 @@ class Pricing:
 
         return self._sum(f"uneven, sliced {sliced}", program, uneven) == 0
 
-    def _deploy(self, hardware: Hardware) -> Deployment:
-        return replace(
-            self.deployment, dtype=self.deployment.dtype or hardware.dtype(self.model.shapes.dtype)
-        )
+    def _predict(self, program: Program, hardware: Hardware) -> Prediction:
+        return predict(self.model.shapes, program, hardware, self.workload, self.deployment)
 
     def _sum(self, what: str, program: Program, cost: Callable[[Program], float]) -> float:
         """Add a cost up over a program's stretches."""
@@ -271,22 +260,6 @@ class Pricing:
     @cached_property
     def stored_bytes(self) -> int:
         return self._plan(_ONE, self.model.shapes.dtype).dtype_bytes
-
-
-def open_pricing(
-    model: Model,
-    aspects: Iterable[Aspect],
-    deployment: Deployment,
-    workload: Workload,
-    here: Hardware | None = None,
-) -> Pricing:
-    """Open a pricing of aspects, with the hardware that they name."""
-    every = tuple(dict.fromkeys(aspects))
-    hardware = {}
-    for name in {aspect.on: None for aspect in every if aspect.on is not None}:
-        assert name != HERE or here is not None, "this machine has to be calibrated first"
-        hardware[name] = here if name == HERE and here is not None else load_hardware(name)
-    return Pricing(model, every, deployment, workload, hardware)
 
 
 def _stretches(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:

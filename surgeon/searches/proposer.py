@@ -96,10 +96,8 @@ def near_the_best(goals: Sequence[Goal], best: Mapping[float | None, float], tot
     order = sorted(range(len(goals)), key=lambda place: (best.get(goals[place].level, -math.inf), place))
     new = [place for place in order if goals[place].level not in best]
     places = [*new, *(order[min(rank, len(order) - 1)] for rank in (0, 0, 1, 2))]
-    counts = [0] * len(goals)
-    for turn in range(total):
-        counts[places[turn % len(places)]] += 1
-    return counts
+    turns: list[int] = np.bincount(np.resize(places, total), minlength=len(goals)).tolist()
+    return turns
 
 
 def at_the_edge(goals: Sequence[Goal], good: Collection[float | None], total: int) -> list[int]:
@@ -107,10 +105,8 @@ def at_the_edge(goals: Sequence[Goal], good: Collection[float | None], total: in
     edge = max((place for place, goal in enumerate(goals) if goal.level in good), default=0)
     # A cheaper level is worth more: to do better on one that is met already wins nothing.
     places = [place for place in (edge + 1, edge + 1, edge + 2, edge) if place < len(goals)]
-    counts = [0] * len(goals)
-    for turn in range(total):
-        counts[places[turn % len(places)]] += 1
-    return counts
+    turns: list[int] = np.bincount(np.resize(places, total), minlength=len(goals)).tolist()
+    return turns
 
 
 @dataclass(frozen=True)

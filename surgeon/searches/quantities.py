@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -105,10 +105,10 @@ def _seconds(text: str) -> float:
 
 def show_seconds(seconds: float) -> str:
     """A time for people: 12.3 ms."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * scale >= 1 or unit == "us":
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
             return f"{seconds * scale:.4g} {unit}"
-    raise AssertionError
+    return f"{seconds * 1e6:.4g} us"
 
 
 def _show_number(value: float) -> str:
@@ -376,6 +376,11 @@ class Limit:
     def lack(self, measured: Quality, original: Quality) -> float:
         """The shortfall of a measured program, given the unedited model on the same text."""
         return self.shortfall(self.aspect.measured(measured), self.aspect.measured(original))
+
+
+def priced(limits: Iterable[Limit]) -> tuple[Limit, ...]:
+    """Select the limits on programs; the others are on their quality."""
+    return tuple(limit for limit in limits if limit.aspect.is_priced)
 
 
 def parse_limits(text: str) -> tuple[Limit, ...]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from surgeon.cost.deployment import Deployment, Workload
-from surgeon.cost.hardware import Hardware
+from surgeon.cost.hardware import Hardware, load_hardware
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
@@ -20,7 +20,7 @@ from surgeon.runtime.comm.collectives import parse_link
 from surgeon.searches.drafting import DraftValue, draft_obstacle
 from surgeon.searches.front import pareto_front
 from surgeon.searches.mixture import Mixture, Trial
-from surgeon.searches.pricing import Pricing, open_pricing
+from surgeon.searches.pricing import Pricing
 from surgeon.searches.proposer import ANY, Goal, Prices, at_the_edge, evenly, near_the_best
 from surgeon.searches.quantities import (
     ACCURACY,
@@ -35,6 +35,7 @@ from surgeon.searches.quantities import (
     Limit,
     parse_limits,
     parse_objectives,
+    priced,
 )
 from surgeon.searches.reach import least_cost, levels_of, require_reachable, require_work
 from surgeon.searches.spaces import DEEPER, Space, parse_spaces, usual_spaces
@@ -159,10 +160,7 @@ class Question:
     def objectives(self) -> tuple[Aspect, ...]:
         found = parse_objectives(self.objective)
         # A model that is destroyed has least of every cost.
-        is_of_quality = any(
-            not aspect.is_priced for aspect in (*found, *(limit.aspect for limit in self.limits))
-        )
-        if is_of_quality:
+        if self.of_quality or any(not objective.is_priced for objective in found):
             return found
         return (DIVERGENCE, *found)
 
@@ -197,9 +195,9 @@ class Question:
         costs = [objective for objective in self.objectives if objective.is_priced]
         if costs:
             return (costs[0],)
-        limited = [limit.aspect for limit in self.limits if limit.aspect.is_priced]
+        limited = priced(self.limits)
         if limited:
-            return tuple(limited[:1]) if self.is_between_limits else ()
+            return (limited[0].aspect,) if self.is_between_limits else ()
         spaces = () if self.space is None else parse_spaces(self.space)
         smaller = not spaces or any(
             "size" in each.serves and "depth" not in each.serves for each in spaces
@@ -211,8 +209,8 @@ class Question:
     @property
     def is_between_limits(self) -> bool:
         """True if a cost and quality are limited and no cost is an objective."""
-        kinds = {limit.aspect.is_priced for limit in self.limits}
-        return kinds == {True, False} and not any(objective.is_priced for objective in self.objectives)
+        both = priced(self.limits) and self.of_quality
+        return bool(both) and not any(objective.is_priced for objective in self.objectives)
 
     @property
     def aspects(self) -> tuple[Aspect, ...]:
@@ -238,8 +236,13 @@ class Question:
         return Mixture(parse_spaces(spaces, self.ranks), model, obstacle)
 
     def pricing(self, model: Model, here: Hardware | None = None) -> Pricing:
+        """Price the costs of a model's programs on the hardware that is asked for."""
+        hardware = {}
+        for name in dict.fromkeys(aspect.on for aspect in self.aspects if aspect.on is not None):
+            assert name != HERE or here is not None, "this machine has to be calibrated first"
+            hardware[name] = here if name == HERE and here is not None else load_hardware(name)
         deployment = Deployment(self.ranks, emulated=parse_link(self.link_delay, None))
-        return open_pricing(model, self.aspects, deployment, self.workload(model.positions), here)
+        return Pricing(model, self.aspects, deployment, self.workload(model.positions), hardware)
 
 
 _BETWEEN_EQUALS = 1e-6  # weight of what decides between programs that cost the same
@@ -350,11 +353,7 @@ class PricedQuestion:
     @property
     def _kept_limits(self) -> list[Limit]:
         between = self.along if self.settings.is_between_limits else ()
-        return [
-            limit
-            for limit in self.settings.limits
-            if limit.aspect.is_priced and limit.aspect not in between
-        ]
+        return [limit for limit in priced(self.settings.limits) if limit.aspect not in between]
 
     def shared_out(self, goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
         """Share out a round's trials among goals: evenly along a cost, or near where a limited quality ends.
@@ -370,11 +369,7 @@ class PricedQuestion:
         if not self.along or not self.settings.of_quality:
             return evenly(goals, trials, total)
         good = {trial.level for trial in trials if not any(self.lacks_of_quality(trial.measured))}
-        limited = [
-            limit
-            for limit in self.settings.limits
-            if limit.aspect.is_priced and limit not in self._kept_limits
-        ]
+        limited = [limit for limit in priced(self.settings.limits) if limit not in self._kept_limits]
         most = [limit.most(self.pricing.dense[limit.aspect]) for limit in limited[:1]]
         wanted = [place for place, goal in enumerate(goals) if goal.level in most]
         half = (total + len(trials) % 2) // 2 if wanted else 0

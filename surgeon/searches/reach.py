@@ -12,7 +12,7 @@ from scipy.sparse import lil_matrix
 from surgeon.findings.edit import Choice, as_choice
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.quantities import DEPTH, DRAFT_PASS, NEAR, Aspect, Limit
+from surgeon.searches.quantities import DEPTH, DRAFT_PASS, NEAR, Aspect, Limit, priced
 from surgeon.words import plural
 
 _SECONDS = 20.0  # that an integer program may take; what it has found by then is used
@@ -25,11 +25,10 @@ def require_work(limits: Sequence[Limit], pricing: Pricing) -> list[str]:
     Returns:
         Notes on limits that only keep programs from getting worse.
     """
-    priced = [limit for limit in limits if limit.aspect.is_priced]
     said = []
     more = []
     notes = []
-    for limit in priced:
+    for limit in priced(limits):
         dense = pricing.dense[limit.aspect]
         if dense == 0:
             on = plural(pricing.deployment.ranks, "rank")
@@ -47,7 +46,7 @@ def require_work(limits: Sequence[Limit], pricing: Pricing) -> list[str]:
         else:
             more.append("less")
         notes.append(f"{limit}: {words}; it only keeps programs from {kept}")
-    if said and len(said) == len(priced):
+    if said and len(said) == len(priced(limits)):
         raise ValueError(
             f"budget {','.join(map(str, limits))}: {' and '.join(said)}; ask for {' and '.join(more)}"
         )
@@ -60,17 +59,17 @@ def reach(limits: Sequence[Limit], pricing: Pricing, mixture: Mixture) -> Choice
     From that of an integer program, in which what edits save adds up, the best single edit more or less is taken as
     long as it helps.
     """
-    priced = [limit for limit in limits if limit.aspect.is_priced]
-    if not priced:
+    limits = priced(limits)
+    if not limits:
         return ()
-    found = _by_integers(priced, pricing, mixture)
+    found = _by_integers(limits, pricing, mixture)
     if not mixture.allows(found):  # edits that do not go together after all are left out
         together: Choice = ()
         for edit in found:
             if mixture.allows((*together, edit)):
                 together = as_choice((*together, edit))
         found = together
-    least = sum(pricing.shortfalls(priced, mixture.program(found)))
+    least = sum(pricing.shortfalls(limits, mixture.program(found)))
     while least:
         changed = [tuple(edit for edit in found if edit != out) for out in found]
         changed += [as_choice((*found, edit)) for edit in mixture.edits if mixture.is_free(found, edit)]
@@ -78,7 +77,7 @@ def reach(limits: Sequence[Limit], pricing: Pricing, mixture: Mixture) -> Choice
         least *= 1 - 1e-9
         for choice in changed:
             if mixture.allows(choice):
-                short = sum(pricing.shortfalls(priced, mixture.program(choice)))
+                short = sum(pricing.shortfalls(limits, mixture.program(choice)))
                 if short < least and not math.isinf(short):
                     better = choice
                     least = short
@@ -95,9 +94,8 @@ def require_reachable(limits: Sequence[Limit], pricing: Pricing, mixture: Mixtur
     shortfalls = pricing.shortfalls(limits, program)
     if not any(shortfalls):
         return choice
-    priced = [limit for limit in limits if limit.aspect.is_priced]
     hopeless = []
-    for limit, short in zip(priced, shortfalls, strict=True):
+    for limit, short in zip(priced(limits), shortfalls, strict=True):
         if short:
             nearest = reach([limit], pricing, mixture)
             after = mixture.program(nearest)
@@ -117,7 +115,7 @@ def require_reachable(limits: Sequence[Limit], pricing: Pricing, mixture: Mixtur
             hopeless.append(f"{limit} is out of reach: {said}")
     if hopeless:
         raise ValueError(f"budget {'; '.join(hopeless)}")
-    had = ", ".join(limit.aspect.show(pricing.price(limit.aspect, program)) for limit in priced)
+    had = ", ".join(limit.aspect.show(pricing.price(limit.aspect, program)) for limit in priced(limits))
     raise ValueError(
         f"budget {','.join(map(str, limits))}: each of its limits can be met, but not all at once was found how; the "
         f"nearest has {had}"

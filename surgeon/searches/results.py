@@ -51,8 +51,8 @@ class Winner:
     healing: HealedFinalists | None = None
     draft: FoundDraft | None = None
 
-    def missed_unseen(self, limits: Sequence[Limit]) -> list[str]:
-        """Name limits of quality that the winner keeps on the text of the search, but not on held-out text."""
+    def missed_unseen(self, of_quality: Sequence[Limit]) -> list[str]:
+        """Name limits that the winner keeps on the text of the search, but not on held-out text."""
         known = {"": self.comparison, " once it is healed": self.healing.after if self.healing else None}
         missed = []
         for when, comparison in known.items():
@@ -62,8 +62,8 @@ class Winner:
                 )
                 missed += [
                     f"{limit} is not kept on held-out text{when}: {limit.aspect.show(limit.aspect.measured(unseen))}"
-                    for limit in limits
-                    if not limit.aspect.is_priced and limit.lack(unseen, comparison.original)
+                    for limit in of_quality
+                    if limit.lack(unseen, comparison.original)
                 ]
         return missed
 
@@ -294,7 +294,7 @@ def found_json(
         "original": quality_json(question.original) | finite(question.original.more),
     }
     if winner.comparison is not None:
-        missed = winner.missed_unseen(question.settings.limits)
+        missed = winner.missed_unseen(question.settings.of_quality)
         found["held_out"] = dict(winner.text) | winner.comparison.to_json() | {"limits_missed": missed}
     if winner.healing is not None:
         found["healing"] = winner.healing.to_json()

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from threading import Lock
 from typing import Any
@@ -34,7 +34,7 @@ from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import Known
 from surgeon.searches.mixture import NONE, Proposal, Trial
 from surgeon.searches.proposer import Proposer
-from surgeon.searches.quantities import DIVERGENCE
+from surgeon.searches.quantities import DIVERGENCE, priced
 from surgeon.searches.question import SURGEON, PricedQuestion
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 
@@ -168,7 +168,7 @@ class Search:
         if known not in self._trials:
             proposal = self.proposal(stored.params, stored.user_attrs)
             if MEASURED in stored.user_attrs:
-                read = _round_numbers(json.loads(measured))
+                read = json.loads(measured, parse_float=_rounded)
                 windows = {name: tuple(own) for name, own in read.pop("windows").items()}
                 found = self.question.valued(proposal.program, Quality(**read, windows=windows))
             else:
@@ -259,15 +259,11 @@ class Search:
 
     def constraints(self, trial: Trial) -> dict[str, float]:
         """A trial's shortfalls, by the limits' texts."""
-        question = self.question
-        found = {}
-        for limit in sorted(question.settings.limits, key=lambda limit: not limit.aspect.is_priced):
-            if limit.aspect.is_priced:
-                (short,) = question.pricing.shortfalls([limit], trial.program)
-            else:
-                short = limit.lack(trial.measured, question.original)
-            found[str(limit)] = min(short, _WORST)
-        return found
+        settings = self.question.settings
+        short = self.question.pricing.shortfalls(settings.limits, trial.program)
+        lacking = (*short, *self.question.lacks_of_quality(trial.measured))
+        limits = map(str, (*priced(settings.limits), *settings.of_quality))
+        return {limit: min(lack, _WORST) for limit, lack in zip(limits, lacking, strict=True)}
 
     @property
     def _is_by_divergence(self) -> bool:
@@ -305,15 +301,8 @@ class Search:
         return promising
 
 
-def _round_numbers(value: Any) -> Any:
-    """Round the numbers of a JSON value to their significant digits."""
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, Mapping):
-        return {name: _round_numbers(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_round_numbers(inner) for inner in value]
-    return value
+def _rounded(number: str) -> float:
+    return float(f"{float(number):.{DIGITS}g}")
 
 
 CMAES = "cmaes"
@@ -395,12 +384,12 @@ class SurgerySampler(BaseSampler):
             study.stop()
 
 
-OTHERS: Mapping[str, Callable[[int], BaseSampler]] = {
-    "tpe": lambda seed: TPESampler(seed=seed),
-    "gp": lambda seed: GPSampler(seed=seed),
-    CMAES: lambda seed: CmaEsSampler(seed=seed),
-    "nsga2": lambda seed: NSGAIISampler(seed=seed, population_size=POPULATION),
-    "random": lambda seed: RandomSampler(seed=seed),
+OTHERS: Mapping[str, Callable[..., BaseSampler]] = {
+    "tpe": TPESampler,
+    "gp": GPSampler,
+    CMAES: CmaEsSampler,
+    "nsga2": partial(NSGAIISampler, population_size=POPULATION),
+    "random": RandomSampler,
 }
 SAMPLERS = (SURGEON, *OTHERS)
 
@@ -410,7 +399,7 @@ def make_sampler(search: Search, name: str, seed: int = 0) -> BaseSampler:
     require_sampler(name, len(search.question.settings.recorded))
     if name == SURGEON:
         return SurgerySampler(search)
-    return OTHERS[name](seed)
+    return OTHERS[name](seed=seed)
 
 
 def require_sampler(name: str, objectives: int) -> None:

@@ -22,7 +22,7 @@ from surgeon.processes.files import finite
 from surgeon.quality.summary import ACCEPTANCES, CONFIDENCE, Quality, interval
 from surgeon.searches.front import QualityCurve, pareto_front
 from surgeon.searches.mixture import Mixture, Trial
-from surgeon.searches.quantities import DRAFT, Aspect
+from surgeon.searches.quantities import DRAFT, Aspect, priced
 from surgeon.searches.question import PricedQuestion
 from surgeon.words import in_words, join_words
 
@@ -62,13 +62,8 @@ class Finalist:
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         if self.difference is not None:
-            known = {
-                "difference": self.difference,
-                "low": self.low,
-                "high": self.high,
-                "verdict": self.verdict,
-            }
-            found = finite(known)
+            names = ("difference", "low", "high", "verdict")
+            found = finite({name: getattr(self, name) for name in names})
         qualities = {"seen": quality_json(self.trial.measured), "unseen": quality_json(self.unseen)}
         return found | {"trial": self.trial.number, "program": self.trial.key} | qualities
 
@@ -347,15 +342,13 @@ def _nearest(question: PricedQuestion, trials: Sequence[Trial]) -> str:
     distances = {one.number: sum(question.lacks_of_quality(one.measured)) for one in whole}
     best = min(whole, key=lambda trial: (distances[trial.number], trial.number))
     had = ", ".join(
-        limit.aspect.show(limit.aspect.measured(best.measured))
-        for limit in limits
-        if not limit.aspect.is_priced
+        limit.aspect.show(limit.aspect.measured(best.measured)) for limit in question.settings.of_quality
     )
     if not math.isfinite(distances[best.number]):
         had = "none that predicts anything"
     if question.settings.is_between_limits:
-        priced = (limit.aspect for limit in limits if limit.aspect.is_priced)
-        had += f" and {', '.join(aspect.show(question.pricing.price(aspect, best.program)) for aspect in priced)}"
+        aspects = (limit.aspect for limit in priced(limits))
+        had += f" and {', '.join(aspect.show(question.pricing.price(aspect, best.program)) for aspect in aspects)}"
     return (
         f"of {len(trials)} trials none is within {budget}; the nearest, trial {best.number}, has {had}; allow more, or "
         "run more trials"

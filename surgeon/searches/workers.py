@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from surgeon.machine import gpus_in_turn, threads_per_rank
 from surgeon.processes.children import Child, when_parent_ends
@@ -31,9 +30,11 @@ def say_aside(line: str) -> None:
     print(f"search: {line}", file=sys.stderr, flush=True)
 
 
-@dataclass
-class WorkerProcesses:
-    """The other workers of a machine, within a `with` block.
+@contextmanager
+def worker_processes(
+    count: int, command: Sequence[str], given: Mapping[str, Any], output: Path, say: Say = say_aside
+) -> Iterator[list[Child]]:
+    """Run the other workers of a machine beside a block, which gets their processes.
 
     At the end of the search they end by themselves. Left by an error or Ctrl-C, the block interrupts them, and they
     give back their trials; so they do when this process is killed. Other ends are reported, and the rest goes on.
@@ -44,61 +45,45 @@ class WorkerProcesses:
         given: to each of them, as JSON values; `given_to_worker` reads it.
         output: folder of the search.
     """
+    processes: list[Child] = []
+    watches: list[threading.Thread] = []
+    ending = threading.Event()
+    if count > 1:
+        import torch  # takes a second, which a worker only needs for its model
 
-    count: int
-    command: Sequence[str]
-    given: Mapping[str, Any]
-    output: Path
-    say: Say = say_aside
-    processes: list[Child] = field(default_factory=list, init=False)
-    _ending: bool = field(default=False, init=False)
-    _watches: list[threading.Thread] = field(default_factory=list, init=False)
+        torch.set_num_threads(threads_per_rank(count))
+        make_folder(output / FOLDER)
 
-    def __enter__(self) -> Self:
-        if self.count > 1:
-            import torch  # takes a second, which a worker only needs for its model
+    def watch(index: int, process: Child) -> None:
+        if process.wait() and not ending.is_set():
+            say(f"worker {index} (process {process.pid}) {process.ending()}; the others go on")
 
-            torch.set_num_threads(threads_per_rank(self.count))
-            make_folder(self.output / FOLDER)
-        try:
-            for index in range(1, self.count):
-                self._start(index)
-        except BaseException:
-            self._stop(0.0)
-            raise
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._stop(SECONDS_TO_END if kind is None else 0.0)
-
-    def _start(self, index: int) -> None:
-        def watch() -> None:
-            if process.wait() and not self._ending:
-                self.say(f"worker {index} (process {process.pid}) {process.ending()}; the others go on")
-
-        log = self.output / FOLDER / f"{index}.log"
-        log.unlink(missing_ok=True)  # of an earlier run
-        environment = os.environ | gpus_in_turn(index) | {GIVEN: json.dumps([index, self.given])}
-        process = Child(self.command, log, threads_per_rank(self.count), environment=environment)
-        self.processes.append(process)
-        self._watches.append(threading.Thread(target=watch, daemon=True))
-        self._watches[-1].start()
-
-    def _stop(self, seconds: float) -> None:
-        """Give them so long to end by themselves, then interrupt them."""
-        self._wait(seconds)
-        self._ending = True
-        for process in self.processes:
-            process.interrupt()
-        self._wait(SECONDS_TO_STOP)
-        for process in self.processes:
-            process.kill()
-        self._wait(SECONDS_TO_STOP)
-
-    def _wait(self, seconds: float) -> None:
+    def wait(seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        for watch in self._watches:
-            watch.join(max(0.0, deadline - time.monotonic()))
+        for one in watches:
+            one.join(max(0.0, deadline - time.monotonic()))
+
+    patience = 0.0
+    try:
+        for index in range(1, count):
+            log = output / FOLDER / f"{index}.log"
+            log.unlink(missing_ok=True)  # of an earlier run
+            environment = os.environ | gpus_in_turn(index) | {GIVEN: json.dumps([index, given])}
+            process = Child(command, log, threads_per_rank(count), environment=environment)
+            processes.append(process)
+            watches.append(threading.Thread(target=watch, args=(index, process), daemon=True))
+            watches[-1].start()
+        yield processes
+        patience = SECONDS_TO_END
+    finally:
+        wait(patience)
+        ending.set()
+        for process in processes:
+            process.interrupt()
+        wait(SECONDS_TO_STOP)
+        for process in processes:
+            process.kill()
+        wait(SECONDS_TO_STOP)
 
 
 def given_to_worker() -> tuple[int, dict[str, Any]]:

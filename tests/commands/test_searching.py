@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +91,12 @@ def test_a_worker_joins_a_search_by_what_the_first_one_gives_it(
 ) -> None:
     given: list[dict[str, Any]] = []
 
-    class Noted(searching.WorkerProcesses):
-        def __init__(self, _: int, command: tuple[str, ...], what: dict[str, Any], folder: Path) -> None:
-            given.append(what)
-            super().__init__(1, command, what, folder)
+    @contextmanager
+    def noted(_: int, __: tuple[str, ...], what: dict[str, Any], ___: Path) -> Iterator[None]:
+        given.append(what)
+        yield
 
-    monkeypatch.setattr(searching, "WorkerProcesses", Noted)
+    monkeypatch.setattr(searching, "worker_processes", noted)
     options: dict[str, Any] = {"budget": "depth=3", "trials": 2, "holdout": 0, "workers": 2}
     found = surgeon.search(tiny_checkpoint, tiny_text, tmp_path, **options, **TEXT)
     options["trials"] = 3

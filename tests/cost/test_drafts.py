@@ -23,7 +23,8 @@ HALF = Program.parse("A0 F0 A3 F3")
 @pytest.mark.parametrize(("batch", "acceptance"), product((1, 3), (0.3, 0.6, 0.9)))
 def test_the_best_number_of_tokens_is_that_of_all_that_were_tried(batch: int, acceptance: float) -> None:
     machine, ranks, load = hardware(), Deployment(2), Workload(batch, 5, 4)
-    (found,) = predict_drafting(SMALL, (DENSE, HALF), machine, load, ranks, [acceptance])
+    model = predict(SMALL, DENSE, machine, load, ranks)
+    (found,) = predict_drafting(model, HALF, [acceptance])
 
     def seconds(program: Program, texts: int) -> float:
         return predict(SMALL, program, machine, Workload(texts, 5, 4), ranks).per_token
@@ -47,7 +48,8 @@ def test_rounds_by_hand_where_nothing_but_messages_takes_time() -> None:
     wire = replace(hardware().link(), bandwidth=1e30)
     machine = replace(hardware(), links={"wire": wire})
     load = Workload(1, 5, 4)
-    never, often = predict_drafting(SMALL, (DENSE, HALF), machine, load, Deployment(2), [0.0, 1.0])
+    model = predict(SMALL, DENSE, machine, load, Deployment(2))
+    never, often = predict_drafting(model, HALF, [0.0, 1.0])
     compute = predict(SMALL, HALF, machine, load, Deployment(2, connected=False)).per_token
     assert often.draft == pytest.approx(5 * 2e-3 + 1e-3 + compute, rel=1e-4)
     assert (never.ahead, often.ahead) == (0, 8)
@@ -59,7 +61,7 @@ def test_pairs_lie_on_ranks_in_slices_beside_the_models_keys() -> None:
     """Alone each of two ranks has one layer of a pair; then neither would have all keys that its heads need."""
     machine, ranks, load = hardware(), Deployment(2), Workload(1, 5, 4)
     pairs = variant("lp", DENSE, range(4), 2)
-    (found,) = predict_drafting(SMALL, (DENSE, pairs), machine, load, ranks, [0.9])
+    (found,) = predict_drafting(predict(SMALL, DENSE, machine, load, ranks), pairs, [0.9])
     alone = predict(SMALL, pairs, machine, load, ranks)
     assert alone.decode is not None
     assert found.draft == pytest.approx(alone.per_token, rel=0.05)
@@ -85,8 +87,9 @@ def test_what_cannot_be_is_refused(draft: str, load: Workload, acceptance: float
     if draft == "A0 A0 F0":  # room for the model, not for another attention's keys
         needed = int(predict(SMALL, DENSE, machine, load, Deployment()).memory.needed / USABLE) + 1
         machine = replace(machine, device=replace(machine.device, memory=needed))
+    model = predict(SMALL, DENSE, machine, load, Deployment())
     with pytest.raises(ValueError, match=said):
-        predict_drafting(SMALL, (DENSE, Program.parse(draft)), machine, load, Deployment(), [acceptance])
+        predict_drafting(model, Program.parse(draft), [acceptance])
 
 
 def test_keys_of_its_own_cost_a_pass_over_prompts() -> None:
@@ -94,8 +97,9 @@ def test_keys_of_its_own_cost_a_pass_over_prompts() -> None:
     twice = Program.parse("A0 F0 A0")
     for new, pays in ((400, True), (4, False)):
         machine, load = hardware(), Workload(1, 64, new)
-        (found,) = predict_drafting(SMALL, (DENSE, twice), machine, load, Deployment(2), [0.9])
-        drafting = DraftPrices(SMALL, DENSE, machine, load, Deployment(2))
+        model = predict(SMALL, DENSE, machine, load, Deployment(2))
+        (found,) = predict_drafting(model, twice, [0.9])
+        drafting = DraftPrices(model)
         prompt = predict(SMALL, twice, machine, load, Deployment(2)).first_token
         without = drafting.at(0.9, found.draft)
         assert (without.ahead > 0, found.ahead > 0) == (True, pays)

@@ -18,7 +18,7 @@ from surgeon.benchmarks.drafting import DecodedTexts, MeasuredDrafts
 from surgeon.commands.opening import draft_program
 from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.drafts import predict_drafting
-from surgeon.cost.predict import PredictedRanks
+from surgeon.cost.predict import PredictedRanks, predict
 from surgeon.cost.work import Forward
 from surgeon.findings.edit import Edit
 from surgeon.findings.result import RunResult
@@ -116,9 +116,8 @@ def test_a_pass_of_a_draft_is_that_of_whole_predictions(ways: dict[str, Any]) ->
     texts = ["A0 F0 A3 F3", ">A0 >F0 [A1 A2] [F1 F2]", "[A0 A1@q32,k16,v16,o32] [F0@up24 F1] A3 F3"]
     texts += [str(variant("tracks:2", DENSE, range(4), 2))] if deployment.ranks == 2 else [str(DENSE)]
     for program in map(Program.parse, texts):
-        (whole,) = predict_drafting(
-            SMALL.shapes, (DENSE, program), pricing.hardware["hw"], LOAD, deployment, [0.7]
-        )
+        verifier = predict(SMALL.shapes, DENSE, pricing.hardware["hw"], LOAD, deployment)
+        (whole,) = predict_drafting(verifier, program, [0.7])
         assert pricing.price(PASS, program) == pytest.approx(whole.draft, rel=1e-9)
         found = DraftValue(pricing, DRAFT, GREEDY).by_quality(program, measured(0.6, 0.8))
         assert found is not None
@@ -246,9 +245,8 @@ def test_what_promises_most_is_tried_first() -> None:
 
 @pytest.mark.parametrize("divergence", [1e-3, 0.02, 0.3])
 def test_a_promise_is_that_of_the_acceptance_which_is_foretold(divergence: float) -> None:
-    (known,) = predict_drafting(
-        SMALL.shapes, (DENSE, HALF), priced().hardware["hw"], LOAD, LIKE, [1 - 0.5 * divergence**0.5]
-    )
+    verifier = predict(SMALL.shapes, DENSE, priced().hardware["hw"], LOAD, LIKE)
+    (known,) = predict_drafting(verifier, HALF, [1 - 0.5 * divergence**0.5])
     assert drafts().promise(HALF, divergence) == pytest.approx(1 / known.speedup)
     assert drafts().promise(Program.parse("A0 A0 F0"), divergence) == math.inf
 
@@ -341,14 +339,14 @@ def test_a_search_for_drafts(
     assert (SAMPLED in trials) is sampled
     assert found.winner.draft is not None
     (seen, unseen) = found.winner.draft.predicted
-    (again,) = predict_drafting(
+    verifier = predict(
         found.question.mixture.model.shapes,
-        (found.question.mixture.model.program, found.program),
+        found.question.mixture.model.program,
         found.question.pricing.hardware["cpu-2"],
         found.question.settings.workload(found.question.mixture.model.positions),
         found.question.pricing.deployment,
-        [getattr(best.measured, name)],
     )
+    (again,) = predict_drafting(verifier, found.program, [getattr(best.measured, name)])
     assert seen.speedup == pytest.approx(again.speedup)
     assert found.record["draft"]["held_out_keys"] == "verified"
     assert found.record["draft"]["predicted"]["held_out"]["speedup"] == unseen.speedup

@@ -17,6 +17,7 @@ from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
 from surgeon.quality.summary import Quality
 from surgeon.runtime.comm.collectives import Link
+from surgeon.runtime.worker.rank import RankOptions
 from surgeon.searches import here
 from surgeon.searches.here import TimeHere, fast_enough_here, measured_here, missed_here
 from surgeon.searches.mixture import Trial
@@ -33,7 +34,7 @@ def test_less_takes_less_time(tmp_path: Path) -> None:
     layers = 24
     tiny_model("llama", layers, hidden_size=128, intermediate_size=512).save_pretrained(tmp_path)
     dense = Program.dense(layers)
-    found = measured_here(tmp_path, dense, [ONE_LAYER, dense], 1, Workload(1, 8, 16))
+    found = measured_here(tmp_path, dense, [ONE_LAYER, dense], RankOptions(1, "cpu"), Workload(1, 8, 16))
     assert list(found) == [dense, ONE_LAYER]
     assert found[dense].speedup == 1
     for one in found.values():
@@ -78,7 +79,7 @@ def test_what_is_missed_is_said() -> None:
 
 def test_a_time_per_token_needs_tokens() -> None:
     with pytest.raises(ValueError, match="ask for 2 or more, not 1"):
-        measured_here("demo", ONE_LAYER, [], 1, Workload(1, 8, 1))
+        measured_here("demo", ONE_LAYER, [], RankOptions(1, "cpu"), Workload(1, 8, 1))
 
 
 FOUR = Program.dense(4)
@@ -96,7 +97,7 @@ def test_every_candidate_keeps_its_limits_of_time_here(
     speedups = dict(zip(map(Program.parse, TEXTS), (1.1, 1.4, 1.2), strict=True)) | {FOUR: 1.0}
     times = {program: TimeHere(0.01 / speed, 0.01, 0.02, speed) for program, speed in speedups.items()}
     links: list[Any] = []
-    monkeypatch.setattr(here, "measured_here", lambda *_, link: links.append(link) or times)
+    monkeypatch.setattr(here, "measured_here", lambda *given: links.append(given[3].link) or times)
     mixture = SimpleNamespace(model=SimpleNamespace(program=FOUR, positions=64))
 
     def fast_enough(budget: str) -> list[int]:

@@ -16,8 +16,9 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.opened import Model
 from surgeon.runtime.comm.collectives import Link
-from surgeon.searches.pricing import Pricing, open_pricing
+from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import Aspect
+from surgeon.searches.question import Question
 from tests.cost.examples import hardware, model
 from tests.cost.test_passes import counted_bytes
 from tests.tiny_models import tiny_model
@@ -215,21 +216,21 @@ def test_what_cannot_be_priced_is_said_at_once(
 
 
 def test_hardware_is_opened_by_name() -> None:
-    aspects = [
+    budget = "depth=3,latency<=9s@h100-sxm,latency<=9s@here"
+    asked = Question("pair", budget, batch=LOAD.batch, prompt=LOAD.prompt, new=LOAD.new)
+    pricing = asked.pricing(SMALL, here=hardware())
+    assert pricing.aspects == (
         Aspect("depth"),
         Aspect("latency", "h100-sxm"),
         Aspect("latency", "here"),
-        Aspect("depth"),
-    ]
-    pricing = open_pricing(SMALL, aspects, Deployment(2), LOAD, here=hardware())
-    assert pricing.aspects == tuple(aspects[:3])
+    )
     assert pricing.hardware["h100-sxm"].name == "h100-sxm"
     latency = [*pricing.dense.values()][2]
     assert latency == pytest.approx(
         predict(SMALL.shapes, DENSE, hardware(), LOAD, Deployment(2)).per_token
     )
     with pytest.raises(ValueError, match="there is no hardware 'h100-sxn'; did you mean 'h100-sxm'"):
-        open_pricing(SMALL, [Aspect("latency", "h100-sxn")], Deployment(2), LOAD)
+        Question("pair", "latency<=9s@h100-sxn").pricing(SMALL)
 
 
 def test_a_model_that_does_not_fit_is_told() -> None:

@@ -158,7 +158,8 @@ def test_a_limit_of_quality_that_held_out_text_does_not_keep_is_named() -> None:
         finalist = Finalist(ranked[0], evaluator.measured(unseen))
         comparison = HeldOutComparison("divergence", finalist, (), evaluator.measured(0.0))
         assert (
-            Winner(ranked[0], why, comparison).missed_unseen(searching.question.settings.limits) == said
+            Winner(ranked[0], why, comparison).missed_unseen(searching.question.settings.of_quality)
+            == said
         )
 
 

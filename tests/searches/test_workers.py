@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from surgeon.searches.workers import WorkerProcesses, interruptible
+from surgeon.processes.children import Child
+from surgeon.searches.workers import interruptible, worker_processes
 from tests.waiting import PATIENCE, wait_until
 
 # What a worker runs in these tests: it writes down what it was given, and that it was interrupted.
@@ -36,7 +38,7 @@ ORPHAN = """
 import sys, time
 from pathlib import Path
 from surgeon.searches import workers
-with workers.WorkerProcesses(2, ["-c", Path(sys.argv[2]).read_text(), sys.argv[1]], {}, Path(sys.argv[1])):
+with workers.worker_processes(2, ["-c", Path(sys.argv[2]).read_text(), sys.argv[1]], {}, Path(sys.argv[1])):
     time.sleep(60)
 """
 CHILD = """
@@ -59,15 +61,17 @@ def program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
 
 
-def workers(count: int, folder: Path, what: str, say: Callable[[str], None]) -> WorkerProcesses:
-    return WorkerProcesses(count, COMMAND, {"folder": str(folder), "what": what}, folder, say)
+def workers(
+    count: int, folder: Path, what: str, say: Callable[[str], None]
+) -> AbstractContextManager[list[Child]]:
+    return worker_processes(count, COMMAND, {"folder": str(folder), "what": what}, folder, say)
 
 
 def test_they_run_what_they_are_given_with_a_share_of_the_cores(tmp_path: Path) -> None:
     said: list[str] = []
     with workers(3, tmp_path, "end", said.append) as others:
         pass
-    assert [process.returncode for process in others.processes] == [0, 0]
+    assert [process.returncode for process in others] == [0, 0]
     for index in (1, 2):
         assert (tmp_path / f"{index}").read_text() == "2 end a"
     assert said == []
@@ -77,7 +81,7 @@ def test_one_that_fails_is_told_of(tmp_path: Path) -> None:
     said: list[str] = []
     with workers(4, tmp_path, "fail", said.append) as others:
         wait_until(lambda: bool(said))
-    number = others.processes[1].pid
+    number = others[1].pid
     assert said == [
         f"worker 2 (process {number}) ended with exit code 1: error: no such model; the others go on"
     ]
@@ -86,9 +90,9 @@ def test_one_that_fails_is_told_of(tmp_path: Path) -> None:
 def test_one_that_is_killed_is_told_of(tmp_path: Path) -> None:
     said: list[str] = []
     others = workers(3, tmp_path, "sleep", said.append)
-    others.__enter__()
+    processes = others.__enter__()
     wait_until(lambda: (tmp_path / "1").exists() and (tmp_path / "2").exists())
-    others.processes[0].kill()
+    processes[0].kill()
     wait_until(lambda: bool(said))
     others.__exit__(KeyboardInterrupt, None, None)
     assert "worker 1 (process" in said[0]
@@ -99,7 +103,7 @@ def test_one_that_is_killed_is_told_of(tmp_path: Path) -> None:
 
 def test_one_alone_starts_nothing(tmp_path: Path) -> None:
     with workers(1, tmp_path, "end", print) as others:
-        assert others.processes == []
+        assert others == []
     assert list(tmp_path.iterdir()) == []
 
 

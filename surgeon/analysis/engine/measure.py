@@ -215,27 +215,27 @@ def streams_after(
     yield from run.streams(ids[windows.start : windows.stop].to(model.device), windows)
 
 
+@dataclass(eq=False)
 class _Run:
-    def __init__(
-        self, model: PreTrainedModel, ids: Tensor, plan: SharedPlan, options: MeasureOptions
-    ) -> None:
-        self.model = model
-        self.ids = ids
-        self.whole = plan
-        self.options = options
-        self.original = plan.programs[0]
-        self.head = OutputHead(model)
-        self.streamed = streamed_layers(model) is not None
-        self.cache = None if self.streamed else options.cache
-        self.factors = options.factors or TruncatedSVD(remembers=True)
-        self.ran = one_at_a_time(options.ran)
+    model: PreTrainedModel
+    ids: Tensor
+    whole: SharedPlan
+    options: MeasureOptions
+
+    def __post_init__(self) -> None:
+        self.original = self.whole.programs[0]
+        self.head = OutputHead(self.model)
+        self.streamed = streamed_layers(self.model) is not None
+        self.cache = None if self.streamed else self.options.cache
+        self.factors = self.options.factors or TruncatedSVD(remembers=True)
+        self.ran = one_at_a_time(self.options.ran)
         # Threads would read or factorise the same weights.
         self.shares = not self.streamed and not any(
-            s.ranks for program in plan.programs for s in program.sublayers()
+            s.ranks for program in self.whole.programs for s in program.sublayers()
         )
         self.lock = Lock()
         self.planned: Collection[Program] = ()
-        self.plan = plan  # of these
+        self.plan = self.whole  # of these
         self.numbers: dict[int, int] = {}  # of its prefixes, by register, where states are kept
 
     def measure(self, windows: range, wanted: Collection[Program]) -> Iterator[MeasuredWindows]:
@@ -287,13 +287,10 @@ class _Run:
                 self.model, self.plan, chunk.numel(), self.options.memory
             )
         machine = PlanMachine(self.model, chunk, cache_bytes, self.factors)
-        if self.cache is None:
-            cached = None
-        else:
+        plan = self.plan
+        cached = None
+        if self.cache is not None:
             cached = PlanStates(self.cache, self.plan, self.numbers, windows)
-        if cached is None:
-            plan = self.plan
-        else:
             plan = cached.plan
 
         def ran(sublayers: int) -> None:
@@ -367,33 +364,23 @@ def side_by_side(
                 del found[program]
 
 
-_DONE, _ACCEPTED = 2, slice(3, 3 + len(ACCEPTANCES))  # rows
+# Rows.
+_DONE = 2
+_ACCEPTED = slice(3, 3 + len(ACCEPTANCES))
 
 
+@dataclass(eq=False)
 class ProgramJournal(Journal):
     """Per-window numbers of programs.
 
-    Args:
-        name: of the file in the folder.
-        work, identity: as in `Journal`.
+    Attributes:
         windows: how many windows are measured.
         sampled: whether a program without its sampled acceptance is measured again.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        work: str,
-        identity: dict[str, Any],
-        windows: int,
-        sampled: bool = False,
-    ) -> None:
-        self.folder = folder
-        self.windows = windows
-        self._wanted = [_DONE, -1] if sampled else [_DONE]
-        self._values: dict[str, Values] = {}
-        super().__init__(folder / name, work, identity)
+    windows: int = field(kw_only=True)
+    sampled: bool = field(default=False, kw_only=True)
+    _values: dict[str, Values] = field(default_factory=dict, init=False)
 
     def add_new(self, measured: Iterable[MeasuredWindows], windows: Sequence[int]) -> None:
         """Keep new measurements; `windows` are the numbers of those that were measured."""
@@ -405,7 +392,8 @@ class ProgramJournal(Journal):
 
     def is_done(self, program: Program, windows: Sequence[int]) -> bool:
         values = self._values.get(str(program))
-        return values is not None and not np.isnan(values[self._wanted][:, list(windows)]).any()
+        wanted = [_DONE, -1] if self.sampled else [_DONE]
+        return values is not None and not np.isnan(values[wanted][:, list(windows)]).any()
 
     def acceptances(self, program: Program, windows: Sequence[int]) -> Values:
         return self._values[str(program)][_ACCEPTED, list(windows)]
@@ -428,20 +416,19 @@ def take_program(line: Any, values: dict[str, Values], windows: int) -> None:
     # The third row, so that a NaN that was measured is not taken for a gap.
     found = values.setdefault(line["program"], np.full((_ACCEPTED.stop, windows), np.nan))
     here = line["windows"]
-    found[0, here], found[1, here], found[_DONE, here] = line["nll"], line["divergence"], 1.0
+    found[0, here] = line["nll"]
+    found[1, here] = line["divergence"]
+    found[_DONE, here] = 1.0
     for row, name in enumerate(ACCEPTANCES, start=_ACCEPTED.start):
         found[row, here] = line.get(name, np.nan)
 
 
 def read_programs(path: Path, work: str) -> tuple[dict[str, Any], dict[str, Values]]:
     """Read a journal's identity, and its numbers by the programs' texts, as `take_program` has them."""
-    identity, lines = read_journal(path, work)
-    try:
-        windows = identity["tokens"] // identity["window"]
-        values: dict[str, Values] = {}
-        for line in lines:
-            if "program" in line:
-                take_program(line, values, windows)
-    except (IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"{path} is damaged; run surgeon {work} again on its folder") from error
-    return identity, values
+    values: dict[str, Values] = {}
+
+    def take(line: Any, identity: dict[str, Any]) -> None:
+        if "program" in line:
+            take_program(line, values, identity["tokens"] // identity["window"])
+
+    return read_journal(path, work, take), values

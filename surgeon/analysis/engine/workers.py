@@ -48,7 +48,7 @@ class Job:
     Attributes:
         checkpoint: the model's folder.
         ids: (windows, tokens).
-        programs: as text, beside the dense one.
+        programs: the one that the others are compared with comes first.
         threads: of PyTorch, on a CPU.
         memory: a limit in bytes for this worker.
         batch: at most this many windows are run together.
@@ -57,8 +57,7 @@ class Job:
 
     checkpoint: Path
     ids: Tensor
-    dense: str
-    programs: tuple[str, ...]
+    programs: Sequence[Program]
     device: str = "cpu"
     threads: int = 1
     memory: int | None = None
@@ -66,10 +65,6 @@ class Job:
     folder: Path | None = None
     factors: FactorSource | None = None
     sampled: bool = False
-
-    @property
-    def plan(self) -> SharedPlan:
-        return share(map(Program.parse, (self.dense, *self.programs)))
 
 
 def measure_in_workers(
@@ -115,13 +110,13 @@ def measure_missing(
             advance(amount * part)
             stay_below(subject.memory)
 
-        dense, *others = left.programs
-        if workers > 1 and others:  # workers measure the unedited model beside others only
+        if (
+            workers > 1 and len(left.programs) > 1
+        ):  # workers measure the unedited model beside others only
             job = Job(
                 subject.opened.folder,
                 ids,
-                str(dense),
-                tuple(map(str, others)),
+                left.programs,
                 memory=options.memory,
                 batch=batch,
                 folder=options.folder,
@@ -142,13 +137,11 @@ def measure_missing(
 
 def split(job: Job, workers: int) -> list[Job]:
     """A job for each worker, with programs that are neighbours in the shared plan and about as much to run in each."""
-    costs = {
-        str(program): sublayers
-        for program, sublayers in job.plan.sublayers.items()
-        if str(program) != job.dense
-    }
+    costs = dict(share(job.programs).sublayers)
+    dense = job.programs[0]
+    del costs[dense]
     wanted = sum(costs.values()) / workers
-    parts: list[list[str]] = [[] for _ in range(workers)]
+    parts: list[list[Program]] = [[] for _ in range(workers)]
     done = 0.0
     for program, cost in costs.items():
         parts[min(workers - 1, int((done + cost / 2) / wanted) if wanted else 0)].append(program)
@@ -158,7 +151,7 @@ def split(job: Job, workers: int) -> list[Job]:
     return [
         replace(
             job,
-            programs=tuple(part),
+            programs=[dense, *part],
             device=devices[index % len(devices)],
             threads=max(1, torch.get_num_threads() // len(filled)),
             memory=None if job.memory is None else job.memory // len(filled),
@@ -181,7 +174,7 @@ def _collect(
         match message:
             case ("measured", program, start, numbers):
                 quality = {name: torch.from_numpy(values) for name, values in numbers.items()}
-                yield MeasuredWindows(Program.parse(program), start, quality)
+                yield MeasuredWindows(program, start, quality)
             case ("ran", amount):
                 ran(amount)
             case ("warning", text):
@@ -217,7 +210,7 @@ def _work(job: Job, messages: Any) -> None:
         if job.device != "cpu":
             torch.cuda.set_device(job.device)  # what names no GPU would open another one, too
         model = restore(load_for_analysis(open_model(job.checkpoint), job.memory, job.device))
-        plan = job.plan
+        plan = share(job.programs)
         at_once = windows_at_once(model, plan, job.ids, job.memory, job.batch)
         options = MeasureOptions(
             at_once,
@@ -229,7 +222,7 @@ def _work(job: Job, messages: Any) -> None:
         )
         for measured in measure(model, job.ids, plan, options):
             numbers = {name: tensor.numpy() for name, tensor in measured.quality.items()}
-            messages.put(("measured", str(measured.program), measured.start, numbers))
+            messages.put(("measured", measured.program, measured.start, numbers))
         messages.put(("ended",))
     except Exception as error:  # noqa: BLE001 - the first process raises it
         known = next((kind for kind in _ERRORS if isinstance(error, _ERRORS[kind])), "")

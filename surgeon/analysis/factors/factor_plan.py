@@ -216,17 +216,15 @@ class FactorFolder:
     notes: tuple[str, ...]
 
 
+@dataclass(eq=False)
 class FactorJournal(Journal):
     """Factors in a folder, by matrix; they depend on `identity`."""
 
-    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
-        self.folder = folder
-        self.identity = identity
-        self.facts: dict[Matrix, FactorFacts] = {}
-        super().__init__(folder / JOURNAL, "factors", identity)
+    facts: dict[Matrix, FactorFacts] = field(default_factory=dict, init=False)
 
     def file(self, matrix: Matrix) -> Path:
-        return self.folder / file_name(matrix.sublayer, matrix.role)
+        assert self.path is not None
+        return self.path.with_name(file_name(matrix.sublayer, matrix.role))
 
     def has(self, matrix: Matrix) -> bool:
         """Tell whether they are there; missing or damaged ones that should be are warned of."""

@@ -9,7 +9,7 @@ the fork are made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis.factors.factor_plan import (
+    JOURNAL,
     RECORD,
     FactorFacts,
     FactorFolder,
@@ -87,7 +88,7 @@ def make_factors(
     if plan.calibration.get("update"):
         kept = max(kept, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
         identity["kept"] = str(kept).removeprefix("torch.")
-    with as_stored(model), FactorJournal(folder, identity) as journal:
+    with as_stored(model), FactorJournal(folder / JOURNAL, "factors", identity) as journal:
         source = FactorCache(UnitsByLayer(units or {}, NoSource()), folder)
         missing = [matrix for matrix in sorted(plan.makings) if not journal.has(matrix)]
         if missing:
@@ -129,35 +130,32 @@ class InputSums:
             self.cross.addmm_(others.detach().flatten(0, -2).to(rows).T, rows)
 
 
+@dataclass(eq=False)
 class _Work:
     """Makes missing factors in a run of the program, and with `update` in one beside it, with whole matrices."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        plan: FactorPlan,
-        missing: list[Matrix],
-        ids: Tensor,
-        journal: FactorJournal,
-        memory: int | None,
-        rounded_to: torch.dtype,
-        source: FactorSource,
-    ) -> None:
-        self.plan = plan
-        self.missing = missing
-        self.journal = journal
-        self.memory = memory
-        self.rounded_to = rounded_to
-        self.sequential = bool(plan.calibration.get("sequential"))
-        self.update = bool(plan.calibration.get("update"))
-        shapes = family_of(model.config).layer_shapes(model.config).matrices
-        sizes = [shapes[matrix.role] for matrix in missing]
+    model: PreTrainedModel
+    plan: FactorPlan
+    missing: list[Matrix]
+    ids: Tensor
+    journal: FactorJournal
+    memory: int | None
+    rounded_to: torch.dtype
+    source: FactorSource
+
+    def __post_init__(self) -> None:
+        self.sequential = bool(self.plan.calibration.get("sequential"))
+        self.update = bool(self.plan.calibration.get("update"))
+        config = self.model.config
+        shapes = family_of(config).layer_shapes(config).matrices
+        sizes = [shapes[matrix.role] for matrix in self.missing]
         # Beside the streams there are sums over inputs, and the decomposition of a matrix.
         widest = max(inputs for _, inputs in sizes)
         largest = max(outputs * inputs for outputs, inputs in sizes)
         beside = 8 * ((5 + self.update) * widest**2 + 4 * largest)
         runs = [
-            ProgramRun(model, plan.program, ids, beside, memory, source) for _ in range(1 + self.update)
+            ProgramRun(self.model, self.plan.program, self.ids, beside, self.memory, self.source)
+            for _ in range(1 + self.update)
         ]
         self.run = runs[0]
         self.whole = runs[1] if self.update else None

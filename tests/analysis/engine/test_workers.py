@@ -31,7 +31,7 @@ IDS = torch.randint(2, VOCABULARY, (3, 12), generator=torch.Generator().manual_s
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("model")
     tiny_model("llama", 4).save_pretrained(folder)
-    return Job(folder, IDS, str(DENSE), tuple(map(str, PROGRAMS)), "cpu", 1, batch=2)
+    return Job(folder, IDS, (DENSE, *PROGRAMS), "cpu", 1, batch=2)
 
 
 @pytest.mark.thorough
@@ -51,10 +51,12 @@ def test_two_workers_measure_what_one_process_does(job: Job) -> None:
 def test_programs_are_shared_out_evenly_and_once(job: Job) -> None:
     for count in (1, 2, 3, 50):
         jobs = split(job, count)
-        assert sorted(p for part in jobs for p in part.programs) == sorted(map(str, PROGRAMS))
-        assert all(part.programs for part in jobs)
+        assert {part.programs[0] for part in jobs} == {DENSE}
+        shared_out = [str(one) for part in jobs for one in part.programs[1:]]
+        assert sorted(shared_out) == sorted(map(str, PROGRAMS))
+        assert all(part.programs[1:] for part in jobs)
         assert len(jobs) <= count
-    assert min(len(part.programs) for part in split(job, 2)) >= 2
+    assert min(len(part.programs) for part in split(job, 2)) >= 3
 
 
 def test_what_a_worker_raises_is_raised_here(
@@ -64,7 +66,7 @@ def test_what_a_worker_raises_is_raised_here(
     model = tiny_model("llama", 4)
     model.model.layers[1].self_attn.o_proj.weight.data[:] = torch.nan
     model.save_pretrained(tmp_path)
-    broken = Job(tmp_path, IDS, job.dense, job.programs, "cpu", 1)
+    broken = Job(tmp_path, IDS, job.programs, "cpu", 1)
     with pytest.raises(ValueError, match="appears first in A1"):
         list(measure_in_workers(broken, 1))  # a process of its own, too
 
