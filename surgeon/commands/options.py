@@ -38,7 +38,9 @@ COMPARED = (
 ModelName = Annotated[
     "str | Path | Model",
     option(
-        "A model: a checkpoint folder, a name on the Hugging Face hub, a .gguf file, or demo.", kind=str
+        "A model: a checkpoint folder, a name on the Hugging Face hub, a .gguf file, or demo.",
+        metavar="MODEL",
+        kind=str,
     ),
 ]
 Data = Annotated["str | Path", option(DATA_HELP, "--data", kind=str)]
