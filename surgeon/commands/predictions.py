@@ -39,6 +39,11 @@ def sweep_cells(
     deployment = ranks if isinstance(ranks, Deployment) else Deployment(ranks)
     # The default is the dtype of the weights.
     dtype = deployment.dtype or hardware.dtype(candidates[0].model.shapes.dtype)
+    # Misspelt names, too, where there are too few ranks for a link.
+    if deployment.link is not None:
+        hardware.link(deployment.link)
+    if deployment.network is not None:
+        hardware.link(deployment.network, between_nodes=True)
     positions = min(candidate.model.positions for candidate in candidates)
     workload = Workload.within(positions, 1, *load)
     axes = {**_axes({"batch": batch}), **_axes(sweep)}
