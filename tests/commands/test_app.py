@@ -84,6 +84,10 @@ def test_success(run: Callable[..., tuple[int, str, str]]) -> None:
             OSError(errno.ENOSPC, "No space left", "out/a.csv"),
             "error: no space left for out/a.csv; free some space",
         ),
+        (
+            OSError(errno.ENOSPC, "No space left", "model/tokenizer.json", None, "out/tokenizer.json"),
+            "error: no space left for out/tokenizer.json; free some space",
+        ),
         (OSError(errno.ENOSPC, "No space left"), "error: no space left for the output; free some space"),
         (
             RuntimeError("I/O error: No space left on device (os error 28)"),
