@@ -117,7 +117,10 @@ def full_disk(place: str | Path) -> OSError:
 
 def full_place(error: BaseException) -> str | None:
     """Return the file of a full disk's error, as far as it, or one that it comes from, names it."""
-    names = (getattr(link, "filename", None) for link in _chain(error))
+    # A copy's first file is the one that was read.
+    names = (
+        getattr(link, "filename2", None) or getattr(link, "filename", None) for link in _chain(error)
+    )
     return next(
         (os.fsdecode(name) for name in names if isinstance(name, str | bytes | os.PathLike)), None
     )

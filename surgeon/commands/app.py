@@ -177,9 +177,11 @@ def _fail(error: Any, arguments: list[str], debug: bool) -> int:
             near = getattr(error, "possibilities", None)
             # Pydantic's of what typer raised.
             said = error.format_message().rstrip(".").replace("Value error, ", "")
-            message = f"{error.message}. Did you mean {min(near)}?" if near else said
+            if hasattr(error.__cause__, "errors"):
+                said = said.replace("Input", repr(error.__cause__.errors()[0]["input"]), 1)
+            message = f"{error.message}. Did you mean {near[0]}?" if near else said
             if type(error).__name__ == "MissingParameter":
-                # The whole command, with the text to measure on where none is given.
+                # The whole command, with the text to measure on where none is given; bench measures speed alone.
                 command, *given = arguments
                 every = error.ctx.command.params
                 positional = [one for one in every if one.param_type_name == "argument"]
@@ -188,25 +190,29 @@ def _fail(error: Any, arguments: list[str], debug: bool) -> int:
                         positional.index(error.param), error.param.metavar or error.param.name.upper()
                     )
                 for option in every:
-                    is_wanted = option not in positional and (option.required or option.name == "data")
+                    is_text = option.name == "data" and command != "bench"
+                    is_wanted = option not in positional and (option.required or is_text)
                     if is_wanted and not any(word.partition("=")[0] in option.opts for word in given):
                         given += [option.opts[0], option.name.upper()]
                 message += f"; write {shlex.join(['surgeon', command, *given])}"
             path = error.ctx.command_path if error.ctx else "surgeon"
             _say(f"error: {message} (see {path} --help)")
         return int(error.exit_code)
-    if isinstance(error, BrokenPipeError):
-        poll = select.poll()
-        poll.register(STANDARD_OUTPUT, 0)
-        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):  # no reader
-            # The interpreter flushes standard output once more when it ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
-            return CLOSED_PIPE
+    if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
+        # The interpreter flushes standard output once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
+        return CLOSED_PIPE
     if debug:
         traceback.print_exception(error)
     line, code = explain(error, _output_of(arguments))
     _say(line)
     return code
+
+
+def _stdout_has_no_reader() -> bool:
+    poll = select.poll()
+    poll.register(STANDARD_OUTPUT, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _output_of(arguments: list[str]) -> str | None:

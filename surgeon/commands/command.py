@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial, wraps
+from numbers import Real
 from pathlib import Path
 from types import UnionType
 from typing import (
@@ -137,6 +138,9 @@ def command(
             for one in parameters:
                 least = one.option.least
                 value = bound.get(one.name)
+                is_number = one.type in (int, float, int | None, float | None)
+                if is_number and value is not None and not isinstance(value, Real):
+                    raise ValueError(f"{one.name} must be a number, not {value!r}")
                 if least is not None and isinstance(value, int | float) and value < least:
                     raise ValueError(f"{one.name} must be at least {least:g}, not {value}")
             return function(*positional, **given)

@@ -111,6 +111,10 @@ def demo(
 
     opened = open_model(model)
     layers = opened.num_layers
+    if depth is not None and depth >= layers:
+        raise ValueError(
+            f"{opened.label} has depth {layers} already; ask for less than that, not {depth}"
+        )
     name = "quick"
     effort = QUICK
     if opened.name != DEMO:

@@ -24,6 +24,7 @@ def evaluate(
         option(
             "What to evaluate: a checkpoint folder, edited or not, a name on the Hugging Face hub, demo, or a recipe "
             "(.yaml), whose program is then applied to its model.",
+            metavar="MODEL",
         ),
     ],
     data: Annotated[str | Path | None, option("Perplexity, too. " + DATA_HELP, kind=str)] = None,

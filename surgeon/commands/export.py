@@ -94,7 +94,7 @@ def _show(call: Callable[..., Exported]) -> None:
 def export(
     model: Annotated[
         str | Path | Recipe | Model | EditedModel | PreTrainedModel,
-        option("Recipe (YAML): a model and the operations on it.", metavar="recipe", kind=Path),
+        option("Recipe (YAML): a model and the operations on it.", metavar="RECIPE", kind=Path),
     ],
     folder: Annotated[str | Path, option("Folder to write.", "--output", "-o")],
     *,

@@ -269,7 +269,8 @@ def heal(
     eval_tokens: Annotated[
         int | None,
         option(
-            "Tokens to measure on, in whole windows. Default: 16384 at most, and of --data no more than a tenth."
+            "Tokens to measure on, in whole windows. Default: 16384 at most, and of --data no more than a tenth.",
+            least=2,
         ),
     ] = None,
     self_temperature: Annotated[

@@ -37,7 +37,10 @@ COMPARED = (
 
 ModelName = Annotated[
     "str | Path | Model",
-    option("A model: a checkpoint folder, a name on the Hugging Face hub, a .gguf file, or demo."),
+    option(
+        "A model: a checkpoint folder, a name on the Hugging Face hub, a .gguf file, or demo.",
+        metavar="MODEL",
+    ),
 ]
 Data = Annotated["str | Path", option(DATA_HELP, "--data", kind=str)]
 DefaultData = Annotated[

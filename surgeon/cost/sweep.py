@@ -93,7 +93,14 @@ def sweep(
     axes: Mapping[str, Sequence[int]],
     advance: Callable[[float], None] = lambda _: None,
 ) -> list[SweepCell]:
-    """Predict every program for all combinations of the axes' values, in their order."""
+    """Predict every program for all combinations of the axes' values, in their order.
+
+    Raises:
+        ValueError: if the hardware has no such link or network, also where there are too few ranks for one.
+    """
+    for name, between_nodes in ((deployment.link, False), (deployment.network, True)):
+        if name is not None:
+            hardware.link(name, between_nodes)
     cells = []
     for values in product(*(axes.get(name, (None,)) for name in AXES)):
         chosen = {name: value for name, value in zip(AXES, values, strict=True) if value is not None}

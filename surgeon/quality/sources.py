@@ -207,6 +207,10 @@ def open_rows(data: str, reading: Reading, whole_rows: bool = True) -> TextRows 
     if path is not None or data in (DEMO, DEMO_TRAINING):
         return None
     name, config, split, chosen = (data.split(":", 3) + [""] * 3)[:4]
+    if not name:
+        raise ValueError(
+            f"{data!r} names no text; give a file, a folder, name:config:split of a dataset, or demo"
+        )
     import datasets
 
     try:

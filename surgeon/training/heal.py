@@ -112,14 +112,15 @@ def check_shapes(
     Raises:
         ValueError: as the code that trains and writes it.
     """
+    model = edited.model
     # An edited checkpoint's own layers decide the form once they are read.
-    if edited.asked is None:
+    if edited.asked is None and (model.report is not None or model.form.shipped is not None):
         return
-    shapes_to_train(edited.model, edited.asked, settings)
+    shapes_to_train(model, edited.program, settings)
     if racks is not None:
-        require_known(tensors_of(original_model(edited.model, buffers=False)[0]))
+        require_known(tensors_of(original_model(model, buffers=False)[0]))
     if form is not None:
-        layout_of(edited.model, edited.asked, form)
+        layout_of(model, edited.program, form)
 
 
 def student_of(edited: EditedModel, packed: bool) -> PreTrainedModel:

@@ -84,6 +84,10 @@ def test_success(run: Callable[..., tuple[int, str, str]]) -> None:
             OSError(errno.ENOSPC, "No space left", "out/a.csv"),
             "error: no space left for out/a.csv; free some space",
         ),
+        (
+            OSError(errno.ENOSPC, "No space left", "model/tokenizer.json", None, "out/tokenizer.json"),
+            "error: no space left for out/tokenizer.json; free some space",
+        ),
         (OSError(errno.ENOSPC, "No space left"), "error: no space left for the output; free some space"),
         (
             RuntimeError("I/O error: No space left on device (os error 28)"),
@@ -271,6 +275,8 @@ def test_results_that_do_not_fit_are_an_error() -> None:
         ("search --budget depth=26", "surgeon search MODEL --budget depth=26 --data DATA"),
         ("search --data=text.txt", "surgeon search MODEL --data=text.txt"),
         ("heal recipe.yaml", "surgeon heal recipe.yaml --data DATA --output OUTPUT"),
+        ("export", "surgeon export RECIPE --output FOLDER"),
+        ("bench", "surgeon bench DIR"),
     ],
 )
 def test_what_is_missing_is_shown_in_the_whole_command(
@@ -278,3 +284,22 @@ def test_what_is_missing_is_shown_in_the_whole_command(
 ) -> None:
     assert cli.main(given.split()) == 2
     assert f"; write {whole} (see surgeon {given.split()[0]} --help)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("heal m --eval-dat t", "No such option: --eval-dat. Did you mean --eval-data?"),
+        ("scan m --tokens few", "Invalid value for '--tokens': 'few' should be a valid integer"),
+        ("heal m --data t -o h --eval-tokens 0", "'0' should be greater than or equal to 2"),
+        (
+            "scan m --workers 0",
+            "Invalid value for '--workers': '0' should be greater than or equal to 1",
+        ),
+    ],
+)
+def test_wrong_options_are_said_with_their_values(
+    given: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(given.split()) == 2
+    assert said in capsys.readouterr().err

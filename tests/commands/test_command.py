@@ -103,6 +103,8 @@ def test_wrong_values(sizes: str) -> None:
 def test_it_stays_a_function() -> None:
     assert paint("east", coats=2, tools="roller", colour="red", dry=False) == "painted east"
     assert SEEN == ["east", 2, "roller", (1, 2), False, "fast", "red", None, None]
+    with pytest.raises(ValueError, match="coats must be a number, not '2'"):
+        paint("north", coats="2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="coats must be at least 1, not 0"):
         paint("east", coats=0)
     with pytest.raises(ValueError, match="wind must be at least 0, not -1"):

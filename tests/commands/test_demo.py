@@ -45,6 +45,15 @@ def test_the_whole_way(
     assert "$ surgeon scan demo" in captured.err
 
 
+def test_a_depth_that_the_model_has_is_refused_before_the_scan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "-o", str(tmp_path / "demo"), "--depth", "16"]) == 1
+    assert (
+        capsys.readouterr().err == "error: demo has depth 16 already; ask for less than that, not 16\n"
+    )
+
+
 @pytest.mark.parametrize("command", [command for _, command in demo.NEXT])
 def test_what_to_try_next_can_be_typed(command: str) -> None:
     name, *arguments = shlex.split(command)

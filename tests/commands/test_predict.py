@@ -172,6 +172,7 @@ def test_other_axes_are_swept_and_drawn(
             "there is no model folder laddder, nor a variant of a model; did you mean 'ladder'?",
         ),
         (["--program", "A9"], "A9 is out of range"),
+        (["--link", "nvlnk"], "has no link 'nvlnk'"),
         (
             ["--prompt", "5000"],
             "prompt and output together are 5008 tokens, and small has 4096 positions",

@@ -80,6 +80,9 @@ def test_names_of_files(tmp_path: Path) -> None:
     odd = write_jsonl(tmp_path / "a:b.jsonl", [{"title": "a", "text": "b"}])
     assert texts(odd) == ["b"]
     assert texts(f"{odd}:title") == ["a"]
+    for name in ("", ":a"):
+        with pytest.raises(ValueError, match=f"^'{name}' names no text; give a file"):
+            texts(name)
     for name in ("rows.jsonl", "rows.parquet", "rows.txt.gz"):
         with pytest.raises(FileNotFoundError, match=f"there is no file {name}$"):
             texts(name)
