@@ -141,6 +141,8 @@ def command(
                 is_number = one.type in (int, float, int | None, float | None)
                 if is_number and value is not None and not isinstance(value, Real):
                     raise ValueError(f"{one.name} must be a number, not {value!r}")
+                if value == "" and "--output" in one.option.flags:
+                    raise ValueError(f"{one.name} is empty; say where to write")
                 if least is not None and isinstance(value, int | float) and value < least:
                     raise ValueError(f"{one.name} must be at least {least:g}, not {value}")
             return function(*positional, **given)
@@ -328,6 +330,10 @@ def _read_as(one: CommandParameter) -> tuple[Any, bool]:
         if get_origin(each) is Literal:
             return each, False
     simple = [each for each in of_union if each is not type(None)]
+    if (
+        "--output" in one.option.flags and str in simple
+    ):  # an empty one would be the folder that one is in
+        return str, False
     if simple and all(each in _SIMPLE for each in simple):
         for kind in (Path, str, float, int, bool):
             if kind in simple:

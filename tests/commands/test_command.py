@@ -123,3 +123,18 @@ def test_the_docstring_has_the_help() -> None:
         "\n    colour: The colour.\n    wind: How strong.\n\nRaises:\n    ValueError: if there is none."
     )
     assert "Raises" not in CliRunner().invoke(APP, ["--help"]).output
+
+
+def test_an_empty_name_of_an_output_is_refused() -> None:
+    """As of a variable of the shell that is not set; it would be the folder that one is in."""
+
+    @command()
+    def write(output: Annotated[str | Path, option("Where.", "--output", "-o")] = "there") -> str:
+        return str(output)
+
+    app = typer.Typer()
+    app.command()(line_of(write))
+    assert CliRunner().invoke(app, ["-o", "."]).output == ".\n"
+    assert str(CliRunner().invoke(app, ["-o", ""]).exception) == "output is empty; say where to write"
+    with pytest.raises(ValueError, match="output is empty; say where to write"):
+        write("")
