@@ -330,12 +330,10 @@ def _read_as(one: CommandParameter) -> tuple[Any, bool]:
         if get_origin(each) is Literal:
             return each, False
     simple = [each for each in of_union if each is not type(None)]
-    if (
-        "--output" in one.option.flags and str in simple
-    ):  # an empty one would be the folder that one is in
-        return str, False
     if simple and all(each in _SIMPLE for each in simple):
-        for kind in (Path, str, float, int, bool):
+        # An empty name of an output, read as a path, would be the folder that one is in.
+        names = (str, Path) if "--output" in one.option.flags else (Path, str)
+        for kind in (*names, float, int, bool):
             if kind in simple:
                 return kind, False
     return str, False
