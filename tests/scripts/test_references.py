@@ -1,4 +1,4 @@
-"""Scripts name only modules and names that exist: also those without .py, and code inside strings, which no linter reads."""
+"""Scripts name only what exists: also those without .py, and code inside strings, which no linter reads."""
 
 from __future__ import annotations
 
