@@ -1,4 +1,4 @@
-"""Scripts name only what exists: also those without .py, and code inside strings, which no linter reads."""
+"""Scripts and tests name only what exists: also scripts without .py, and code in strings, which no linter reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import surgeon
 
 PROJECT = Path(__file__).resolve().parents[2]
 DOTTED = re.compile(r"(?<![\w./'-])(?:surgeon|scripts)(?:\.[A-Za-z_]\w*)+")
-IMPORT = re.compile(r"from ((?:surgeon|scripts)\b[\w.]*) import (\([^)]*\)|[^\n;\"']+)")
+IMPORT = re.compile(r"from ((?:surgeon|scripts|tests)\b[\w.]*) import (\([^)]*\)|[^\n;\"']+)")
+REPLACED = re.compile(r"setattr\(\s*\"((?:surgeon|scripts|tests)\.[\w.]+)\"")
 
 
 @cache
@@ -63,7 +64,7 @@ def is_there(name: str) -> bool:
 
 
 def named(text: str) -> Iterator[str]:
-    """The dotted names of surgeon and of scripts in a text, with those that it imports."""
+    """The dotted names of our modules in a text, with those that it imports."""
     yield from DOTTED.findall(text)
     for module, names in IMPORT.findall(text):
         for line in names.strip("()").splitlines():
@@ -98,4 +99,16 @@ def test_scripts_name_what_is_there() -> None:
         if path.is_file() and "__pycache__" not in path.parts:
             missing = {name for name in named(path.read_text()) if not is_there(name)}
             wrong += [f"{path.relative_to(PROJECT)}: {name}" for name in sorted(missing)]
+    assert not wrong
+
+
+def test_tests_import_and_replace_what_is_there() -> None:
+    """Those that run seldom, too: names in imports, and in `monkeypatch.setattr("module.name", ...)`."""
+    wrong = []
+    for path in sorted(PROJECT.glob("tests/**/*.py")):
+        text = path.read_text()
+        names = REPLACED.findall(text)
+        for found in re.finditer(rf"^ *{IMPORT.pattern}", text, re.MULTILINE):
+            names += named(found[0])
+        wrong += [f"{path.relative_to(PROJECT)}: {name}" for name in names if not is_there(name)]
     assert not wrong
