@@ -7,7 +7,7 @@ A random Llama of 24 layers, 512 wide (75M parameters, vocabulary 4,096), float3
 all programs are loaded at once, and every round runs each of them, so that what else the machine does disturbs all
 alike. One markdown table for each way; figures are medians over the rounds, "x dense" the median of the rounds' ratios:
 of decoding passes, and behind the time to the first token of that. "Halves" is the dense program in two halves that
-take turns (surgeon/runtime/model/engine.py), which texts alone have of their prompts only.
+take turns (surgeon/runtime/model/rank_model.py), which texts alone have of their prompts only.
 A link is a delay per collective (1ms) or a bandwidth (10MB/s); +int8 or +int4 sends reductions as integers.
 
 Expected: every decoding pass is run again on clocks, with the seconds that each rank took to compute it, in equal parts

@@ -3,9 +3,9 @@
     python scripts/bench/tracks.py [-o FILE.md] [--ranks 2 4] [--links 0 0.2 1] [--depths 1 2 4 8] [--minutes 10]
 
 A random Llama of 16 layers, 512 wide, 8 heads, 4 KV heads (vocabulary 4,096), float32, on n ranks; native tracks of its
-parameters (train/scratch/tracks.py: n tracks, one on each rank, narrower; their embedding and head are narrower, too,
-and so the whole a little smaller, which the heading says); and the `tracks` operation on the dense model itself, whose
-tracks have slices of its layers, and streams as wide as it: the same collectives, each larger. They meet every D
+parameters (training/scratch/tracks.py: n tracks, one on each rank, narrower; their embedding and head are narrower,
+too, and so the whole a little smaller, which the heading says); and the `tracks` operation on the dense model itself,
+whose tracks have slices of its layers, and streams as wide as it: the same collectives, each larger. They meet every D
 layers. What they generate is not compared here: weights are random, and speed does not depend on them.
 
 For each number of ranks and each link (a delay in ms per collective, emulated over shared memory) all programs are

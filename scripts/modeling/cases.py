@@ -28,7 +28,11 @@ NEW_TOKENS = 8
 # Layers that are fused have one kind of attention.
 PAIRS = dict.fromkeys(("gpt_neo", "smollm3", "cohere2", "ministral"), (1, 3))
 DEFAULT_PAIR = (2, 3)
-SET = {"gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}}  # transformers 5.16 reads no others
+SET: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},  # transformers 5.16 reads no others
+    # Linear attention is neither sliced nor fused nor averaged.
+    "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention", *["full_attention"] * 2]},
+}
 
 
 def programs_of(family: Family) -> dict[str, str]:
@@ -53,7 +57,7 @@ def programs_of(family: Family) -> dict[str, str]:
     )
     return {
         "plain": plain,
-        "program": f"A0@q5,v3 F0 >A1 >F1@up9,down7 {sliced} A0~A1 {pair}",
+        "program": f"A0@q5,v3 F0 >A1 >F1@up9,down7 {sliced} A0~A2 {pair}",
         "fused": fused,
     }
 
@@ -66,6 +70,8 @@ def write_cases(folder: Path) -> None:
         source = folder / f"{model_type}-source"
         model = save_source(source, model_type, num_layers=4, **SET.get(model_type, {}))
         for form, program in programs_of(family).items():
+            if form == "fused" and family.unfusable(model.config):
+                continue
             name = f"{model_type}-{form}"
             plan = plan_export(open_model(source), Program.parse(program), form)
             write_export(plan, folder / name, overwrite=True)

@@ -157,7 +157,7 @@ def check_gradients(case: Case) -> None:
 def check_lora(case: Case) -> None:
     model = case.load()
     # They go by their whole names, as what is one matrix in a layer may be two factors in another.
-    linear = {name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)}
+    linear = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
     torch.manual_seed(0)
     options = LoraConfig(target_modules=sorted(linear - {"lm_head"}), r=2, init_lora_weights=False)
     lora = get_peft_model(copy.deepcopy(model), options)

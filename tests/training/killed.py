@@ -20,7 +20,8 @@ import torch.utils.tensorboard  # as a run does
 
 from surgeon.models.edit import edit
 from surgeon.quality.data import Windows, digest_of
-from surgeon.training import checkpoints, run_log
+from surgeon.training import checkpoints
+from surgeon.training.checkpoints import TABLES, RunLog
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
@@ -48,9 +49,9 @@ class Moments:
     def __init__(self, folder: Path, fatal: int | None) -> None:
         self.folder, self.fatal, self.count = str(folder), fatal, 0
         sys.addaudithook(self.hear)
-        torch.save = self.torn(torch.save, 1)
-        checkpoints.save_file = self.torn(checkpoints.save_file, 1)
-        run_log._append = self.torn(run_log._append, 0)
+        torch.save = self.torn(torch.save, lambda _, path, *__: [Path(path)])
+        checkpoints.save_file = self.torn(checkpoints.save_file, lambda _, path, *__: [Path(path)])
+        RunLog._add = self.torn(RunLog._add, lambda log, _: [log.folder / name for name in TABLES])
 
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         changes = event in CHANGES or (
@@ -64,15 +65,15 @@ class Moments:
         if self.count == self.fatal:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def torn(self, write: Callable[..., Any], place: int) -> Callable[..., Any]:
-        """What writes a file, with a moment at which it has written half of it."""
+    def torn(self, write: Callable[..., Any], paths: Callable[..., list[Path]]) -> Callable[..., Any]:
+        """What writes files, with a moment at which it has written half of them."""
 
         def writing(*arguments: Any, **options: Any) -> Any:
-            path = arguments[place]
-            before = Path(path).stat().st_size if Path(path).exists() else 0
+            before = {path: path.stat().st_size if path.exists() else 0 for path in paths(*arguments)}
             write(*arguments, **options)
             if self.count + 1 == self.fatal:
-                os.truncate(path, (before + Path(path).stat().st_size) // 2)
+                for path, size in before.items():
+                    os.truncate(path, (size + path.stat().st_size) // 2)
             self.pass_one()
 
         return writing

@@ -23,7 +23,7 @@ KILLED = "import sys; from tests.training.killed import main; main(*sys.argv[1:]
 def test_a_run_killed_anywhere_ends_as_one_that_is_not(tmp_path: Path) -> None:
     """Weights bit for bit, tables, files: all weights, adapters, early stop, with dropout, files torn."""
     process = Popen(
-        [sys.executable, "-c", KILLED, tmp_path, "2", "9"], stdout=subprocess.PIPE, cwd=Path.cwd()
+        [sys.executable, "-c", KILLED, tmp_path, "2", "1"], stdout=subprocess.PIPE, cwd=Path.cwd()
     )
     found = [json.loads(line) for line in process.communicate(timeout=PATIENCE)[0].splitlines()]
     assert [each["name"] for each in found] == ["all", "adapters", "patience"]

@@ -235,7 +235,8 @@ class SlicedProjection(nn.Module):
             own_bias = None if bias is None else part(bias, self.piece, self.shares)
             return nn.functional.linear(x, part(weight, self.piece, self.shares, dim=0), own_bias)
         if self.reads:
-            return part(whole(x), self.piece, self.shares)
+            # A copy, as OLMo clips it in place, which a view of several may not be where gradients are wanted.
+            return part(whole(x), self.piece, self.shares).clone()
         padded = nn.functional.pad(x, (index * x.shape[-1], (count - 1 - index) * x.shape[-1]))
         output: Tensor = whole(padded)
         if index:

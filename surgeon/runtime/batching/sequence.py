@@ -100,7 +100,7 @@ Halves = tuple[list[Row], list[Row]]
 
 
 def halves_of(rows: Several[Row]) -> Halves | None:
-    """Divide rows into two halves that take turns (model/dynamic.py), in the same order; None if that cannot be.
+    """Divide rows into two halves that take turns (model/rank_model.py), in the same order; None if that cannot be.
 
     The row in the middle is cut if it is long enough, and otherwise in the half that is nearer.
     """

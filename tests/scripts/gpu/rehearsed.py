@@ -80,8 +80,9 @@ def continued(
         len(groups) * (len(prompts) + 1) * blocks, len(prompts) + 1, grouped=len(groups) > 1
     )
     if ahead is not None:
-        for passed in engine.passes_to_record(cache, len(prompts)):
-            engine.record_ahead(passed, cache)
+        for way in engine.ways:
+            for passed in way.passes_to_record(cache, len(prompts)):
+                engine.record_ahead(passed, cache)
         ahead()
     texts = [
         [(3 + 7 * text + place) % engine.plan.vocabulary for place in range(length)]

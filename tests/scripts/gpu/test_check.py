@@ -166,12 +166,11 @@ def test_kernels_are_off_where_they_shall_be(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("SURGEON_KERNELS", "on")
     seen = []
 
-    def continued(ranks: Any, *_: object) -> list[list[int]]:
+    def tokens_on(ranks: Any, *_: object, **__: object) -> list[list[int]]:
         seen.append(ranks.call(kernels_of)[0])
         return [[1]]
 
-    monkeypatch.setattr("scripts.gpu.checks.continued_by", continued)
-    monkeypatch.setattr("scripts.gpu.checks.make_plan", lambda *_, **__: None)
+    monkeypatch.setattr("scripts.gpu.checks._on", tokens_on)
     found = dict(without_kernels(Setup("cpu", 0, str(tmp_path)), "found"))
     assert found.keys() == checks(Setup("cpu", 0, ""))["no-kernels"].rows.keys()
     assert set(seen) == {"none (SURGEON_KERNELS=off)"}
