@@ -146,7 +146,6 @@ FIGURES = [
     Figure("tracks", "scripts/bench/tracks.py --ranks 2 --links 1 --depths 2 4 8 --minutes 5", 6),
     Figure("racks", "scripts/bench/racks.py -o {folder} --ranks 4,2", 45),
     Figure("load", "scripts/load/run.py --seconds 60 --max-batch 32", 4),
-    Figure("cache", "scripts/bench/cache.py --texts 128", 2),
 ]
 
 
