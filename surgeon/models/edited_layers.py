@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,6 +67,9 @@ class EditedLayers(nn.Module):
         self.config = config
         self.family = family
         self.output_scale = family.scales.output(config)
+        # Layers without attention weights to return, as GPT-J's from transformers 5.24 on, return the stream alone.
+        asked = signature(type(layers[0]).forward).parameters
+        self.returns_tuple = family.returns_tuple and "output_attentions" in asked
         self.program = program
         self.factors = factors
         self._weights: ModelWeights | None = None
@@ -266,7 +270,7 @@ class EditedLayers(nn.Module):
             stream = self.run(hidden_states, collected)
         else:
             stream = hidden_states
-        if self.family.returns_tuple:
+        if self.returns_tuple:
             return (stream, None)
         return stream
 

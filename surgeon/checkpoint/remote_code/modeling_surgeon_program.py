@@ -28,6 +28,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -580,6 +581,9 @@ class ProgramLayers(nn.Module):
         self.config = config
         self.family = family
         self.nodes = nodes
+        # Layers without attention weights to return, as GPT-J's from transformers 5.24 on, return the stream alone.
+        asked = signature(type(layers[0]).forward).parameters
+        self.returns_tuple = family.returns_tuple and "output_attentions" in asked
         # What is packed head by head is one stretch of a slice.
         self.shares = {
             path: tuple(shares) for path, shares in family.packed.items() if path not in family.turns
@@ -614,7 +618,7 @@ class ProgramLayers(nn.Module):
                 nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
                 cache.update(nothing, nothing, len(self) - 1)
             stream = self.run(self.nodes, stream, enumerate(arguments))[0]
-        if self.family.returns_tuple:
+        if self.returns_tuple:
             return (stream, None)
         return stream
 
