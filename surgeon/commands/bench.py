@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -122,8 +123,12 @@ def bench(
     needs = Needs(on.ranks, prompt + new, on.device, ways)
     plans = plan_candidates(candidates, needs)
     unconnected = {one.name for one in candidates if not one.connected}
-    if trace is not None and (Path(trace).is_dir() or not Path(trace).absolute().parent.is_dir()):
-        raise ValueError(f"the trace {trace} must be a file in a folder that exists")
+    if trace is not None and (
+        Path(trace).is_dir() or not os.access(Path(trace).absolute().parent, os.W_OK)
+    ):
+        raise ValueError(
+            f"the trace {trace} must be a file in a folder that exists and can be written to"
+        )
     if output is not None:
         make_folder(Path(output))
     kind = None if on.ranks == 1 else on.compression

@@ -37,10 +37,16 @@ from typing import (
 
 import typer
 
+from surgeon.errors import show_value
 from surgeon.named import split_values
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SIMPLE = (int, float, bool, str, Path)
+# Types of values from Python that are held to them: what they are, the types of parameters, and in words.
+_PLAIN = (
+    (Real, (int, float, int | None, float | None), "number"),
+    (str, (str, str | None), "text"),
+)
 _DOC_WIDTH = 110
 
 
@@ -138,9 +144,9 @@ def command(
             for one in parameters:
                 least = one.option.least
                 value = bound.get(one.name)
-                is_number = one.type in (int, float, int | None, float | None)
-                if is_number and value is not None and not isinstance(value, Real):
-                    raise ValueError(f"{one.name} must be a number, not {value!r}")
+                for kind, types, what in _PLAIN:
+                    if one.type in types and value is not None and not isinstance(value, kind):
+                        raise ValueError(f"{one.name} must be a {what}, not {show_value(value)}")
                 if value == "" and "--output" in one.option.flags:
                     raise ValueError(f"{one.name} is empty; say where to write")
                 if least is not None and isinstance(value, int | float) and value < least:

@@ -138,3 +138,17 @@ def test_an_empty_name_of_an_output_is_refused() -> None:
     assert str(CliRunner().invoke(app, ["-o", ""]).exception) == "output is empty; say where to write"
     with pytest.raises(ValueError, match="output is empty; say where to write"):
         write("")
+
+
+def test_a_text_from_python_is_one() -> None:
+    @command()
+    def call(
+        name: Annotated[str, option("Of whom.")], budget: Annotated[str | None, option("Up to.")] = None
+    ) -> str:
+        return f"{name} {budget}"
+
+    assert call("one", "two") == "one two"
+    with pytest.raises(ValueError, match="name must be a text, not 5"):
+        call(5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="budget must be a text, not 5"):
+        call("one", 5)  # type: ignore[arg-type]
