@@ -20,14 +20,14 @@ from pathlib import Path
 LIKELY_MEMORY = ", as the system does when memory runs out"
 
 
-class Child(subprocess.Popen[bytes]):
+class Child:
     """A Python process that this one has started, and what it writes.
 
     Ctrl-C at a terminal does not reach it: this process ends it as it thinks right. It stays in the session, though;
     with one of its own it would, on Linux, share its core evenly with others whatever their priorities.
 
     Attributes:
-        log: gets what it writes, behind what is there.
+        log: gets what it writes.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Child(subprocess.Popen[bytes]):
 
         Args:
             command: of the interpreter, as in ["-m", "surgeon.commands"]; it finds the same modules as this process.
+            log: gets what it writes, behind what is there.
             threads: it computes with.
             descriptors: that it has in common with this process.
             environment: in place of this process's.
@@ -51,7 +52,7 @@ class Child(subprocess.Popen[bytes]):
         self.log = log
         with log.open("ab") as file:
             self._begin = file.tell()
-            super().__init__(
+            self.process = subprocess.Popen(
                 [sys.executable, *command],
                 env={**given, "PYTHONPATH": search_path, "OMP_NUM_THREADS": str(threads)},
                 pass_fds=descriptors,
@@ -60,17 +61,31 @@ class Child(subprocess.Popen[bytes]):
                 stderr=file,
                 process_group=0,
             )
+        self.pid = self.process.pid
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; returns the exit code, negative for a signal."""
-        code = super().wait(timeout)
-        assert self.stdin is not None
-        self.stdin.close()
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, negative for a signal; None until somebody has waited for its end, or looked."""
+        return self.process.returncode
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None as long as it runs."""
+        return self.process.poll()
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Wait for its end."""
+        code = self.process.wait(seconds)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         return code
 
     def interrupt(self) -> None:
         """Send Ctrl-C; nothing if it has ended."""
-        self.send_signal(signal.SIGINT)
+        self.process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """End it at once; nothing if it has ended."""
+        self.process.kill()
 
     def said(self) -> str:
         # The log's folder may have been removed by now.
