@@ -29,13 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.stored import read_json
-from surgeon.errors import first_line
 from surgeon.processes.files import whole_file, write_json
 from surgeon.quality.data import Windows, digest_of
 from surgeon.runtime.comm.collectives import Link
@@ -199,9 +198,11 @@ class RacksPlan:
         said = read_json(run / PLAN_FILE)
         try:
             return TypeAdapter(cls).validate_python(said)
-        except ValueError as error:
+        except ValidationError as error:
+            first = error.errors()[0]
             raise ValueError(
-                f"{run / PLAN_FILE} is damaged ({first_line(error)}); remove {run} to begin the run again"
+                f"{run / PLAN_FILE} is damaged ({'.'.join(map(str, first['loc']))}: {first['msg']}); remove {run} to "
+                "begin the run again"
             ) from error
 
 
