@@ -46,7 +46,8 @@ from surgeon.runtime.worker.rank import RankOptions, gpu_room
 from surgeon.runtime.worker.ranks import RankFailed, Ranks
 from surgeon.runtime.worker.worker import load, serve
 
-MOST_AT_ONCE = 8  # passes
+# Passes. On CPUs several at once won nothing: tokens become text on the cores that compute.
+MOST_AT_ONCE = {"cpu": 1, "cuda": 8}
 
 CODA = "coda"
 LOOKUP = "lookup"
@@ -230,7 +231,7 @@ class Service(AbstractContextManager["Service"]):
             as_pays=as_pays,
             looked_up=options.draft == LOOKUP,
             stretches=stretches,
-            at_once=MOST_AT_ONCE,
+            at_once=MOST_AT_ONCE[device],
         )
         self.failure: Exception | None = None
         self._tokenizer = tokenizer
