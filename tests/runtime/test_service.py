@@ -99,6 +99,24 @@ def test_tokens_text_and_usage(
     assert 0 < last.queue_seconds < 60
 
 
+def test_passes_at_once(
+    folder: Path,
+    tokenizer: Any,
+    prompt: list[int],
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on GPUs; a text ends among them, by its own end or by its client's."""
+    monkeypatch.setitem(service_module.MOST_AT_ONCE, "cpu", 8)
+    with Service(folder, ServiceOptions(RankOptions(2), max_batch=3), tokenizer) as service:
+        cut = service.submit(prompt, LONG)
+        next(iter(cut))
+        streams = [service.submit(prompt, replace(GREEDY, max_new_tokens=n)) for n in (NEW, 7)]
+        assert [read(stream)[0] for stream in streams] == [expected, expected[:7]]
+        service.cancel(cut.id)
+        assert read(cut)[2].finish_reason in ("cancelled", "length")
+
+
 def test_windows_caps_and_norms_behind_sublayers(
     tmp_path: Path, tokenizer: Any, prompt: list[int]
 ) -> None:
