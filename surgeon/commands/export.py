@@ -226,8 +226,15 @@ def export(
         adapted: Any = model
         return Exported.of(target / BASE, export_with_adapter(adapted, target, tokenizer=tokenizer))
     if isinstance(model, nn.Module):
-        how: Any = {"form": form, "dtype": dtype, "tokenizer": tokenizer}
-        proof = in_memory.export(model, target, **how, overwrite=overwrite, training=training)
+        proof = in_memory.export(
+            model,
+            target,
+            form=form,
+            dtype=dtype,
+            overwrite=overwrite,
+            tokenizer=tokenizer,
+            training=training,
+        )
         return Exported.of(target, proof)
     check_target(target, overwrite)
     edited = open_edited(model, program, original=original, tokenizer=False)

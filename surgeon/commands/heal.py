@@ -393,8 +393,16 @@ def heal(
             raise ValueError(
                 "the original is to write the text, and is not known; name it as the teacher"
             )
-        ways: Any = {"seed": how.seed, "temperature": self_temperature, "device": where}
-        own = SelfText(original, tokenizer, size, folder / "self", documents, **ways)
+        own = SelfText(
+            original,
+            tokenizer,
+            size,
+            folder / "self",
+            documents,
+            seed=how.seed,
+            temperature=self_temperature,
+            device=where,
+        )
         if cut is None:  # which takes longest
             check_settings_kept(folder, how)
     texts = load_texts(

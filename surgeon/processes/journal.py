@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import warnings
@@ -52,16 +51,14 @@ class Journal(ABC):
     identity: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        path = self.path
-        self._place = path or Path(os.devnull)
-        self._file: BinaryIO = io.BytesIO()
-        if path is not None:
-            make_folder(path.parent)
-            self._file = path.open("a+b")
+        self._place = self.path or Path(os.devnull)
+        if self.path is not None:
+            make_folder(self.path.parent)
+        self._file: BinaryIO = self._place.open("a+b")
         try:
-            if path is not None and not lock(self._file.fileno()):
+            if self.path is not None and not lock(self._file.fileno()):
                 raise OSError(
-                    f"another {self.work} is writing to {path.parent}; wait for it, or use another folder"
+                    f"another {self.work} is writing to {self.path.parent}; wait for it, or use another folder"
                 )
             self._load()
         except BaseException:

@@ -340,9 +340,12 @@ def train(
 
 
 def _measure_before(folder: Path, measure: Measure, model: nn.Module) -> Quality:
-    if _BEFORE not in read_record(folder):
-        add_to_record(folder, {_BEFORE: measure(model, 0).to_json()})
-    return Quality.from_json(read_record(folder)[_BEFORE])
+    known = read_record(folder).get(_BEFORE)
+    if known is not None:
+        return Quality.from_json(known)
+    found = measure(model, 0)
+    add_to_record(folder, {_BEFORE: found.to_json()})
+    return found
 
 
 def _make_task(

@@ -156,7 +156,8 @@ class ScratchConfig:
         return "\n".join(lines) + "\n"
 
 
-_PLAIN = [each.name for each in fields(ScratchConfig)[:-4]]  # keys; the last four fields are none
+_NO_KEYS = ("settings", "operations", "source", "lines")  # fields that are read apart
+_PLAIN = [each.name for each in fields(ScratchConfig) if each.name not in _NO_KEYS]
 
 
 def read_config_file(path: Path) -> ScratchConfig:
