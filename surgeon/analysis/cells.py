@@ -15,9 +15,8 @@ from typing import Any
 from surgeon.analysis.engine.sharing import simplify
 from surgeon.errors import did_you_mean, show_value
 from surgeon.language.operations import OPERATIONS
-from surgeon.language.operations.base import show_range
-from surgeon.language.operations.declare import HEATMAPS, Heatmap
-from surgeon.language.operations.within import changed_within
+from surgeon.language.operations.applied import changed_within
+from surgeon.language.operations.base import HEATMAPS, Heatmap, show_range
 from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes
 

@@ -27,7 +27,7 @@ from scipy import stats
 from surgeon.analysis.similarity import CKA_COLUMNS
 from surgeon.findings.scan import Scan
 from surgeon.findings.similarity import Similarity
-from surgeon.language.operations.declare import HEATMAPS
+from surgeon.language.operations.base import HEATMAPS
 from surgeon.quality.summary import Values
 
 DAMAGES = ("divergence", "log_perplexity_ratio")

@@ -32,8 +32,7 @@ from surgeon.analysis.importance import expert_use, most_important, use_table
 from surgeon.analysis.subject import Subject
 from surgeon.checkpoint.stored import read_json
 from surgeon.findings.scan import Scan
-from surgeon.language.operations.base import show_range
-from surgeon.language.operations.declare import HEATMAPS
+from surgeon.language.operations.base import HEATMAPS, show_range
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION
 from surgeon.models.edit import as_stored

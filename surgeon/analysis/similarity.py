@@ -29,7 +29,7 @@ from surgeon.analysis.engine.walk import layers_run, walks
 from surgeon.analysis.subject import Subject
 from surgeon.errors import show_value
 from surgeon.findings.similarity import Similarity
-from surgeon.language.operations.within import whole_runs
+from surgeon.language.operations.applied import whole_runs
 from surgeon.language.program import Fork, Program
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of

@@ -32,7 +32,7 @@ from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, ROLES, Sublayer
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.weights import Names, Store
-from surgeon.models.weights.layout import modules_of
+from surgeon.models.weights.layers import modules_of
 
 Entries = dict[str, Any]  # of a config.json
 # What names of tensors begin with, in files and in the text model alone; the first pair that fits counts.

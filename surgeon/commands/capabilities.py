@@ -32,8 +32,7 @@ from surgeon.exports.plan import check_exportable, layout_of
 from surgeon.exports.prove import original_model
 from surgeon.findings.check import AREAS, NO, PARTLY, YES, Verdict
 from surgeon.findings.program import outline_text
-from surgeon.language.operations.base import show_range
-from surgeon.language.operations.declare import HEATMAPS, VARIANTS
+from surgeon.language.operations.base import HEATMAPS, VARIANTS, show_range
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.machine import show_size

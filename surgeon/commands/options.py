@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 import typer
 
 from surgeon.commands.command import option, several
-from surgeon.language.operations.declare import VARIANTS, describe_name
+from surgeon.language.operations.base import VARIANTS, describe_name
 from surgeon.quality import DEFAULT_TOKENS as DEFAULT_TOKENS
 from surgeon.runtime.comm.wires import WIRES
 from surgeon.words import join_words

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 
 from surgeon.commands.command import command, option, several
 from surgeon.commands.options import DefaultData, MeasuringFlags, ModelName, Output, SampledAcceptance
-from surgeon.language.operations.declare import HEATMAPS, describe_name
+from surgeon.language.operations.base import HEATMAPS, describe_name
 from surgeon.named import split_values
 
 if TYPE_CHECKING:

@@ -36,6 +36,7 @@ from surgeon.exports.prove import Proof
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES, SHARED, WRITING, Sublayer
 from surgeon.models.edit import (
+    EditedLayers,
     decoder_layers,
     decoder_parent,
     edit,
@@ -43,7 +44,6 @@ from surgeon.models.edit import (
     program_of,
     save_edited_with,
 )
-from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
 from surgeon.models.families.fused import FUSED
 from surgeon.models.weights import (

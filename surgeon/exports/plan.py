@@ -19,7 +19,7 @@ from surgeon.checkpoint.stored import QUANTIZATION, StoredModel, Wrapped
 from surgeon.errors import did_you_mean
 from surgeon.exports.prove import original_model
 from surgeon.findings.measured import Identity
-from surgeon.language.operations.within import runs_whole_layers
+from surgeon.language.operations.applied import runs_whole_layers
 from surgeon.language.program import Program
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.opened import Model

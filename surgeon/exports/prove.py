@@ -35,8 +35,7 @@ from surgeon.exports.on_demand import Match, WeightsOnDemand, build_empty, match
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.machine import Stopped
-from surgeon.models.edit import edit
-from surgeon.models.edited_layers import EditedLayers
+from surgeon.models.edit import EditedLayers, edit
 from surgeon.models.weights import FactorSource, leave_out, make_room
 from surgeon.opened import Model
 from surgeon.progress import Advance

@@ -23,7 +23,7 @@ from surgeon.findings.tolerance import (
     TOLERANCES,
     ScanTable,
 )
-from surgeon.language.operations.declare import HEATMAPS
+from surgeon.language.operations.base import HEATMAPS
 from surgeon.words import (
     allowance,
     change,

@@ -31,7 +31,7 @@ from surgeon.findings.tolerance import (
     TOLERANCES,
     ScanTable,
 )
-from surgeon.language.operations.declare import HEATMAPS
+from surgeon.language.operations.base import HEATMAPS
 from surgeon.words import allowance, change, number, plural, stretch, value_with_interval
 
 _MOST_POINTS = 0.8  # of the points of a chart lie well inside it

@@ -13,7 +13,7 @@ from matplotlib.colors import Normalize
 from surgeon.findings.drawing import Picture, columns_chart
 from surgeon.findings.maps import Legend, Map, map_cells
 from surgeon.findings.result import Block, Finding, RunResult, Table, table_file
-from surgeon.language.operations.declare import HEATMAPS
+from surgeon.language.operations.base import HEATMAPS
 from surgeon.words import MINUS, join_words, layer_list, number
 
 # What is drawn of each column: its words and its style.

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from surgeon.findings.result import RunResult, table_file
-from surgeon.language.operations.declare import HEATMAPS
+from surgeon.language.operations.base import HEATMAPS
 from surgeon.language.program import Program
 
 # What the summary asks about by name.

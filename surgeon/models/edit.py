@@ -1,28 +1,419 @@
 """Programs on `transformers` models: load one, edit its program, put the original back.
 
 Parameters keep their names, so that generation with caches, `peft`, `accelerate` (`device_map`, offloading) and
-gradient checkpointing go on working.
+gradient checkpointing go on working. `EditedLayers` stands in for the decoder's list of layers, and
+runs a program on the decoder's own modules: a step calls the attention, MLP and norm modules of `transformers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from inspect import signature
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from surgeon.language.operations.within import require_whole_layers
-from surgeon.language.program import Program
+from surgeon.language.execute import Branch, Machine, Partial, Pending, State, advance, land
+from surgeon.language.operations.applied import require_whole_layers
+from surgeon.language.program import Fork, Node, Program, Step, steps_of
 from surgeon.language.recipe import Recipe
-from surgeon.models.edited_layers import EditedLayers
-from surgeon.models.families import family_of
-from surgeon.models.weights import FactorSource, take_experts_apart
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
+from surgeon.models.families import Family, SublayerSpec, family_of
+from surgeon.models.routing import check_kept
+from surgeon.models.weights import (
+    FactoredLinear,
+    FactorSource,
+    Groups,
+    ModelWeights,
+    ModuleStore,
+    NamedTensors,
+    derive_sublayer,
+    share_undivided,
+    stored_tensors,
+    take_experts_apart,
+)
 
 if TYPE_CHECKING:  # takes seconds, and who has no model yet does without
     from transformers import PreTrainedModel
+
+# What releases of transformers and their architectures call the keys and values of tokens before.
+CACHES = ("cache", "past_key_values", "layer_past")
+# The entry by which stock classes balance the experts of mixtures.
+ASKS_FOR_ROUTERS = "output_router_logits"
+
+
+class EditedLayers(nn.Module):
+    """Stands in a decoder for its list of layers.
+
+    The original layers are registered under their own names (and derived sublayers under theirs), so that parameter
+    names do not change. Iteration yields slots, one per attention of the program: the decoder calls them in turn with
+    the arguments it has for that layer (its kind of mask, say); the last one runs the program.
+    """
+
+    gradient_checkpointing = False
+    keeps_derived = True  # or derives a sublayer anew whenever it runs
+    # The `VerifiedKeys` that attentions read of earlier tokens, where those are not their own.
+    verified: Any = None
+    # Behind which node a pass begins, with which stream; None at the start.
+    begins: tuple[int, Tensor] | None = None
+
+    def __init__(
+        self,
+        layers: nn.ModuleList,
+        config: Any,
+        family: Family,
+        program: Program,
+        factors: FactorSource | None = None,
+    ) -> None:
+        super().__init__()
+        for index, layer in enumerate(layers):
+            self.add_module(str(index), layer)
+        self.original = [layers]  # in a list, so that it is not registered a second time
+        self.config = config
+        self.family = family
+        self.output_scale = family.scales.output(config)
+        # Layers without attention weights to return, as GPT-J's from transformers 5.24 on, return the stream alone.
+        asked = signature(type(layers[0]).forward).parameters
+        self.returns_tuple = family.returns_tuple and "output_attentions" in asked
+        self.program = program
+        self.factors = factors
+        self._weights: ModelWeights | None = None
+        self._derived: dict[Sublayer, bool] = {}  # of sublayers of one layer
+        self.holds_factors = any(isinstance(module, FactoredLinear) for module in layers.modules())
+        self.stream_tap = StreamTap()
+        for sublayer in dict.fromkeys(program.sublayers()) if self.keeps_derived else ():
+            if self.is_derived(sublayer):
+                self.add_module(str(sublayer), self.derive(sublayer))
+        self._share_undivided()
+        # The layer that each slot is of; one more counts tokens in the cache where no attention does.
+        attended = [one.layers[0] for one in program.sublayers() if one.kind == ATTENTION]
+        self.counts_apart = all(family.spec(ATTENTION, layer).counted_by for layer in attended)
+        self.slot_layers = [*attended, *(attended[:1] or [0])] if self.counts_apart else attended
+        self.config_before: dict[str, Any] = {}
+        # PyTorch makes every new module a training one.
+        self.training = self.stream_tap.training = layers.training
+        checkpointed = next(
+            (layer for layer in layers if getattr(layer, "gradient_checkpointing", False)), None
+        )
+        if checkpointed is not None:
+            self.gradient_checkpointing = True
+            self._gradient_checkpointing_func = checkpointed._gradient_checkpointing_func
+
+    def _share_undivided(self) -> None:
+        """Share the norms of slices that are stored as one sublayer, whatever trains them."""
+        slices: dict[Sublayer, list[nn.Module]] = {}
+        for sublayer in dict.fromkeys(self.program.sublayers()) if self.keeps_derived else ():
+            if sublayer.piece is not None:
+                first = replace(sublayer, piece=(0, sublayer.piece[1]))
+                slices.setdefault(first, []).append(self.owner(sublayer))
+        for first, modules in slices.items():
+            share_undivided(modules, self.family.spec(first.kind, first.layers[0]))
+        if self.family.shares_norm and self.keeps_derived:
+            # Derived sublayers of one layer that are stored as one have its norm between them.
+            path = self.family.attention.stages[0]
+            norms = dict[int, nn.Module]()
+            groups = self.stored_groups
+            for sublayer in filter(self.is_derived, dict.fromkeys(self.program.sublayers())):
+                norm = norms.setdefault(groups.place(sublayer), self.owner(sublayer).get_submodule(path))
+                setattr(self.owner(sublayer), path, norm)
+
+    @property
+    def stored_groups(self) -> Groups:
+        """The layers that derived sublayers are stored as, behind the original ones."""
+        return Groups(filter(self.is_derived, self.program.sublayers()), by_count=True)
+
+    def stored_place(self, sublayer: Sublayer, groups: Groups) -> int:
+        if self.is_derived(sublayer):
+            return len(self.original[0]) + groups.place(sublayer)
+        return sublayer.layers[0]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
+        """Take derived sublayers from the layers that they are stored as (`stored_groups`)."""
+        groups = self.stored_groups
+        for sublayer in filter(self.is_derived, dict.fromkeys(self.program.sublayers())):
+            stored = f"{prefix}{self.stored_place(sublayer, groups)}."
+            own = {name: tensor for name, tensor in state_dict.items() if name.startswith(stored)}
+            if own:
+                layer = sublayer.layers[0]
+                inside = f"{self.family.layers}.{layer}."
+                store = NamedTensors({f"{inside}{name.removeprefix(stored)}": own[name] for name in own})
+                weights = ModelWeights(store, self.family, self.family.head_dim(self.config))
+                values = stored_tensors(sublayer.stored_in(layer), weights)
+                held = {path for path, _ in self.owner(sublayer).named_parameters()}
+                state_dict |= {
+                    f"{prefix}{sublayer}.{path}": values[path] for path in values if path in held
+                }
+        for index in range(len(groups.groups)):
+            for name in [
+                name
+                for name in state_dict
+                if name.startswith(f"{prefix}{len(self.original[0]) + index}.")
+            ]:
+                del state_dict[name]
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def layer(self, index: int) -> nn.Module:
+        module = self._modules[str(index)]
+        assert module is not None
+        return module
+
+    def is_derived(self, sublayer: Sublayer) -> bool:
+        """Tell whether a sublayer has weights that no layer has, as an average, some units, a slice and factors."""
+        if len(sublayer.layers) > 1 or sublayer.piece is not None:
+            return True
+        if sublayer not in self._derived:
+            (layer,) = sublayer.layers
+            weights = EditedLayers.view_weights(self)
+            differs = sublayer.width is not None and sublayer.width != weights.stored_width(
+                sublayer.kind, layer
+            )
+            if sublayer.experts is not None:
+                differs |= sublayer.experts != tuple(range(weights.stored_experts(layer) or 0))
+            if self.holds_factors:
+                held = weights.stored_ranks(Sublayer(sublayer.kind, (layer,)))
+            else:
+                held = ()
+            self._derived[sublayer] = differs or held != sublayer.ranks
+        return self._derived[sublayer]
+
+    def derive(self, sublayer: Sublayer) -> nn.Module:
+        """Make a module with the averaged, narrowed, sliced or factorised weights of a sublayer.
+
+        Raises:
+            ValueError: as `derive_sublayer` and `check_kept`; if weights of its layers are divided among processes.
+        """
+        if any(
+            hasattr(one, "placements")
+            for layer in sublayer.layers
+            for one in self.layer(layer).parameters()
+        ):
+            raise ValueError(
+                f"{sublayer} has weights that are made of whole matrices, and this model's are divided among "
+                "processes; export the program, and load what is written"
+            )
+        weights = self.weights()
+        mixture = weights.spec(sublayer).mixture
+        experts = weights.stored_experts(sublayer.layers[0])
+        if (
+            mixture is not None
+            and experts is not None
+            and sublayer.kind == FEED_FORWARD
+            and sublayer.experts
+        ):
+            check_kept(sublayer.experts, experts, mixture.routing(self.config))
+        return derive_sublayer(sublayer, self.layer(sublayer.layers[0]), weights)
+
+    def weights(self) -> ModelWeights:
+        """Return one view of the layers' weights that is kept, with the names and shapes that it has found."""
+        if self._weights is None:
+            self._weights = self.view_weights()
+        return self._weights
+
+    def view_weights(self) -> ModelWeights:
+        store = ModuleStore(self, f"{self.family.layers}.")
+        return ModelWeights(store, self.family, self.family.head_dim(self.config), self.factors)
+
+    def owner(self, sublayer: Sublayer) -> nn.Module:
+        """Return the module below which a sublayer's modules lie: its layer, or what was derived for it."""
+        if self.is_derived(sublayer):
+            return self.get_submodule(str(sublayer))
+        return self.layer(sublayer.layers[0])
+
+    def describe_in(self, config: Any) -> None:
+        """Make the configuration's per-layer entries describe the program's attentions."""
+        entries = self.family.attention_entries(config, self.slot_layers)
+        entries["num_hidden_layers"] = len(self.slot_layers)
+        for key, kind in (
+            self.family.spec(ATTENTION, self.slot_layers[-1]).counted_by if self.counts_apart else ()
+        ):
+            entries[key] = [*entries[key][:-1], kind]
+        if getattr(config, ASKS_FOR_ROUTERS, False):
+            # Stock classes balance mixtures of as many experts as the configuration says.
+            own = [one for one in self.program.sublayers() if one.kind == FEED_FORWARD]
+            mixtures = [
+                one for one in own if self.family.spec(FEED_FORWARD, one.layers[0]).mixture is not None
+            ]
+            entries[ASKS_FOR_ROUTERS] = bool(mixtures) and all(one.experts is None for one in mixtures)
+        self.config_before = {key: getattr(config, key) for key in entries}
+        for key, value in entries.items():
+            setattr(config, key, value)
+
+    def undo(self, config: Any) -> nn.ModuleList:
+        """Restore the configuration and every attention's cache slot; return the original list."""
+        for key, value in self.config_before.items():
+            setattr(config, key, value)
+        (layers,) = self.original
+        layers.training = self.training  # it was no part of the model while its mode may have changed
+        for index, layer in enumerate(layers):
+            spec = self.family.spec(ATTENTION, index)
+            if hasattr(layer, spec.cache_slot.partition(".")[0]):  # or it has no attention
+                _set_cache_slot(layer, spec, index)
+        return layers
+
+    def __len__(self) -> int:
+        return len(self.slot_layers)
+
+    def __iter__(self) -> Iterator[Any]:
+        arguments: list[dict[str, Any]] = []
+        last = len(self) - 1
+        return iter([partial(self.slot, arguments, runs=i == last) for i in range(len(self))])
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def slot(
+        self,
+        collected: list[dict[str, Any]],
+        hidden_states: Tensor,
+        *given: Any,
+        runs: bool,
+        **arguments: Any,
+    ) -> Tensor | tuple[Tensor, None]:
+        """Stand for a layer: all slots keep their arguments, the last one runs the program."""
+        collected.append(dict(zip(self.family.arguments, given, strict=False)) | arguments)
+        if runs:
+            stream = self.run(hidden_states, collected)
+        else:
+            stream = hidden_states
+        if self.returns_tuple:
+            return (stream, None)
+        return stream
+
+    def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
+        """Run the program; `arguments` are the decoder's keyword arguments for each attention."""
+        cache = next((arguments[-1][name] for name in CACHES if name in arguments[-1]), None)
+        # The decoder asks this cache at which position the next token stands.
+        if self.counts_apart and cache is not None:
+            nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
+            cache.update(nothing, nothing, len(arguments) - 1)
+        machine = ModelMachine(self, arguments)
+        first = 0
+        if self.begins is not None:
+            first, given = self.begins
+            stream = given.to(stream)
+            skipped = (one for step in steps_of(self.program.nodes[:first]) for one in step.sublayers)
+            machine.next_slot = sum(one.kind == ATTENTION for one in skipped)
+        return self.through(self.program.nodes[first:], stream, machine)
+
+    def through(self, nodes: Iterable[Node], stream: Tensor, machine: Machine) -> Tensor:
+        """Run nodes, all of them landed; the stream after each goes through `stream_tap`."""
+        state = State(stream)
+        for node in nodes:
+            before = state
+            state = advance(state, node, machine)
+            if before.pending is not None:
+                self.stream_tap(before.stream, state.stream)
+        end: Tensor = self.stream_tap(state.stream, land(state, machine.add).stream)
+        return end
+
+
+class StreamTap(nn.Module):
+    """Passes on the stream after a node: here `output_hidden_states` is collected, once per node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.utils.output_capturing import install_output_capuring_hook
+
+        install_output_capuring_hook(self, "hidden_states", 0)
+
+    def forward(self, before: Tensor, after: Tensor) -> Tensor:  # noqa: ARG002 - the collector takes the first `before`
+        return after
+
+
+class ModelMachine(Machine):
+    """One forward pass of a `transformers` model on one device, or on what `accelerate` made of it."""
+
+    def __init__(self, layers: EditedLayers, arguments: list[dict[str, Any]]) -> None:
+        self.layers = layers
+        self.arguments = arguments
+        self.next_slot = 0  # each attention that runs takes the next cache slot
+        self._in_turn: tuple[Tensor, list[Tensor]] | None = None  # a sum, and what it is of
+
+    def compute(self, step: Step, stream: Tensor) -> Partial:
+        outputs = [self.sublayer(sublayer, stream) for sublayer in step.sublayers]
+        total = outputs[0]
+        for output in outputs[1:]:
+            total = total + output.to(total.device)
+        total = total.to(stream.device)
+        if self.layers.family.adds_in_turn:
+            self._in_turn = total, outputs
+        return Partial(total)
+
+    def add(self, stream: Tensor, output: Tensor) -> Tensor:
+        """Add an output, rounded as the decoder does it."""
+        total, outputs = self._in_turn or (None, [])
+        for one in outputs if output is total else [output]:
+            stream = stream + one.to(stream.device)
+        return stream
+
+    def reduce(self, partial: Partial) -> Pending:
+        return lambda: partial.part
+
+    def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
+        return [(branch, self) for branch in fork.branches]
+
+    def slot_of(self, attention: Sublayer) -> int:  # noqa: ARG002 - a plan machine needs it
+        """Return the cache slot, and the place among the arguments, of the attention that runs now."""
+        self.next_slot += 1
+        return self.next_slot - 1
+
+    def owner(self, sublayer: Sublayer) -> nn.Module:
+        return self.layers.owner(sublayer)
+
+    def sublayer(self, sublayer: Sublayer, stream: Tensor) -> Tensor:
+        owner = self.owner(sublayer)
+        spec = self.layers.family.spec(sublayer.kind, sublayer.layers[0])
+        if sublayer.kind == ATTENTION:
+            slot = self.slot_of(sublayer)
+            verified = self.layers.verified
+            if verified is None:
+                arguments = self.arguments[slot]
+            else:
+                arguments = verified.given(sublayer, self.arguments[slot])
+            call = partial(_through_stages, owner, spec, slot, spec.given(arguments))
+        else:
+            call = partial(_through_stages, owner, spec, None, {})
+        if self.layers.gradient_checkpointing and self.layers.training:
+            checkpointed: Any = self.layers._gradient_checkpointing_func
+            output: Tensor = checkpointed(call, stream)
+        else:
+            output = call(stream)
+        if self.layers.output_scale is not None:
+            output = output * self.layers.output_scale
+        dropout = self.layers.family.dropout.output
+        if dropout is not None and self.layers.training:
+            output = nn.functional.dropout(output, getattr(self.layers.config, dropout))
+        return output
+
+
+def _through_stages(
+    owner: nn.Module, spec: SublayerSpec, slot: int | None, arguments: dict[str, Any], stream: Tensor
+) -> Tensor:
+    if slot is not None:
+        _set_cache_slot(owner, spec, slot)
+    for path in spec.stages:
+        module = owner.get_submodule(path)
+        if slot is not None and path == spec.module:
+            output = module(hidden_states=stream, **arguments)
+        else:
+            output = module(stream)
+        # A mixture may give its router's choice, too, and tokens without their texts.
+        if isinstance(output, tuple):
+            stream = output[0].view(stream.shape)
+        else:
+            stream = output
+    return stream
+
+
+def _set_cache_slot(owner: nn.Module, spec: SublayerSpec, slot: int) -> None:
+    path, _, name = spec.cache_slot.rpartition(".")
+    setattr(owner.get_submodule(path), name, slot)
+
 
 PROGRAM_KEY = "surgeon_program"  # in config.json of a checkpoint that runs an edited program
 # Before its model type, so that no stock class takes it and ignores the program.

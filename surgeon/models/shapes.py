@@ -9,7 +9,7 @@ from surgeon.language.sublayer import LayerShapes, Sublayer
 from surgeon.models.families import Family, Projection, family_of
 from surgeon.models.families.positions import attention_windows, longest_text
 from surgeon.models.families.specs import NEURONS, Latent, Units, unit_bounds
-from surgeon.models.weights.layout import narrow_units
+from surgeon.models.weights.layers import narrow_units
 
 
 class MatrixShape(NamedTuple):

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
 from surgeon.findings.edit import Choice, Edit, as_choice
-from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.applied import AppliedOperation, require_whole_layers
 from surgeon.language.operations.lowrank import Calibration
-from surgeon.language.operations.within import require_whole_layers
 from surgeon.language.program import Program
 from surgeon.language.recipe import Expect, Recipe
 from surgeon.language.sublayer import ATTENTION

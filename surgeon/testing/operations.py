@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.operations.base import Operation, show_range
-from surgeon.language.operations.declare import VARIANTS
+from surgeon.language.operations.base import VARIANTS, Operation, show_range
 from surgeon.language.operations.pair import pair
 from surgeon.language.operations.prune import prune
 from surgeon.language.operations.variants import variant

@@ -28,7 +28,7 @@ from surgeon.checkpoint.stored import read_json
 from surgeon.errors import first_line
 from surgeon.language.program import Program
 from surgeon.machine import avoid_cudnn_attention, describe_gpu
-from surgeon.models.edited_layers import EditedLayers
+from surgeon.models.edit import EditedLayers
 from surgeon.opened import choose_device
 from surgeon.training.settings import TrainSettings, check_taken, check_trainer_arguments
 

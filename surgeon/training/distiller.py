@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 
 from surgeon.language.program import Program, steps_of
 from surgeon.language.sublayer import Sublayer
-from surgeon.models.edit import decoder_layers, edit, edited_layers, program_of
-from surgeon.models.edited_layers import EditedLayers
+from surgeon.models.edit import EditedLayers, decoder_layers, edit, edited_layers, program_of
 from surgeon.models.families import family_of
 from surgeon.models.families.specs import SublayerSpec
 from surgeon.models.weights.store import dense

@@ -20,8 +20,7 @@ from surgeon.exports.prove import original_model
 from surgeon.exports.unfuse import unfuse
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
-from surgeon.models.edit import decoder_layers, edit, edited_layers
-from surgeon.models.edited_layers import EditedLayers
+from surgeon.models.edit import EditedLayers, decoder_layers, edit, edited_layers
 from surgeon.named import hub_name
 from surgeon.opened import EditedModel, Model, open_edited
 from surgeon.training.racks.build import require_known

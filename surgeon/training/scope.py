@@ -16,8 +16,7 @@ from surgeon.checkpoint.random_weights import RandomFactors
 from surgeon.exports.prove import original_model
 from surgeon.language.program import Program, steps_of
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
-from surgeon.models.edit import edit, edited_layers
-from surgeon.models.edited_layers import EditedLayers
+from surgeon.models.edit import EditedLayers, edit, edited_layers
 from surgeon.opened import Model
 from surgeon.training.distiller import modules_of
 from surgeon.training.settings import TrainSettings

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArgu
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from surgeon.errors import Diverged, first_line, is_full_disk, is_out_of_memory
-from surgeon.models.edited_layers import ASKS_FOR_ROUTERS, EditedLayers
+from surgeon.models.edit import ASKS_FOR_ROUTERS, EditedLayers
 from surgeon.models.lora import PeftModel
 from surgeon.processes.files import show_bytes
 from surgeon.quality.summary import Quality

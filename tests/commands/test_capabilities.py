@@ -20,7 +20,7 @@ from surgeon.checkpoint.load import load_streamed
 from surgeon.commands.capabilities import ADAPTER_RANK, FACTORS, LENGTH, PAIRS, Capabilities, answer
 from surgeon.exports.export import plan_export, write_export
 from surgeon.findings.check import NO, PARTLY, YES, Verdict
-from surgeon.language.operations.declare import VARIANTS
+from surgeon.language.operations.base import VARIANTS
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.models.edit import edit

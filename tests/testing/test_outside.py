@@ -18,8 +18,16 @@ from surgeon.checkpoint.forms import FORMS, Form
 from surgeon.checkpoint.forms.plain import Plain
 from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.operations.base import OPERATIONS, Operation, find_stretch, operation
-from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant
+from surgeon.language.operations.base import (
+    HEATMAPS,
+    OPERATIONS,
+    VARIANTS,
+    Heatmap,
+    Operation,
+    Variant,
+    find_stretch,
+    operation,
+)
 from surgeon.language.program import Program
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.families.base import Dropouts

@@ -23,8 +23,7 @@ from surgeon.language.execute import Partial, State, advance, fork_output, land
 from surgeon.language.program import Fork, Program
 from surgeon.language.sublayer import KINDS, Sublayer
 from surgeon.machine import available_bytes, free_bytes, resident_bytes, show_size
-from surgeon.models.edit import decoder_inputs, decoder_layers
-from surgeon.models.edited_layers import EditedLayers, ModelMachine
+from surgeon.models.edit import EditedLayers, ModelMachine, decoder_inputs, decoder_layers
 from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource, ModelWeights, Tensors, module_with, stored_tensors
 from surgeon.quality.head import OutputHead

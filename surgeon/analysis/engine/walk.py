@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.machine import PlanMachine, cache_bytes
 from surgeon.language.execute import Branch, State, advance, land
-from surgeon.language.operations.within import parts_of
+from surgeon.language.operations.applied import parts_of
 from surgeon.language.program import Fork
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.models.families import family_of

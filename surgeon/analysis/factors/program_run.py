@@ -22,7 +22,7 @@ from surgeon.analysis.factors.matrices import Matrix
 from surgeon.language.execute import State, advance, land
 from surgeon.language.program import Node, Program
 from surgeon.language.sublayer import Sublayer
-from surgeon.models.edited_layers import ModelMachine
+from surgeon.models.edit import ModelMachine
 from surgeon.models.weights import FactorSource
 from surgeon.quality.head import OutputHead, join_measures
 from surgeon.quality.summary import Values

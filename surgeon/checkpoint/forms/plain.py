@@ -17,7 +17,7 @@ from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.program import Program
 from surgeon.models.families import Family
 from surgeon.models.routing import check_groups
-from surgeon.models.weights.layout import narrow_units
+from surgeon.models.weights.layers import narrow_units
 
 
 class Plain(Form):

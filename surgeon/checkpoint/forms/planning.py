@@ -29,8 +29,7 @@ from surgeon.models.weights import (
     mean,
     pack_tensors,
 )
-from surgeon.models.weights.layers import StoredWeights
-from surgeon.models.weights.layout import modules_of, own_path, taken_apart
+from surgeon.models.weights.layers import StoredWeights, modules_of, own_path, taken_apart
 from surgeon.models.weights.quantised import Quantised
 
 # A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.

@@ -10,7 +10,7 @@ from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights import indivisible
-from surgeon.models.weights.layout import narrow_units, require_parts
+from surgeon.models.weights.layers import narrow_units, require_parts
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,15 @@ package has it, too (`from surgeon.language.operations import pair`).
 from importlib import import_module
 from pkgutil import iter_modules
 
-from surgeon.language.operations.base import OPERATIONS, Operation, operation
-from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant
+from surgeon.language.operations.base import (
+    HEATMAPS,
+    OPERATIONS,
+    VARIANTS,
+    Heatmap,
+    Operation,
+    Variant,
+    operation,
+)
 
 __all__ = ["HEATMAPS", "OPERATIONS", "VARIANTS", "Heatmap", "Operation", "Variant", "operation"]
 

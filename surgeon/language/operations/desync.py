@@ -1,8 +1,7 @@
 """Drop the synchronisation between attention and feed-forward."""
 
-from surgeon.language.operations.base import find_stretch, operation
-from surgeon.language.operations.declare import Variant
-from surgeon.language.operations.slices import fork_of_slices
+from surgeon.language.operations.base import Variant, find_stretch, operation
+from surgeon.language.operations.tracks import fork_of_slices
 from surgeon.language.program import Program
 
 

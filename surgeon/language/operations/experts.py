@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from surgeon.language.operations.base import operation, require_present, show_range
-from surgeon.language.operations.declare import Heatmap
+from surgeon.language.operations.base import Heatmap, operation, require_present, show_range
 from surgeon.language.program import Program
 from surgeon.language.sublayer import FEED_FORWARD, LayerShapes, Sublayer
 

@@ -1,7 +1,6 @@
 """Run attention and feed-forward of a layer side by side."""
 
-from surgeon.language.operations.base import find_stretch, operation
-from surgeon.language.operations.declare import Variant
+from surgeon.language.operations.base import Variant, find_stretch, operation
 from surgeon.language.program import Program, layer_nodes
 
 

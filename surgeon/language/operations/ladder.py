@@ -1,7 +1,14 @@
 """Let steps read the stream late."""
 
-from surgeon.language.operations.base import KINDS_OF, Half, operation, require_present, show_range
-from surgeon.language.operations.declare import Heatmap, Variant
+from surgeon.language.operations.base import (
+    KINDS_OF,
+    Half,
+    Heatmap,
+    Variant,
+    operation,
+    require_present,
+    show_range,
+)
 from surgeon.language.program import Fork, Node, Program, Step, steps_of
 
 

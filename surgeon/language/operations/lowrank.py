@@ -10,8 +10,7 @@ from typing import Literal
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from surgeon.errors import did_you_mean
-from surgeon.language.operations.base import operation, require_present, show_range
-from surgeon.language.operations.declare import Heatmap
+from surgeon.language.operations.base import Heatmap, operation, require_present, show_range
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ROLES, LayerShapes, Sublayer
 

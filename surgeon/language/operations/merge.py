@@ -1,7 +1,6 @@
 """Run one layer with averaged weights in place of several."""
 
-from surgeon.language.operations.base import average_sublayers, find_stretch, operation
-from surgeon.language.operations.declare import Heatmap
+from surgeon.language.operations.base import Heatmap, average_sublayers, find_stretch, operation
 from surgeon.language.program import Program, Step, steps_of
 
 

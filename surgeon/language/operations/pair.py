@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-from surgeon.language.operations.base import find_stretch, operation
-from surgeon.language.operations.declare import Heatmap, Variant
+from surgeon.language.operations.base import Heatmap, Variant, find_stretch, operation
 from surgeon.language.program import Fork, Node, Program, Step, steps_of
 
 _AS_RUN = "pairs as tensor parallelism runs them"

@@ -1,7 +1,6 @@
 """Run layers side by side."""
 
-from surgeon.language.operations.base import find_stretch, operation
-from surgeon.language.operations.declare import Heatmap
+from surgeon.language.operations.base import Heatmap, find_stretch, operation
 from surgeon.language.program import Fork, Program
 
 

@@ -1,7 +1,6 @@
 """Leave layers out, or their attentions or feed-forwards alone."""
 
-from surgeon.language.operations.base import KINDS_OF, Half, find_stretch, operation
-from surgeon.language.operations.declare import Heatmap
+from surgeon.language.operations.base import KINDS_OF, Half, Heatmap, find_stretch, operation
 from surgeon.language.program import Node, Program, Step, steps_of
 
 

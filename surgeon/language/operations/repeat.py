@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from surgeon.language.operations.base import operation, require_present, show_range
-from surgeon.language.operations.declare import Heatmap
+from surgeon.language.operations.base import Heatmap, operation, require_present, show_range
 from surgeon.language.program import Fork, Node, Program
 
 MOST_TIMES = 1024  # a number beyond is a mistake, which would fill the memory

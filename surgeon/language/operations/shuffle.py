@@ -2,8 +2,7 @@
 
 import random
 
-from surgeon.language.operations.base import find_stretch, operation
-from surgeon.language.operations.declare import Heatmap
+from surgeon.language.operations.base import Heatmap, find_stretch, operation
 from surgeon.language.program import Program
 
 

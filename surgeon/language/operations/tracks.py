@@ -1,9 +1,30 @@
-"""Split layers into tracks that meet every few layers."""
+"""Split layers into tracks that meet every few layers, each branch a slice of the same steps."""
 
-from surgeon.language.operations.base import find_stretch, operation
-from surgeon.language.operations.declare import Variant
-from surgeon.language.operations.slices import fork_of_slices
-from surgeon.language.program import Program
+from collections.abc import Iterable
+from dataclasses import replace
+
+from surgeon.language.operations.base import Variant, find_stretch, operation
+from surgeon.language.program import Fork, Node, Program, Step, steps_of
+
+MOST_SLICES = 1024  # a number beyond is a mistake, which would fill the memory
+
+
+def fork_of_slices(nodes: Iterable[Node], count: int) -> Fork:
+    """A fork in which branch i computes slice i of `count` of every step; the slices keep streams of their own.
+
+    Raises:
+        ValueError: if `count` is below 2 or above MOST_SLICES.
+    """
+    if not 2 <= count <= MOST_SLICES:
+        raise ValueError(f"count must be at least 2 slices and at most {MOST_SLICES}, not {count}")
+    steps = tuple(steps_of(tuple(nodes)))
+    return Fork(tuple(tuple(_slice(step, index, count) for step in steps) for index in range(count)))
+
+
+def _slice(step: Step, index: int, count: int) -> Step:
+    return replace(
+        step, sublayers=tuple(replace(whole, piece=(index, count)) for whole in step.sublayers)
+    )
 
 
 @operation(

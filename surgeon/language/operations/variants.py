@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from surgeon.errors import did_you_mean
-from surgeon.language.operations.base import show_range
-from surgeon.language.operations.declare import VARIANTS, Variant
+from surgeon.language.operations.base import VARIANTS, Variant, show_range
 from surgeon.language.program import Program
 
 DENSE = "dense"  # the unedited program

@@ -8,8 +8,7 @@ from dataclasses import replace
 from math import floor
 from typing import Any, Literal, get_args
 
-from surgeon.language.operations.base import operation, require_present, show_range
-from surgeon.language.operations.declare import Heatmap
+from surgeon.language.operations.base import Heatmap, operation, require_present, show_range
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import Program
 from surgeon.language.sublayer import (

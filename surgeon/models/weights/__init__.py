@@ -13,9 +13,10 @@ from surgeon.models.weights.derive import (
     share_undivided,
     stored_tensors,
 )
-from surgeon.models.weights.factors import Factored, Factorised, Factors, FactorSource
-from surgeon.models.weights.layers import Group, Groups, Names
-from surgeon.models.weights.layout import (
+from surgeon.models.weights.layers import (
+    Group,
+    Groups,
+    Names,
     holds_output_bias,
     indivisible,
     require_sliceable,
@@ -32,6 +33,10 @@ from surgeon.models.weights.modules import (
 from surgeon.models.weights.store import (
     Averaged,
     Dense,
+    Factored,
+    Factorised,
+    Factors,
+    FactorSource,
     ModuleStore,
     NamedTensors,
     Store,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, get_args
 
@@ -31,8 +31,7 @@ from torch import Tensor
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.lowrank import Method
 from surgeon.language.sublayer import Sublayer
-from surgeon.models.weights.factors import Factors
-from surgeon.models.weights.store import WeightMatrix
+from surgeon.models.weights.store import Factors, WeightMatrix
 
 
 class SecondMoment:
@@ -331,6 +330,7 @@ def factorise(
     return factors_by(matrix, left, rank)
 
 
+@dataclass
 class TruncatedSVD:
     """Makes the plain factors of any matrix; no text is needed.
 
@@ -340,10 +340,9 @@ class TruncatedSVD:
         room: bytes that may be taken by directions of other layers, too; those used last are kept.
     """
 
-    def __init__(self, remembers: bool = False, room: int = 0) -> None:
-        self.remembers = remembers
-        self.room = room
-        self.kept: dict[tuple[tuple[int, ...], str], Tensor] = {}
+    remembers: bool = False
+    room: int = 0
+    kept: dict[tuple[tuple[int, ...], str], Tensor] = field(default_factory=dict, init=False)
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
         """Make factors in the matrix's own dtype, but float32 at least.

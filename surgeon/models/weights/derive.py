@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Projection, SublayerSpec
-from surgeon.models.weights.layout import (
+from surgeon.models.weights.layers import (
     holds_output_bias,
     indivisible,
     modules_of,

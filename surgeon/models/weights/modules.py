@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from surgeon.language.program import Program
 from surgeon.language.sublayer import FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.families import Projection, SublayerSpec
-from surgeon.models.weights.layout import modules_of, own_path, units_in
+from surgeon.models.weights.layers import modules_of, own_path, units_in
 from surgeon.models.weights.store import Tensors
 from surgeon.models.weights.view import ModelWeights
 

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from surgeon.language.sublayer import ATTENTION, KINDS, Sublayer
 from surgeon.models.weights.decompose import TruncatedSVD
-from surgeon.models.weights.factors import Factors, FactorSource
 from surgeon.models.weights.layers import StoredWeights
-from surgeon.models.weights.store import WeightMatrix
+from surgeon.models.weights.store import Factors, FactorSource, WeightMatrix
 
 
 @runtime_checkable

@@ -11,9 +11,9 @@ from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, NO_WIDTH, ROLES, 
 from surgeon.models.families import Family, Projection, SublayerSpec
 from surgeon.models.families.specs import Bounds, Units, unit_bounds
 from surgeon.models.weights.decompose import TruncatedSVD
-from surgeon.models.weights.factors import Factored, Factorised, FactorSource
-from surgeon.models.weights.layers import Kept, StoredWeights
-from surgeon.models.weights.layout import (
+from surgeon.models.weights.layers import (
+    Kept,
+    StoredWeights,
     holds_output_bias,
     modules_of,
     narrow_units,
@@ -21,7 +21,17 @@ from surgeon.models.weights.layout import (
     require_parts,
     units_in,
 )
-from surgeon.models.weights.store import Averaged, Store, Tensors, WeightMatrix, mean, read_features
+from surgeon.models.weights.store import (
+    Averaged,
+    Factored,
+    Factorised,
+    FactorSource,
+    Store,
+    Tensors,
+    WeightMatrix,
+    mean,
+    read_features,
+)
 from surgeon.models.weights.units import unit_source
 
 

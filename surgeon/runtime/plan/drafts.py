@@ -20,7 +20,7 @@ from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.errors import show_value
-from surgeon.language.operations.declare import VARIANTS
+from surgeon.language.operations.base import VARIANTS
 from surgeon.language.operations.variants import RUN_OTHERWISE, is_variant, variant_of
 from surgeon.language.program import Program, Step
 from surgeon.models.edit import check_layers

@@ -33,7 +33,7 @@ class SlicedSpace(Space):
         if self.ranks < 2:
             why = "it has a slice of the layers for each rank, and one rank has nothing to share; use two or more"
             return [why] * model.num_layers
-        from surgeon.models.weights.layout import indivisible, require_sliceable  # which imports torch
+        from surgeon.models.weights.layers import indivisible, require_sliceable  # which imports torch
 
         reasons = []
         for layer in range(model.num_layers):

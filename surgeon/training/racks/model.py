@@ -28,8 +28,7 @@ from surgeon.exports.in_memory import stock_model
 from surgeon.exports.on_demand import build_empty
 from surgeon.language.program import Node, Program
 from surgeon.language.sublayer import Sublayer
-from surgeon.models.edit import edit
-from surgeon.models.edited_layers import EditedLayers, ModelMachine
+from surgeon.models.edit import EditedLayers, ModelMachine, edit
 from surgeon.models.families import Family, family_of
 from surgeon.models.weights import ModelWeights, NamedTensors, make_room
 from surgeon.processes.files import whole_file

@@ -16,8 +16,15 @@ from surgeon.analysis.cells import SCANNED, check_operations, select, selected_c
 from surgeon.analysis.proxies import readers
 from surgeon.findings.scan import Scan
 from surgeon.findings.tolerance import changed_layers
-from surgeon.language.operations.base import OPERATIONS, find_stretch, operation
-from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant
+from surgeon.language.operations.base import (
+    HEATMAPS,
+    OPERATIONS,
+    VARIANTS,
+    Heatmap,
+    Variant,
+    find_stretch,
+    operation,
+)
 from surgeon.language.operations.variants import is_variant, variant, variant_names
 from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
@@ -213,7 +220,7 @@ def test_a_file_is_all_it_takes(tmp_path: Path) -> None:
     folder = folder / "language"
     (folder / "operations" / "aardvark.py").write_text(
         "from surgeon.language.operations.base import operation\n"
-        "from surgeon.language.operations.declare import Heatmap, Variant\n"
+        "from surgeon.language.operations.base import Heatmap, Variant\n"
         '@operation(heatmaps={"ant-eater": Heatmap("Ant eater", note="eats ants")}, variants={"ants": Variant()})\n'
         "def aardvark(program, layers):\n    return program\n"
     )

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 
 from surgeon.language.operations import ladder, prune, repeat
-from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.operations.within import changed_within, require_whole_layers, runs_whole_layers
+from surgeon.language.operations.applied import (
+    AppliedOperation,
+    changed_within,
+    require_whole_layers,
+    runs_whole_layers,
+)
 from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes
 

@@ -31,7 +31,7 @@ from surgeon.models.weights.decompose import (
     truncation_loss,
     whiten,
 )
-from surgeon.models.weights.factors import Factors
+from surgeon.models.weights.store import Factors
 
 
 class Given:

@@ -15,8 +15,7 @@ from transformers import DynamicCache
 
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
-from surgeon.models.edit import edit
-from surgeon.models.edited_layers import EditedLayers
+from surgeon.models.edit import EditedLayers, edit
 from surgeon.models.verified import _Joined
 from surgeon.runtime.batching.ahead import FEW_MISSED, Ahead
 from surgeon.runtime.batching.request import Request

@@ -18,8 +18,9 @@ from surgeon.models.weights.quantised.matrix import (
     PartSpec,
     Quantised,
     Scheme,
+    pairs_of,
+    scale_values,
 )
-from surgeon.models.weights.quantised.unpack import pairs_of, scale_values
 from surgeon.models.weights.store import Tensors
 
 WEIGHT = ".weight"

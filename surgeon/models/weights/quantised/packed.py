@@ -12,13 +12,15 @@ from torch import Tensor
 from surgeon.models.weights.quantised.matrix import (
     FLOATS,
     INDICES,
+    WORD,
     Along,
     Arrangement,
     PartSpec,
     Quantised,
     Scheme,
+    codes_of,
+    scale_values,
 )
-from surgeon.models.weights.quantised.unpack import WORD, codes_of, scale_values
 from surgeon.models.weights.store import Tensors
 
 WORDS = ".qweight"

@@ -13,13 +13,17 @@ from surgeon.errors import show_value
 from surgeon.models.weights.quantised.matrix import (
     FLOATS,
     INDICES,
+    WORD,
     Along,
     Arrangement,
     PartSpec,
     Quantised,
     Scheme,
+    codes_of,
+    mxfp4,
+    scale_values,
+    scales_of,
 )
-from surgeon.models.weights.quantised.unpack import WORD, codes_of, mxfp4, scale_values, scales_of
 from surgeon.models.weights.store import Tensors
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
