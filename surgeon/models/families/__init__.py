@@ -1,26 +1,13 @@
-"""The architectures surgeon can operate on, one short file each."""
+"""The architectures surgeon can operate on."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any
 
 from surgeon.models.families.base import Family
 from surgeon.models.families.fused import FUSED
+from surgeon.models.families.registry import FAMILIES
 from surgeon.models.families.specs import Projection, SublayerSpec
-
-_NOT_OF_ONE_ARCHITECTURE = ("base", "fused", "mixtures", "positions", "specs")
-# A new file of this folder is found by itself.
-FAMILIES: dict[str, Family] = {
-    found.model_type: found
-    for module in iter_modules([str(Path(__file__).parent)])
-    if module.name not in _NOT_OF_ONE_ARCHITECTURE
-    for found in vars(import_module(f"{__name__}.{module.name}")).values()
-    if isinstance(found, Family)
-}
-
 
 __all__ = [
     "FAMILIES",

@@ -7,7 +7,6 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from surgeon.models.families import FAMILIES
 from surgeon.models.families.base import (
     AttentionWindow,
     ConfigEntries,
@@ -19,6 +18,7 @@ from surgeon.models.families.base import (
     Scales,
 )
 from surgeon.models.families.llama import LLAMA
+from surgeon.models.families.registry import FAMILIES
 from surgeon.models.families.specs import Clamp, Growth, HeadNorm, HeadStage, Projection
 
 POSITIONS = "model.embed_positions"  # where positions are learned
