@@ -37,8 +37,7 @@ from scripts.gpu.sixteen_bits import (
     token_ids,
 )
 from scripts.gpu.speeds import Load, continued, open_engine
-from surgeon.benchmarks.drafting import decode_together
-from surgeon.benchmarks.measure import Needs, RankBench, bench_table
+from surgeon.benchmarks.measure import Needs, RankBench, bench_table, decode_together
 from surgeon.commands.app import main as surgeon_command
 from surgeon.cost.deployment import Workload
 from surgeon.demo import demo_model

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 import surgeon
 from scripts.gpu.sides import Judge, Setup, Side, judge_error
 from surgeon.machine import avoid_cudnn_attention
-from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import BLOCK_TOKENS
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS
+from surgeon.runtime.batching.request import Row, Wanted
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.kernels.triton.functions import Placing, TextBlocks, TritonKernels
 from surgeon.runtime.model.engine import RankEngine

@@ -22,9 +22,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from surgeon.language.execute import Partial
 from surgeon.language.program import Fork, Step
 from surgeon.processes.files import whole_file
-from surgeon.runtime.batching.request import Request, UndefinedLogits
+from surgeon.runtime.batching.request import Request, Row, UndefinedLogits
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Around, Collectives, Counts, EmulatedLink, Link, Unconnected
 from surgeon.runtime.kernels.recording import mark_calls
 from surgeon.runtime.model.attending import Pass

@@ -252,7 +252,7 @@ class RankWork:
             yield maps.product("o", *plan.latent.products(plan.hidden, heads)["o"])
 
     def _latent(self, latent: Latent, maps: _Maps, heads: int) -> Iterable[Item]:
-        """Queries, keys and values of so many heads, as `runtime/model/latent.py` makes them."""
+        """Queries, keys and values of so many heads, as `runtime/model/layers.py` makes them."""
         products = latent.products(self.plan.hidden, heads)
         made = maps.tokens * heads * latent.width
         yield maps.product("latents", *products["latents"])

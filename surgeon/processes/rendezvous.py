@@ -29,8 +29,16 @@ from typing import Literal, NamedTuple
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does export them
 
-from surgeon.processes.sockets import PROOF_SECONDS, interface_of, limit_silence, listen, prove, resolve
-from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
+from surgeon.processes.torchrun import (
+    PROOF_SECONDS,
+    RankLocation,
+    TorchrunEnvironment,
+    interface_of,
+    limit_silence,
+    listen,
+    prove,
+    resolve,
+)
 from surgeon.version import __version__
 
 STORE_TIMEOUT = timedelta(minutes=10)  # for a key that another rank writes

@@ -22,12 +22,14 @@ from starlette.types import Receive, Scope, Send
 
 from surgeon.checkpoint.texts import UNFINISHED
 from surgeon.runtime.batching.request import Event, QueueFull, Sampling, TokenLogprob, UndefinedLogits
-from surgeon.runtime.stream import Answer
-from surgeon.server.bodies import Body, ChatBody, CompletionBody
-from surgeon.server.errors import (
+from surgeon.runtime.service import Answer
+from surgeon.server.bodies import (
     GONE,
     RETRY_SOON,
     ApiError,
+    Body,
+    ChatBody,
+    CompletionBody,
     invalid,
     refuse_after_failure,
     refuse_while_draining,

@@ -34,8 +34,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from surgeon.server.answers import respond
-from surgeon.server.bodies import ChatBody, CompletionBody
-from surgeon.server.errors import ApiError, explain
+from surgeon.server.bodies import ApiError, ChatBody, CompletionBody, explain
 from surgeon.server.state import (
     MOST_BYTES,
     ServerState,

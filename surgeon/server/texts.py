@@ -10,7 +10,7 @@ from typing import Any
 
 from surgeon.checkpoint.messages import Message, chat_text, plain_message
 from surgeon.checkpoint.texts import Continuation, Encoder
-from surgeon.server.errors import invalid
+from surgeon.server.bodies import invalid
 
 FIELD = "chat_template_kwargs"
 MOST_VARIABLES = 1 << 16  # bytes of them

@@ -15,10 +15,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.request import Request, Stats
+from surgeon.runtime.batching.blocks import blocks_for
+from surgeon.runtime.batching.request import Request, Row, Stats, Wanted
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.model import linear

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from surgeon.machine import torch_threads
-from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows, blocks_for
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS, Windows, blocks_for
+from surgeon.runtime.batching.request import Row, Wanted
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.kernels.build import SWITCH
 from surgeon.runtime.kernels.functions import kernels_for

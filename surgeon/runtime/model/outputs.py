@@ -21,7 +21,7 @@ from surgeon.language.program import Step
 from surgeon.language.sublayer import WRITING
 from surgeon.runtime.model.layers import Norm
 from surgeon.runtime.model.linear import LinearMap
-from surgeon.runtime.plan.balance import NO_MIXTURES, Mixtures
+from surgeon.runtime.plan.specification import NO_MIXTURES, Mixtures
 
 
 def summed_in_rank_space(

@@ -24,15 +24,20 @@ from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder, Recording
 from surgeon.runtime.model import linear
-from surgeon.runtime.model.attending import Pass
-from surgeon.runtime.model.latent import LatentMaps
-from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Rebuild, norm_before, torch_dtype
+from surgeon.runtime.model.attending import Pass, centre_heads, in_halves
+from surgeon.runtime.model.layers import (
+    Attention,
+    FeedForward,
+    LatentMaps,
+    Norm,
+    Rebuild,
+    norm_before,
+    torch_dtype,
+)
 from surgeon.runtime.model.linear import Linear, LinearMap, Maps, Sharing, count_outputs, is_factored
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
 from surgeon.runtime.model.peers import Peers, Phase
-from surgeon.runtime.model.rotary import centre_heads, in_halves
-from surgeon.runtime.plan.balance import WholeExperts
 from surgeon.runtime.plan.placement import (
     Group,
     Part,
@@ -44,7 +49,7 @@ from surgeon.runtime.plan.placement import (
     whole_experts,
     work_of,
 )
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.specification import Plan, WholeExperts
 
 Made = Attention | FeedForward | MixtureOfExperts  # computes a part
 PartKey = tuple[Sublayer, Group, range | None]

@@ -17,18 +17,15 @@ from torch import Tensor
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.models.weights import ModelWeights
-from surgeon.runtime.batching.request import TokenLogprob
-from surgeon.runtime.batching.sequence import AskedPlaces, Row, Wanted, asked_of, halves_of
+from surgeon.runtime.batching.request import AskedPlaces, Row, TokenLogprob, Wanted, asked_of, halves_of
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.kernels.functions import Weighting
-from surgeon.runtime.model.attending import Attend, AttendRaw, Pass
+from surgeon.runtime.model.attending import AllAngles, Attend, AttendRaw, Pass, rotate_angles, rotation
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary, final_norm
 from surgeon.runtime.model.layers import Rebuild
-from surgeon.runtime.model.paged_cache import PagedCache, angles_at
-from surgeon.runtime.model.paged_layout import PagedLayout, as_index
+from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout, angles_at, as_index
 from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
-from surgeon.runtime.model.rotary import AllAngles, rotate_angles, rotation
 from surgeon.runtime.plan.specification import CodaPlan, Plan
 
 

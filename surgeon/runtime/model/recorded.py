@@ -16,14 +16,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.sequence import Row
-from surgeon.runtime.batching.windows import power_of_two
+from surgeon.runtime.batching.blocks import power_of_two
+from surgeon.runtime.batching.request import Row
 from surgeon.runtime.kernels.functions import Kernels, Runs, Weighting, Window
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay, Span
+from surgeon.runtime.model.attending import AllAngles
 from surgeon.runtime.model.paged_cache import PagedCache, runs_of, stretches
 from surgeon.runtime.model.peers import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
-from surgeon.runtime.model.rotary import AllAngles
 
 Reading = tuple[int, Window | None]  # a group of the cache, and a window
 NOWHERE = -1  # a place of keys and values that are not kept

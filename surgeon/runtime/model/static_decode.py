@@ -26,17 +26,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for, power_of_two
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for, power_of_two
+from surgeon.runtime.batching.request import Row, Wanted
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.kernels.functions import Weighting, Window
 from surgeon.runtime.kernels.recording import GraphRecorder
 from surgeon.runtime.kernels.triton.functions import Placing, TextBlocks
-from surgeon.runtime.model.attending import AttendRaw, attention
+from surgeon.runtime.model.attending import AllAngles, AttendRaw, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at, write_table
 from surgeon.runtime.model.peers import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
-from surgeon.runtime.model.rotary import AllAngles
 
 # Columns of the inputs: how many tokens are known (`Row.known`); tables of the cache's groups take all further ones.
 TOKEN = 0

@@ -23,7 +23,7 @@ from surgeon.machine import free_bytes, show_size
 from surgeon.models.families.specs import unit_bounds
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights
-from surgeon.runtime.batching.windows import (
+from surgeon.runtime.batching.blocks import (
     BLOCK_TOKENS,
     PASS_TOKENS,
     Windows,

@@ -9,9 +9,8 @@ from operator import eq
 from typing import NamedTuple
 
 from surgeon.runtime.batching.blocks import BlockPool
-from surgeon.runtime.batching.request import Choice, Request
+from surgeon.runtime.batching.request import Choice, Request, ScheduledChunk, Wanted
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
-from surgeon.runtime.batching.sequence import ScheduledChunk, Wanted
 from surgeon.runtime.comm.pipes import Ring, Sender
 from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache

@@ -18,13 +18,11 @@ from multiprocessing.connection import Client, Listener
 import torch
 from torch import Tensor
 
-from surgeon.processes.sockets import address_of, watch_over
-from surgeon.runtime.batching.blocks import BlockPool
-from surgeon.runtime.batching.request import UNDEFINED, Choice
+from surgeon.processes.torchrun import address_of, watch_over
+from surgeon.runtime.batching.blocks import BlockPool, Windows
+from surgeon.runtime.batching.request import UNDEFINED, Choice, Row, ScheduledChunk, Wanted, asked_of
+from surgeon.runtime.batching.request import Sequence as Text
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
-from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted, asked_of
-from surgeon.runtime.batching.sequence import Sequence as Text
-from surgeon.runtime.batching.windows import Windows
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.comm.pipes import Ring
 from surgeon.runtime.model.engine import RankEngine

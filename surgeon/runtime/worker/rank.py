@@ -35,10 +35,10 @@ from surgeon.machine import (
 )
 from surgeon.processes.children import when_parent_ends
 from surgeon.processes.rendezvous import StoreAddress, end_when_told, find_rank0
-from surgeon.processes.sockets import interface_variables
 from surgeon.processes.torchrun import (
     RankLocation,
     TorchrunEnvironment,
+    interface_variables,
     ranks_of_this_machine,
     read_environment,
 )

@@ -12,7 +12,7 @@ import threading
 import time
 from contextlib import suppress
 
-from surgeon.processes.watchdog import Pulse
+from surgeon.processes.children import Pulse
 from surgeon.runtime.batching.request import Request
 from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.model.engine import Figures, RankEngine

@@ -8,12 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import BlockTable
-from surgeon.runtime.batching.sequence import Row, Wanted, asked_of
-from surgeon.runtime.batching.windows import BLOCK_TOKENS
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS, BlockTable
+from surgeon.runtime.batching.request import Row, Wanted, asked_of
 from surgeon.runtime.kernels.functions import Weighting, Window
-from surgeon.runtime.model.paged_cache import PagedCache, stretches
-from surgeon.runtime.model.paged_layout import PagedLayout, as_index
+from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout, as_index, stretches
 
 HEAD_DIM = 8
 BLOCKS = 24

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surgeon.benchmarks.timing import TimedEngine
-from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import BLOCK_TOKENS
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS
+from surgeon.runtime.batching.request import Row, Wanted
 from surgeon.runtime.comm.collectives import Alone, Counts, EmulatedLink, Link
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives, create_memory
 from surgeon.runtime.kernels.functions import kernels

@@ -22,11 +22,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from surgeon.benchmarks.timing import TimedEngine
 from surgeon.language.program import Program
-from surgeon.runtime.batching.blocks import BlockTable
-from surgeon.runtime.batching.request import Request, Sampling
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS, BlockTable, blocks_for
+from surgeon.runtime.batching.request import Request, Row, Sampling, Targets, Wanted
 from surgeon.runtime.batching.scheduler import Limits, Output
-from surgeon.runtime.batching.sequence import Row, Targets, Wanted
-from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Alone, Collectives, Counts
 from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.kernels import functions

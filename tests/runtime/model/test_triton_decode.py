@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from surgeon.runtime.batching.sequence import Wanted
+from surgeon.runtime.batching.request import Wanted
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.kernels import functions, triton
 from surgeon.runtime.kernels.triton.functions import TritonKernels

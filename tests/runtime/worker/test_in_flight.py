@@ -20,8 +20,8 @@ from surgeon.runtime.comm.collectives import Alone, Link
 from surgeon.runtime.comm.pipes import Ring
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.drafts import with_stretches
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.plan.stretches import with_stretches
 from surgeon.runtime.worker.leader import Account, Report
 from surgeon.runtime.worker.pipeline import PipelineLeader, StretchEngine, relay
 from tests.codas import save_codas

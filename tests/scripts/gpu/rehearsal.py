@@ -20,9 +20,9 @@ from unittest.mock import MagicMock
 
 import torch
 
+from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Alone, Compressed, Unconnected
 from surgeon.runtime.kernels import triton
 from surgeon.runtime.kernels.recording import CudaRecorder

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from surgeon.runtime.kernels.triton.functions import ACTIVATIONS, FEW, Placing, TextBlocks, TritonKernels
-from surgeon.runtime.model.rotary import rotate_
+from surgeon.runtime.model.attending import rotate_
 
 pytest.importorskip("triton", reason="triton is not installed")
 # Numpy's, where it is infinite.
