@@ -48,7 +48,7 @@ from surgeon.runtime.batching.request import (
     check_length,
 )
 from surgeon.runtime.batching.scheduler import Limits, Output
-from surgeon.runtime.kernels.library import kernels_used, warn_without_kernels
+from surgeon.runtime.kernels.build import kernels_used, warn_without_kernels
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import named_draft, with_coda, with_draft, with_stretches

@@ -41,8 +41,7 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families.specs import unit_bounds
 from surgeon.models.weights import ModelWeights
-from surgeon.runtime.kernels.functions import Weighting
-from surgeon.runtime.kernels.triton.functions import Placing
+from surgeon.runtime.kernels.functions import Placing, Weighting
 from surgeon.runtime.model.attending import Angles, Pass, place_, rotation
 from surgeon.runtime.model.ends import Ends, embedded_among, read
 from surgeon.runtime.model.layers import FeedForward, Norm, plan_kernels, torch_dtype

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from surgeon.runtime.kernels.functions import Kernels
-from surgeon.runtime.kernels.library import NOTES, RECORDABLE, Call, note_calls
+from surgeon.runtime.kernels.functions import NOTES, RECORDABLE, Call, Kernels, note_calls
 
 Replay = Callable[[bool], list[float]]
 LEAST = 64  # numbers of a buffer

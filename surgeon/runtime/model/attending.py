@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.models.weights import Tensors
-from surgeon.runtime.kernels.functions import Weighting, kernels_for
-from surgeon.runtime.kernels.triton.functions import Placing, triton_kernels_for
+from surgeon.runtime.kernels.functions import Placing, Weighting, kernels_for, triton_kernels_for
 from surgeon.runtime.plan.specification import Rotary
 
 Angles = tuple[Tensor, Tensor]  # cosine and signed sine, (tokens, 1, up to D) each
@@ -184,7 +183,6 @@ def attention(
         causal: in place of a mask: query i looks at keys 0 to i.
     """
     kv_heads = keys.shape[1]
-    head_dim = queries.shape[-1]
     grouped = queries.shape[1] > kv_heads
     plain = weighting.softcap is None and weighting.sinks is None
     if plain and grouped and mask is not None and len(queries) == 1:
@@ -206,10 +204,9 @@ def attention(
             scale=weighting.scale,
             enable_gqa=grouped,
         )
-    scale = head_dim**-0.5 if weighting.scale is None else weighting.scale
     # The heads of a KV group as if they were queries.
     together = queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)
-    scores = (together @ keys.transpose(-1, -2)) * scale
+    scores = (together @ keys.transpose(-1, -2)) * weighting.factor(queries.shape[-1])
     scores = scores if weighting.softcap is None else softcap(scores, weighting.softcap)
     scores = scores.unflatten(2, (-1, queries.shape[2]))
     if causal:

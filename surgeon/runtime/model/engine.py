@@ -20,9 +20,8 @@ from surgeon.machine import torch_threads
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, Windows, blocks_for
 from surgeon.runtime.batching.request import Row, Wanted
 from surgeon.runtime.comm.collectives import Collectives
-from surgeon.runtime.kernels.build import SWITCH
+from surgeon.runtime.kernels.build import SWITCH, used_on
 from surgeon.runtime.kernels.functions import kernels_for
-from surgeon.runtime.kernels.triton import used_on
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.peers import Phase
 from surgeon.runtime.model.rank_model import DynamicPasses, HalvedPasses, RankModel, Results, Way

@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.models.weights import Tensors
-from surgeon.runtime.kernels.functions import Kernels, kernels_for
-from surgeon.runtime.kernels.triton.functions import FEW, triton_kernels_for
+from surgeon.runtime.kernels.functions import FEW, Kernels, kernels_for, triton_kernels_for
 from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.plan.placement import Group
 

@@ -33,8 +33,15 @@ from torch import Tensor
 
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, GONE, BlockRun, Windows, blocks_for
 from surgeon.runtime.batching.request import Row
-from surgeon.runtime.kernels.functions import Runs, TextKeys, Weighting, Window, kernels_for
-from surgeon.runtime.kernels.triton.functions import TextBlocks, triton_kernels_for
+from surgeon.runtime.kernels.functions import (
+    Runs,
+    TextBlocks,
+    TextKeys,
+    Weighting,
+    Window,
+    kernels_for,
+    triton_kernels_for,
+)
 from surgeon.runtime.model.attending import AllAngles, attention
 from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.layers import Rebuild

@@ -39,8 +39,7 @@ from surgeon.runtime.batching.request import (
     Sampling,
     TokenLogprob,
 )
-from surgeon.runtime.kernels.functions import kernels_for
-from surgeon.runtime.kernels.triton.functions import triton_kernels_for
+from surgeon.runtime.kernels.functions import kernels_for, triton_kernels_for
 
 NUCLEUS = 512  # so many tokens are looked at first: to sort a vocabulary takes about 30 times as long
 LEAST_RANKED = 64  # so many are looked at for any top_k up to that, so that these are one batch

@@ -29,9 +29,8 @@ from torch import Tensor
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for, power_of_two
 from surgeon.runtime.batching.request import Row, Wanted
 from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.kernels.functions import Weighting, Window
+from surgeon.runtime.kernels.functions import Placing, TextBlocks, Weighting, Window
 from surgeon.runtime.kernels.recording import GraphRecorder
-from surgeon.runtime.kernels.triton.functions import Placing, TextBlocks
 from surgeon.runtime.model.attending import AllAngles, AttendRaw, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at, write_table
 from surgeon.runtime.model.peers import Sent

@@ -27,7 +27,7 @@ from surgeon.models.families.specs import Growth, Latent, Units, unit_bounds
 from surgeon.models.routing import Routing
 from surgeon.runtime.batching.blocks import blocks_for, power_of_two
 from surgeon.runtime.batching.request import LongTexts
-from surgeon.runtime.kernels.triton import used_on
+from surgeon.runtime.kernels.build import used_on
 
 
 class WholeExperts(NamedTuple):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from surgeon.runtime.batching.request import Wanted
 from surgeon.runtime.comm.collectives import Alone
-from surgeon.runtime.kernels import functions, triton
+from surgeon.runtime.kernels import functions
 from surgeon.runtime.kernels.triton.functions import TritonKernels
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.static_decode import StaticDecode
@@ -82,7 +82,7 @@ def as_on_gpus(kernels: bool = True) -> Iterator[None]:
     """Compute as on GPUs: without kernels for CPUs, with those for GPUs if wanted."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(functions, "kernels", lambda: None)
-        patch.setattr(triton, "used_on", lambda _: kernels)
+        patch.setattr(functions, "used_on", lambda _: kernels)
         yield
 
 
