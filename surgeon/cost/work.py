@@ -1,6 +1,6 @@
 """Computation and exchanges of a rank for each step, as kernels and bytes, by the rules of `runtime/model`.
 
-`runtime.plan.placement` gives a rank's slices, `runtime.model.outputs` the sums in rank space, and the plan the cache.
+`runtime.plan.placement` gives a rank's slices and the sums in rank space, and the plan the cache.
 
 Shapes: T tokens of a pass, h the stream's width, n ranks that share a sublayer.
 """
@@ -18,8 +18,15 @@ from surgeon.language.program import Fork, Step
 from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.models.families.specs import Latent
 from surgeon.models.shapes import ModelShapes
-from surgeon.runtime.model.outputs import summed_apart, summed_in_rank_space
-from surgeon.runtime.plan.placement import Group, Part, Work, computed_of, whole_experts
+from surgeon.runtime.plan.placement import (
+    Group,
+    Part,
+    Work,
+    computed_of,
+    summed_apart,
+    summed_in_rank_space,
+    whole_experts,
+)
 from surgeon.runtime.plan.specification import Plan
 
 

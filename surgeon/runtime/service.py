@@ -54,11 +54,9 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import named_draft, with_coda, with_draft, with_stretches
 from surgeon.runtime.plan.memory import Capacity, choose_cache
 from surgeon.runtime.plan.specification import Ways
-from surgeon.runtime.worker.leader import Account, Cancel, Progress, Report
-from surgeon.runtime.worker.pipeline import connect
 from surgeon.runtime.worker.rank import RankOptions, gpu_room
 from surgeon.runtime.worker.ranks import RankFailed, Ranks
-from surgeon.runtime.worker.worker import load, serve
+from surgeon.runtime.worker.worker import Account, Cancel, Progress, Report, connect, load, serve
 
 _LOG = logging.getLogger(__name__)
 

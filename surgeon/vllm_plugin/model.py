@@ -41,12 +41,12 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families.specs import unit_bounds
 from surgeon.models.weights import ModelWeights
+from surgeon.runtime.comm.collectives import Peers
 from surgeon.runtime.kernels.functions import Placing, Weighting
 from surgeon.runtime.model.attending import Angles, Pass, place_, rotation
 from surgeon.runtime.model.ends import Ends, embedded_among, read
 from surgeon.runtime.model.layers import FeedForward, Norm, plan_kernels, torch_dtype
 from surgeon.runtime.model.mixture import MixtureOfExperts
-from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import require_equal_heads, shared_units

@@ -19,8 +19,8 @@ from surgeon.language.program import Program
 from surgeon.runtime.batching.request import Row, Wanted
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.comm.collectives import Alone, Counts
-from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.worker.rank import Sender
 from tests.pretended import pretended_gpus
 from tests.tiny_models import tiny_model
 

@@ -26,9 +26,8 @@ from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.leader import Leader
 from surgeon.runtime.worker.rank import Rank
-from surgeon.runtime.worker.worker import ENGINE, follow
+from surgeon.runtime.worker.worker import ENGINE, Leader, follow
 
 
 def cache_bytes(cache: PagedCache) -> int:

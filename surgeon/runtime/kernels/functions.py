@@ -197,7 +197,7 @@ class Weighting:
     def factor(self, dim: int) -> float:
         """The scale for heads of so many features."""
         if self.scale is None:
-            return dim**-0.5
+            return float(dim**-0.5)
         return self.scale
 
 

@@ -19,14 +19,12 @@ from torch import Tensor
 from surgeon.machine import torch_threads
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, Windows, blocks_for
 from surgeon.runtime.batching.request import Row, Wanted
-from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.comm.collectives import Collectives, Phase
 from surgeon.runtime.kernels.build import SWITCH, used_on
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.peers import Phase
 from surgeon.runtime.model.rank_model import DynamicPasses, HalvedPasses, RankModel, Results, Way
-from surgeon.runtime.model.recorded import RecordedDecode
-from surgeon.runtime.model.static_decode import StaticDecode
+from surgeon.runtime.model.recorded import RecordedDecode, StaticDecode
 from surgeon.runtime.plan.memory import cache_groups
 from surgeon.runtime.plan.specification import Plan
 

@@ -7,7 +7,7 @@ on CPUs, and as stored, (out_features, in_features), on GPUs, where a kernel mul
 Two factors on several ranks: a sublayer's projections W = B A of the stream are cut by heads or neurons, so that each
 rank needs some rows of every second factor B, but all that the first factors A give, their sum of ranks R. In DeInfer
 each rank computes R / n of that in one product, and one all-gather gives it to all. Projections to the stream go the
-other way: the sum over the ranks of what the first factor gives goes through the second one (outputs.py). Base has each
+other way: the sum over the ranks of what the first factor gives goes through the second one (program.py). Base has each
 matrix W = B A by itself: a rank has some columns of B and rows of A, and every product is summed over the ranks, so
 that all of them have all heads. A matrix's rank is called the columns that its first factor gives.
 
@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.models.weights import Tensors
+from surgeon.runtime.comm.collectives import Peers
 from surgeon.runtime.kernels.functions import FEW, Kernels, kernels_for, triton_kernels_for
-from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.plan.placement import Group
 
 # Outputs that lie side by side, and of which there are a multiple

@@ -2,12 +2,20 @@
 
 Embedding, cache, batches and output head are not in it: this package's engine has its own, and so has vLLM
 (vllm_plugin).
+
+Sums of the parts that ranks compute of a step's output.
+
+Most steps have one sum, of what all ranks add to the stream, (T, h). Two things keep sublayers of a step apart: a norm
+behind a sublayer (Gemma2), and a product of two factors, summed before the second one, of as many values as its rank.
+Then each of the step's sublayers has a segment of its own in what is reduced, (T, all segments).
+
+Shapes: T tokens of a pass, h the stream's width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import zip_longest
 
@@ -20,7 +28,7 @@ from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families import Projection
 from surgeon.models.families.specs import unit_share
 from surgeon.models.weights import ModelWeights, Tensors
-from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.comm.collectives import Counts, Peers, Phase
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder, Recording
 from surgeon.runtime.model import linear
@@ -36,8 +44,6 @@ from surgeon.runtime.model.layers import (
 )
 from surgeon.runtime.model.linear import Linear, LinearMap, Maps, Sharing, count_outputs, is_factored
 from surgeon.runtime.model.mixture import MixtureOfExperts
-from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
-from surgeon.runtime.model.peers import Peers, Phase
 from surgeon.runtime.plan.placement import (
     Group,
     Part,
@@ -46,10 +52,70 @@ from surgeon.runtime.plan.placement import (
     computed_of,
     groups_within,
     rank_work,
+    summed_apart,
+    summed_in_rank_space,
     whole_experts,
     work_of,
 )
 from surgeon.runtime.plan.specification import Plan, WholeExperts
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of what is reduced: the sum, (T, width), of members of a step, through a second factor and a norm."""
+
+    members: frozenset[int]
+    width: int
+    second: LinearMap | None = None
+    norm: Norm | None = None
+
+    def finished(self, total: Tensor) -> Tensor:
+        """Make the output, (T, h), of the sum, (T, width)."""
+        output = total
+        if self.second is not None:
+            output = self.second(total)
+        if self.norm is None:
+            return output
+        return self.norm(output)
+
+
+class StepOutputs:
+    """The segments of one step, on ranks that compute slices of its sublayers.
+
+    Args:
+        seconds: by number in the step, of sublayers that are summed in rank space.
+        norms: by number in the step, of all sublayers or of none.
+    """
+
+    def __init__(
+        self, step: Step, hidden: int, seconds: Mapping[int, LinearMap], norms: Mapping[int, Norm]
+    ) -> None:
+        self.segments = [
+            Segment(frozenset([index]), width, seconds.get(index), norms.get(index))
+            for index, width in summed_apart(step, hidden, frozenset(seconds), bool(norms)).items()
+        ]
+        if not self.segments:
+            self.segments = [Segment(frozenset(range(len(step.sublayers))), hidden)]
+
+    def partial(self, outputs: list[tuple[int, Tensor]]) -> Partial:
+        """This rank's part of the step's output, of its parts' outputs by their sublayers' numbers."""
+        first, *others = self.segments
+        if not others and first.second is None and first.norm is None:
+            return Partial(reduce(torch.add, (output for _, output in outputs)))
+        parts = []
+        for segment in self.segments:
+            own = [output for index, output in outputs if index in segment.members]
+            like = outputs[0][1]
+            parts.append(reduce(torch.add, own) if own else like.new_zeros(len(like), segment.width))
+        return Partial(parts[0] if len(parts) == 1 else torch.cat(parts, -1), self._finish)
+
+    def _finish(self, totals: Tensor) -> Tensor:
+        parts = totals.split([segment.width for segment in self.segments], -1)
+        return reduce(
+            torch.add,
+            (segment.finished(part) for segment, part in zip(self.segments, parts, strict=True)),
+        )
+
 
 Made = Attention | FeedForward | MixtureOfExperts  # computes a part
 PartKey = tuple[Sublayer, Group, range | None]

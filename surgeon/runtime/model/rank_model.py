@@ -1,7 +1,7 @@
 """A whole model on one rank, from tokens to logits.
 
 `RankModel` knows nothing of passes. Ways of computing one (`Way`) are `DynamicPasses` for whatever rows there are, and
-in files of their own (recorded.py, static_decode.py) those that add one token to each text; engine.py chooses.
+in a file of their own (recorded.py) those that add one token to each text; engine.py chooses.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.request import AskedPlaces, Row, TokenLogprob, Wanted, asked_of, halves_of
-from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.comm.collectives import Collectives, Peers
 from surgeon.runtime.kernels.functions import Weighting
 from surgeon.runtime.model.attending import AllAngles, Attend, AttendRaw, Pass, rotate_angles, rotation
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary, final_norm
 from surgeon.runtime.model.layers import Rebuild
 from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout, angles_at, as_index
-from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.specification import CodaPlan, Plan
 

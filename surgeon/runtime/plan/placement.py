@@ -14,10 +14,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from surgeon.language.program import Fork, Node, Program, Step, ranks_of_branches
-from surgeon.language.sublayer import ATTENTION, Sublayer
+from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families.specs import Latent, Units
 from surgeon.models.weights import indivisible
-from surgeon.runtime.plan.specification import Balance, Mixtures, Plan, WholeExperts, cut_neurons
+from surgeon.runtime.plan.specification import (
+    NO_MIXTURES,
+    Balance,
+    Mixtures,
+    Plan,
+    WholeExperts,
+    cut_neurons,
+)
 
 Group = tuple[int, ...]  # ranks that share a piece of work, in ascending order
 
@@ -278,3 +285,39 @@ def require_equal_heads(plan: Plan, units_of: UnitsOf) -> None:
                 f"({replace(part.sublayer, piece=None, ranks=())}) do not divide into {count}; set another "
                 "--tensor-parallel-size, or let surgeon serve run it"
             )
+
+
+def summed_in_rank_space(
+    step: Step, hidden: int, normed: bool, mixtures: Mixtures = NO_MIXTURES
+) -> frozenset[int]:
+    """The sublayers of a step, by their numbers in it, whose parts are summed before their second factor.
+
+    Args:
+        hidden: the stream's width.
+        normed: whether a norm stands behind each of the sublayers, so that they are summed apart in any case.
+        mixtures: whose experts have a second factor each, so that they are summed behind it.
+    """
+    ranks = [
+        next((rank for role, rank in one.ranks if role in WRITING and mixtures.size(one) is None), None)
+        for one in step.sublayers
+    ]
+    if normed:
+        return frozenset(index for index, rank in enumerate(ranks) if rank is not None and rank < hidden)
+    # Together in the stream's space they take its width, however many they are.
+    known = [rank for rank in ranks if rank is not None]
+    if len(known) == len(ranks) and sum(known) < hidden:
+        return frozenset(range(len(ranks)))
+    return frozenset()
+
+
+def summed_apart(step: Step, hidden: int, in_rank_space: frozenset[int], normed: bool) -> dict[int, int]:
+    """Sublayers of a step that are summed by themselves, and how many values of a token; none for one sum of all."""
+    ranks = {
+        index: next(rank for role, rank in step.sublayers[index].ranks if role in WRITING)
+        for index in in_rank_space
+    }
+    return {
+        index: ranks.get(index, hidden)
+        for index in range(len(step.sublayers))
+        if normed or index in ranks
+    }

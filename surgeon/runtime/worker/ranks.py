@@ -77,7 +77,7 @@ class RankProcess(ABC):
 
 
 class StartedRank(RankProcess):
-    """A child process; descriptors are those of its pipes (pipes.py) and of the memory that ranks share."""
+    """A child process; descriptors are those of its pipes (rank.py) and of the memory that ranks share."""
 
     def __init__(
         self,

@@ -26,13 +26,12 @@ from surgeon.runtime.batching.blocks import BLOCK_TOKENS, BlockTable, blocks_for
 from surgeon.runtime.batching.request import Request, Row, Sampling, Targets, Wanted
 from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.comm.collectives import Alone, Collectives, Counts
-from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.kernels import functions
 from surgeon.runtime.kernels.functions import Weighting, Window
 from surgeon.runtime.kernels.recording import WARM_UPS, CudaRecorder
 from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.static_decode import (
+from surgeon.runtime.model.recorded import (
     Outputs,
     PassSize,
     Replay,
@@ -43,10 +42,9 @@ from surgeon.runtime.model.static_decode import (
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Decoding
-from surgeon.runtime.worker.leader import Leader
-from surgeon.runtime.worker.rank import RankOptions
+from surgeon.runtime.worker.rank import RankOptions, Sender
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.runtime.worker.worker import complete, load, unload
+from surgeon.runtime.worker.worker import Leader, complete, load, unload
 from tests.runtime.model.test_paged_cache import places_of, plain_attention
 from tests.runtime.on_ranks import complete_twice
 from tests.selection import case, one_in

@@ -19,7 +19,7 @@ from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.kernels import functions
 from surgeon.runtime.kernels.triton.functions import TritonKernels
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.static_decode import StaticDecode
+from surgeon.runtime.model.recorded import StaticDecode
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Decoding
 from tests.runtime.model.test_static_decode import TABLES, row
