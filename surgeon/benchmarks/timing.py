@@ -22,9 +22,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from surgeon.language.execute import Partial
 from surgeon.language.program import Fork, Step
 from surgeon.processes.files import whole_file
-from surgeon.runtime.batching.request import Request, Row, UndefinedLogits
+from surgeon.runtime.batching.request import Request, Rows, UndefinedLogits
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.comm.collectives import Around, Collectives, Counts, EmulatedLink, Link, Unconnected
+from surgeon.runtime.comm.collectives import (
+    Around,
+    Collectives,
+    Counts,
+    EmulatedLink,
+    Link,
+    Unconnected,
+    Wait,
+)
 from surgeon.runtime.kernels.recording import mark_calls
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
@@ -109,7 +117,7 @@ class TimedCollectives(Around):
         super().__init__(inner)
         self.recorder = recorder
 
-    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Wait:  # noqa: ARG002
         """Start summing a tensor over the group; waiting on the result gives the sum. Waiting is always apart."""
         return self._time("all-reduce", self.inner.all_reduce, tensor, counts)
 
@@ -118,17 +126,17 @@ class TimedCollectives(Around):
         tensor: Tensor,
         counts: Counts,
         at_once: bool = False,  # noqa: ARG002
-    ) -> Callable[[], Tensor]:
+    ) -> Wait:
         """Start gathering the group's tensors; waiting on the result gives them joined."""
         return self._time("all-gather", self.inner.start_all_gather, tensor, counts)
 
     def _time(
         self,
         kind: str,
-        start: Callable[[Tensor, Counts], Callable[[], Tensor]],
+        start: Callable[[Tensor, Counts], Wait],
         tensor: Tensor,
         counts: Counts,
-    ) -> Callable[[], Tensor]:
+    ) -> Wait:
         recorder = self.recorder
         if not recorder.marking:
             return start(tensor, counts)
@@ -170,7 +178,7 @@ class TimedEngine(RankEngine):
         model.program.machine = partial(TimedMachine, self.recorder)
         model.watcher = self.recorder.replayed
 
-    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+    def step(self, rows: Rows, cache: PagedCache) -> Results:
         began = self._since or now()
         recorder = self.recorder
         recorder.figures = figures = self.figures

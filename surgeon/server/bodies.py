@@ -20,6 +20,7 @@ from surgeon.errors import did_you_mean
 from surgeon.runtime.batching.request import Sampling
 
 RETRY_SOON = {"Retry-After": "1"}
+Json = dict[str, Any]  # an object
 MOST_SHOWN = 60  # characters of a client's value in a message
 GONE = 499  # the client hung up; nobody reads this status, it is only counted
 
@@ -57,7 +58,7 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Json:
         kind = "invalid_request_error"
         if self.status >= 500:
             kind = "server_error"
@@ -306,8 +307,8 @@ class ChatBody(Body):
     prompt_field: ClassVar[str] = "messages"
     logprobs_field: ClassVar[str] = "top_logprobs"
 
-    messages: Several[dict[str, Any]]
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Several[Json]
+    chat_template_kwargs: Json | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 

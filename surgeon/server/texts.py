@@ -10,7 +10,7 @@ from typing import Any
 
 from surgeon.checkpoint.messages import Message, chat_text, plain_message
 from surgeon.checkpoint.texts import Continuation, Encoder
-from surgeon.server.bodies import invalid
+from surgeon.server.bodies import Json, invalid
 
 FIELD = "chat_template_kwargs"
 MOST_VARIABLES = 1 << 16  # bytes of them
@@ -94,9 +94,7 @@ class Texts:
         ]
         return replace(prompt, offsets=offsets)
 
-    def chat(
-        self, messages: list[dict[str, Any]], most: int, variables: dict[str, Any] | None = None
-    ) -> Prompt:
+    def chat(self, messages: list[Json], most: int, variables: Json | None = None) -> Prompt:
         """The messages in the model's chat template, up to where its answer begins; variables are the template's."""
         if not self.tokenizer.chat_template:
             raise invalid(
@@ -141,7 +139,7 @@ class Texts:
         return self._pieces[token]
 
 
-def _plain(message: dict[str, Any], name: str) -> Message:
+def _plain(message: Json, name: str) -> Message:
     try:
         found = plain_message(message, name)
     except ValueError as error:

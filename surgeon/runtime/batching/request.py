@@ -350,11 +350,12 @@ class Row(NamedTuple):
         return self.start > 0 and len(self.tokens) == 1
 
 
+Rows = Several[Row]  # of a pass
 LEAST_IN_HALF = 2  # tokens of a text that is cut, on either side
 Halves = tuple[list[Row], list[Row]]
 
 
-def halves_of(rows: Several[Row]) -> Halves | None:
+def halves_of(rows: Rows) -> Halves | None:
     """Divide rows into two halves that take turns (model/rank_model.py), in the same order; None if that cannot be.
 
     The row in the middle is cut if it is long enough, and otherwise in the half that is nearer.
@@ -414,7 +415,7 @@ class AskedPlaces(NamedTuple):
     wanted: list[Wanted]
 
 
-def asked_of(rows: Several[Row]) -> AskedPlaces:
+def asked_of(rows: Rows) -> AskedPlaces:
     """Collect what the rows of a pass ask for."""
     places = list[int]()
     wanted = list[Wanted]()

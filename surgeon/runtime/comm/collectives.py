@@ -39,6 +39,7 @@ from surgeon.runtime.plan.placement import Group
 
 # Longer than any prefill; a rank that dies is noticed by the process that started it long before.
 TIMEOUT = timedelta(minutes=10)
+Wait = Callable[[], Tensor]  # for what travels; gives what has come of it
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Collectives(ABC):
         self.group = group
         self._subgroups: dict[Group, Collectives] = {}
 
-    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Wait:
         """Start summing a tensor over the group; waiting on the result gives the sum.
 
         Every rank of the group calls this with the same shape and dtype, in the same order. The tensor belongs to the
@@ -91,9 +92,7 @@ class Collectives(ABC):
         """Join the group's tensors, all of one shape, along a new first dimension in the order of the ranks."""
         return self.start_all_gather(tensor, counts, at_once=True)()
 
-    def start_all_gather(
-        self, tensor: Tensor, counts: Counts, at_once: bool = False
-    ) -> Callable[[], Tensor]:
+    def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Wait:
         """Start to join them; waiting on the result gives the joined tensors."""
         if len(self.group) == 1:
             return lambda: tensor[None]
@@ -129,10 +128,10 @@ class Collectives(ABC):
     def _connect(self, group: Group) -> Collectives: ...
 
     @abstractmethod
-    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]: ...
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Wait: ...
 
     @abstractmethod
-    def _all_gather(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]: ...
+    def _all_gather(self, tensor: Tensor, at_once: bool) -> Wait: ...
 
 
 class Around(Collectives):
@@ -168,10 +167,10 @@ class Around(Collectives):
     def _connect(self, group: Group) -> Collectives:
         return self.around(self.inner.subgroup(group))
 
-    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Wait:
         return self.inner._all_reduce(tensor, at_once)
 
-    def _all_gather(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, at_once: bool) -> Wait:
         return self.inner._all_gather(tensor, at_once)
 
 
@@ -194,7 +193,7 @@ class Compressed(Around):
     def exact(self) -> Collectives:
         return self.inner
 
-    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Wait:
         """Start summing a tensor over the group, approximately; waiting on the result gives the sum."""
         if len(self.group) == 1 or not tensor.is_floating_point():
             return self.inner.all_reduce(tensor, counts, at_once)
@@ -204,7 +203,7 @@ class Compressed(Around):
         wait = self.inner.start_all_gather(wire.pack(tensor), counts, at_once)
         return lambda: wire.unpack(wait(), shape, dtype).sum(0).to(dtype)
 
-    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Wait:
         return self.all_reduce(tensor, Counts(), at_once)
 
 
@@ -217,7 +216,7 @@ class Unconnected(Collectives):
     capturable = True
     recordable = True
 
-    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Wait:  # noqa: ARG002
         """Give this rank's own tensor."""
         return self._all_reduce(tensor, at_once)
 
@@ -226,17 +225,17 @@ class Unconnected(Collectives):
         tensor: Tensor,
         counts: Counts,  # noqa: ARG002
         at_once: bool = False,
-    ) -> Callable[[], Tensor]:
+    ) -> Wait:
         """Give this rank's own tensor, once for each rank."""
         return self._all_gather(tensor, at_once)
 
     def _connect(self, group: Group) -> Collectives:
         return Unconnected(self.rank, group)
 
-    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Wait:
         return lambda: tensor
 
-    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Wait:
         return lambda: tensor.expand(len(self.group), *tensor.shape)
 
 
@@ -286,11 +285,11 @@ class TorchCollectives(Collectives):
         made = dist.new_group(list(group), **group_options(self.device))
         return TorchCollectives(self.rank, group, made, self.device)
 
-    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Wait:
         work: Any = dist.all_reduce(tensor, group=self.process_group, async_op=not at_once)
         return partial(_after, work, tensor)
 
-    def _all_gather(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, at_once: bool) -> Wait:
         gathered = tensor.new_empty(len(self.group), *tensor.shape)
         own = tensor.reshape(-1)
         work: Any = dist.all_gather_into_tensor(
@@ -407,16 +406,16 @@ class EmulatedLink(Around):
         self.recordable = False
         self.line = Line(link, clock or SystemClock())  # that other groups of the rank send through, too
 
-    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Wait:
         others = len(self.group) - 1
         end = self.line.send(2 * others / len(self.group) * tensor.nbytes)
         return self._ending_at(end, self.inner._all_reduce(tensor, False))
 
-    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Wait:
         end = self.line.send((len(self.group) - 1) * tensor.nbytes)
         return self._ending_at(end, self.inner._all_gather(tensor, False))
 
-    def _ending_at(self, end: float, wait: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _ending_at(self, end: float, wait: Wait) -> Wait:
         def wait_longer() -> Tensor:
             result = wait()
             self.line.clock.wait_until(end)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from surgeon.machine import usable_cores
-from surgeon.runtime.comm.collectives import TIMEOUT, Collectives
+from surgeon.runtime.comm.collectives import TIMEOUT, Collectives, Wait
 from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
 
@@ -120,7 +120,7 @@ class SharedMemoryCollectives(Collectives):
         layout = SLOTS, SLOT_BYTES, LINE, ranks, len(group), self.member
         waiting = most, fewest, most, round(TIMEOUT.total_seconds())
         self.exchanges = Exchanges(0, 0, memory, memory + size - room, *layout, *waiting)
-        self.in_flight: list[Callable[[], Tensor] | None] = [None] * SLOTS
+        self.in_flight: list[Wait | None] = [None] * SLOTS
         self.views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
 
     def _connect(self, group: Group) -> Collectives:
@@ -134,16 +134,16 @@ class SharedMemoryCollectives(Collectives):
     def recorded(self, recording: Recording) -> Collectives:
         return RecordedExchanges(self, recording)
 
-    def _all_reduce(self, tensor: Tensor, _: bool = False) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool = False) -> Wait:
         results = [self._start(piece, _add) for piece in _pieces(tensor)]
         return lambda: _join_pieces(results, 0).view(tensor.shape)
 
-    def _all_gather(self, tensor: Tensor, _: bool = False) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool = False) -> Wait:
         shape = len(self.group), *tensor.shape
         results = [self._start(piece, torch.stack) for piece in _pieces(tensor)]
         return lambda: _join_pieces(results, 1).view(shape)
 
-    def _start(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Callable[[], Tensor]:
+    def _start(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Wait:
         """Write this rank's flat part; returns what waits until all have, and combines the parts."""
         number = self.exchanges.started
         self.exchanges.started = number + 1
@@ -225,20 +225,20 @@ class RecordedExchanges(Collectives):
     def _connect(self, group: Group) -> Collectives:
         raise AssertionError(f"groups such as {group} are connected before anything is recorded")
 
-    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Wait:
         shape = (len(self.group), *tensor.shape)
         return self._start_exchange(tensor, self._collectives._all_gather, "finish_gather", shape)
 
-    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Wait:
         return self._start_exchange(tensor, self._collectives._all_reduce, "finish_sum", tensor.shape)
 
     def _start_exchange(
         self,
         tensor: Tensor,
-        exchange: Callable[[Tensor], Callable[[], Tensor]],
+        exchange: Callable[[Tensor], Wait],
         finishing: str,
         shape: Sequence[int],
-    ) -> Callable[[], Tensor]:
+    ) -> Wait:
         """Start an exchange, and note it with the kernel that finishes it."""
         recording = self._recording
         exchanges = self._collectives.exchanges
@@ -284,7 +284,7 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     return pieces
 
 
-def _join_pieces(waits: Sequence[Callable[[], Tensor]], dim: int) -> Tensor:
+def _join_pieces(waits: Sequence[Wait], dim: int) -> Tensor:
     results = [wait() for wait in waits]
     if len(results) == 1:
         return results[0]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from surgeon.errors import first_line
 from surgeon.machine import show_size
-from surgeon.runtime.comm.collectives import Around, Collectives, Counts, TorchCollectives
+from surgeon.runtime.comm.collectives import Around, Collectives, Counts, TorchCollectives, Wait
 
 MOST_BYTES = 4 << 20
 ONE_SHOT_BYTES = 256 << 10  # an estimate, for more than two ranks
@@ -132,7 +132,7 @@ class BySize(Around):
             return way
         return None
 
-    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Wait:
         way = self._way(tensor)
         if way is None:
             return self.inner._all_reduce(tensor, at_once)

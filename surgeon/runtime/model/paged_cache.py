@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, GONE, BlockRun, Windows, blocks_for
-from surgeon.runtime.batching.request import Row
+from surgeon.runtime.batching.request import Row, Rows
 from surgeon.runtime.kernels.functions import (
     Runs,
     TextBlocks,
@@ -178,9 +178,7 @@ def stretches(runs: Sequence[BlockRun], first: int, end: int) -> list[slice]:
     return found
 
 
-def runs_of(
-    rows: Sequence[Row], group: int, window: Window | None
-) -> tuple[list[tuple[int, int]], list[int]]:
+def runs_of(rows: Rows, group: int, window: Window | None) -> tuple[list[tuple[int, int]], list[int]]:
     """The runs of places that the last token of each row looks at, in a group of the cache.
 
     Returns:
@@ -227,7 +225,7 @@ class PagedLayout:
         positions: of the tokens, each in its sequence.
     """
 
-    def __init__(self, rows: Sequence[Row], cache: PagedCache, angles: AllAngles = ()) -> None:
+    def __init__(self, rows: Rows, cache: PagedCache, angles: AllAngles = ()) -> None:
         self.cache = cache
         self._parts: list[_Singles | _Text] = []
         positions = []
@@ -286,7 +284,7 @@ class _Written(NamedTuple):
     numbers: list[Tensor]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], cache: PagedCache, begins: Sequence[int]) -> _Written:
+    def of(cls, rows: Rows, cache: PagedCache, begins: Sequence[int]) -> _Written:
         """The tokens of rows from a position of each on."""
         first = 0
         some = list[slice]()

@@ -27,7 +27,7 @@ ranks of k and v together.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for, power_of_two
-from surgeon.runtime.batching.request import Row, Wanted
+from surgeon.runtime.batching.request import Row, Rows, Wanted
 from surgeon.runtime.comm.collectives import Counts, Sent
 from surgeon.runtime.kernels.functions import Kernels, Placing, Runs, TextBlocks, Weighting, Window
 from surgeon.runtime.kernels.recording import Arena, GraphRecorder, Recording, Replay, Span
@@ -62,12 +62,12 @@ class PassInputs:
         reads: of attentions of a group with a window.
     """
 
-    def __init__(self, rows: Sequence[Row], angles: AllAngles) -> None:
+    def __init__(self, rows: Rows, angles: AllAngles) -> None:
         self.numbers = torch.tensor(_numbers(rows))
         self.angles = angles
         self.reads: dict[Reading, Runs] = {}
 
-    def load(self, rows: Sequence[Row], angles: AllAngles) -> bool:
+    def load(self, rows: Rows, angles: AllAngles) -> bool:
         """Write the inputs of the next pass; False if another recording is needed for it."""
         if angles is not self.angles:
             return False
@@ -80,7 +80,7 @@ class PassInputs:
         self.numbers.numpy()[:] = _numbers(rows)
         return True
 
-    def read(self, rows: Sequence[Row], key: Reading) -> Runs:
+    def read(self, rows: Rows, key: Reading) -> Runs:
         """Runs that such attentions read, with room for some more than now."""
         if key not in self.reads:
             runs, ends = runs_of(rows, *key)
@@ -90,7 +90,7 @@ class PassInputs:
         return self.reads[key]
 
 
-def _numbers(rows: Sequence[Row]) -> list[list[int]]:
+def _numbers(rows: Rows) -> list[list[int]]:
     """Token, position, and place in each group of the cache; in slots of another that knows the token, none."""
     tokens = [row.tokens[0] for row in rows]
     positions = [row.start for row in rows]
@@ -136,16 +136,16 @@ class RecordedDecode(Way):
         self._passes: WeakKeyDictionary[PagedCache, dict[int, RecordedPass]] = WeakKeyDictionary()
         model.angles_up_to(min(model.plan.max_tokens, FIRST_ANGLES))
 
-    def fits(self, rows: Sequence[Row]) -> bool:
+    def fits(self, rows: Rows) -> bool:
         """Tell whether a pass of these rows can be recorded: each adds one token to a text, and none is scored."""
         if len(rows) in self.problems or not all(map(self._model.turns_by_position, rows)):
             return False
         return all(len(row.tokens) == 1 and row.targets is None for row in rows)
 
-    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+    def step(self, rows: Rows, cache: PagedCache) -> Results:
         return Results(*self._model.chosen(self.logits(rows, cache), [row.wanted for row in rows]), [])
 
-    def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
+    def logits(self, rows: Rows, cache: PagedCache) -> Tensor:
         """Compute one pass; this rank's logits of each row, (B, rows of the vocabulary)."""
         model = self._model
         phase = model.peers.counts
@@ -164,7 +164,7 @@ class RecordedDecode(Way):
         return known.logits
 
     def _record(
-        self, rows: Sequence[Row], cache: PagedCache, inputs: PassInputs, passes: dict[int, RecordedPass]
+        self, rows: Rows, cache: PagedCache, inputs: PassInputs, passes: dict[int, RecordedPass]
     ) -> Tensor:
         """Compute one as any pass, and record it if it can be."""
         model = self._model
@@ -215,7 +215,7 @@ class PassSize(NamedTuple):
     blocks: int
 
     @classmethod
-    def of(cls, rows: Sequence[Row], most_blocks: int, passes: int = 1) -> PassSize:
+    def of(cls, rows: Rows, most_blocks: int, passes: int = 1) -> PassSize:
         """The size for these rows, whose texts have `most_blocks` at most, and for further passes behind."""
         longest = (max(row.start for row in rows) + passes - 1) // BLOCK_TOKENS + 1
         return cls(power_of_two(len(rows)), min(power_of_two(longest), most_blocks))
@@ -357,7 +357,7 @@ class StaticPass:
         self.replay: Callable[[], Outputs] | None = None
         self.sent: Sent = Counts(), Counts()
 
-    def load(self, rows: Sequence[Row]) -> None:
+    def load(self, rows: Rows) -> None:
         """Send the rows to the device; the pass before must have ended."""
         for line, row in zip(self._lines, rows, strict=False):
             line[TOKEN] = row.tokens[0]
@@ -385,7 +385,7 @@ class StaticDecode(Way):
         # By cache, because recordings hold its address.
         self._passes: WeakKeyDictionary[PagedCache, dict[PassSize, StaticPass]] = WeakKeyDictionary()
 
-    def fits(self, rows: Sequence[Row]) -> bool:
+    def fits(self, rows: Rows) -> bool:
         """Tell whether a pass of these rows can be a static one: each adds one token to a text."""
         continues = all(row.continues and row.targets is None for row in rows)
         return continues and all(map(self._model.turns_by_position, rows))
@@ -410,14 +410,14 @@ class StaticDecode(Way):
                 yield [Row(min(end, tokens) - 1, [0], runs, Wanted.BEST)] * count
                 end *= 2
 
-    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+    def step(self, rows: Rows, cache: PagedCache) -> Results:
         best, own = self._outputs(self._loaded(rows, cache), cache)
         full = [at for at, row in enumerate(rows) if row.wanted == Wanted.LOGITS]
         tokens = best.tolist()  # the one time in a pass that this process waits for a GPU
         wanted = [token for token, row in zip(tokens, rows, strict=False) if row.wanted == Wanted.BEST]
         return Results(wanted, self._model.vocabulary.gather(own[full]) if full else None, [])
 
-    def several(self, rows: Sequence[Row], passes: int, cache: PagedCache) -> list[list[int]]:
+    def several(self, rows: Rows, passes: int, cache: PagedCache) -> list[list[int]]:
         """Compute passes that add a token to each text; tokens stay on the device until all have been computed."""
         static = self._loaded(rows, cache, passes)
         found = list[Tensor]()
@@ -428,11 +428,11 @@ class StaticDecode(Way):
         tokens: list[list[int]] = torch.stack(found)[:, : len(rows)].tolist()
         return tokens
 
-    def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
+    def logits(self, rows: Rows, cache: PagedCache) -> Tensor:
         """Compute one pass; this rank's logits of each row."""
         return self._outputs(self._loaded(rows, cache), cache).logits[: len(rows)]
 
-    def _loaded(self, rows: Sequence[Row], cache: PagedCache, passes: int = 1) -> StaticPass:
+    def _loaded(self, rows: Rows, cache: PagedCache, passes: int = 1) -> StaticPass:
         """Load a pass of the rows, and of lines without a text; there is room for those of further passes."""
         blocks = cache.tokens // BLOCK_TOKENS - self.spare_blocks
         most = blocks
