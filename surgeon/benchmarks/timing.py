@@ -183,28 +183,17 @@ class TimedEngine(RankEngine):
         recorder = self.recorder
         recorder.figures = figures = self.figures
         phase = self._phase(rows)
-        layers = phase.layers
-        vocabulary = phase.vocabulary
-        phase.layers = Counts()
-        phase.vocabulary = Counts()
-        with in_profile(PASS, recorder.profiled):
+        with phase.apart(), in_profile(PASS, recorder.profiled):
             results = super().step(rows, cache)
+            sent = phase.layers, phase.vocabulary
+        phase.add(sent)
         waiting = None
         if recorder.marking:
             waiting = recorder.waiting
-        timing = PassTiming(
-            phase is figures.decode,
-            sum(len(row.tokens) for row in rows),
-            began,
-            self._since or now(),
-            waiting,
-            phase.layers,
-            phase.vocabulary,
-        )
-        recorder.passes.append(timing)
+        tokens = sum(len(row.tokens) for row in rows)
+        ended = self._since or now()
+        recorder.passes.append(PassTiming(phase is figures.decode, tokens, began, ended, waiting, *sent))
         recorder.waiting = 0.0
-        phase.layers = layers + timing.layers
-        phase.vocabulary = vocabulary + timing.vocabulary
         return results
 
 

@@ -71,9 +71,9 @@ class PagedCache:
     """Room for keys and values of every attention of one rank's work, or for what these are rebuilt of.
 
     Attributes:
-        stored: keys and behind them values of one attention of a group after the other, (1, 2 * sum of K, places, D); a
+        stored: keys and behind them values of one attention of a group after the other, (2 * sum of K, places, D); a
             place holds one token. Attentions in rank space have no heads in it.
-        pairs: the part of each attention, (2 * K, places, D); slots: its keys and its values, (K, places, D).
+        pairs: the part of each attention, (2 * K, places, D).
         rebuilds: of attentions in rank space, by slot; low_rank: their numbers, (places, R).
         borrowed: slots of another program, in which tokens that it has computed (`Row.known`) are read, not written.
     """
@@ -103,18 +103,12 @@ class PagedCache:
             for group in range(len(windows))
         ]
         width = max(sum(2 * stored[slot] for slot in slots) for slots in groups)
-        self.stored = like.new_empty(1, width, places, head_dim)
-        self.pairs = list[Tensor]([self.stored[0, :0]] * len(kv_heads))
-        self.places_in_group = [0] * len(kv_heads)
+        self.stored = like.new_empty(width, places, head_dim)
+        self.pairs = list[Tensor]([self.stored[:0]] * len(kv_heads))
         for slots in groups:
             sizes = [2 * stored[slot] for slot in slots]
-            for place, (slot, pair) in enumerate(
-                zip(slots, self.stored[0, : sum(sizes)].split(sizes), strict=True)
-            ):
+            for slot, pair in zip(slots, self.stored[: sum(sizes)].split(sizes), strict=True):
                 self.pairs[slot] = pair
-                self.places_in_group[slot] = place
-        self.slots = [pair.chunk(2) for pair in self.pairs]
-        self.halves = [[stored[slot] for slot in slots for _ in range(2)] for slots in groups]
         self.low_rank = {
             slot: like.new_empty(places, sum(one.columns)) for slot, one in self.rebuilds.items()
         }
@@ -122,7 +116,7 @@ class PagedCache:
 
     @property
     def tokens(self) -> int:
-        return self.stored.shape[2]
+        return self.stored.shape[1]
 
     def lent(self, slots: Sequence[int], own: Sequence[int] | None = None) -> PagedCache:
         """Lend the room to another program, whose attentions use these slots.
@@ -142,9 +136,7 @@ class PagedCache:
         }
         other.kv_heads = [self.kv_heads[slot] for slot in slots]
         other.group_of = [self.group_of[slot] for slot in slots]
-        other.places_in_group = [self.places_in_group[slot] for slot in slots]
         other.pairs = [self.pairs[slot] for slot in slots]
-        other.slots = [self.slots[slot] for slot in slots]
         return other
 
     def attend(self, slot: int, queries: Tensor, texts: TextBlocks, weighting: Weighting) -> Tensor:
@@ -357,7 +349,7 @@ class _Text:
         self._angles = angles
         self._texts: dict[tuple[int, Window | None, int], TextKeys] = {}
         self._masks: dict[tuple[int, int, Window | None], Tensor] = {}
-        self._found: dict[tuple[int, int], Sequence[Tensor] | Tensor] = {}
+        self._found: dict[tuple[int, int], Index] = {}
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Attended values of this row, (tokens, H * D), given queries of the whole pass and what it keeps."""
@@ -458,20 +450,10 @@ class _Text:
                 cache.rebuild(slot, kept, angles_at(self._angles, slice(first, self.row.end)))
             )
         if (group, first) not in self._found:
-            places = as_index(stretches(self.row.runs[group], first, self.row.end), cache.device)
-            if isinstance(places, Tensor):
-                self._found[group, first] = places
-            else:
-                halves = cache.halves[group]
-                self._found[group, first] = cache.stored[:, : sum(halves), places].split_with_sizes(
-                    halves, 1
-                )
-        found = self._found[group, first]
-        if isinstance(found, Tensor):
-            keys, values = cache.pairs[slot].index_select(1, found)[None].chunk(2, 1)
-            return keys, values
-        place = cache.places_in_group[slot]
-        return found[2 * place], found[2 * place + 1]
+            parts = stretches(self.row.runs[group], first, self.row.end)
+            self._found[group, first] = as_index(parts, cache.device)
+        keys, values = cache.pairs[slot][:, self._found[group, first]][None].chunk(2, 1)
+        return keys, values
 
 
 def _numbers(index: Index, device: torch.device) -> Tensor:

@@ -115,7 +115,7 @@ def test_attention_of_any_texts(
     size = PassSize(len(starts) + spare, max(len(table) for table in tables) + spare)
     texts = [torch.randn(2, start + 1, 2, HEAD_DIM) for start in starts]
     for table, text, start in zip(tables, texts, starts, strict=True):
-        for kept, given_ in zip(cache.slots[1], text, strict=True):
+        for kept, given_ in zip(cache.pairs[1].chunk(2), text, strict=True):
             kept[:, places_of(table, start)] = given_[:start].transpose(0, 1)
     static = StaticPass(size, BLOCKS, cache)
     static.load([row(0, start, table) for start, table in zip(starts, tables, strict=True)])
@@ -127,9 +127,9 @@ def test_attention_of_any_texts(
     for query, text, answer in zip(queries, texts, found, strict=False):
         assert torch.allclose(answer, plain_attention(query[None], *text, rule)[0], atol=1e-5)
     for table, text in zip(tables, texts, strict=True):  # the new ones are in the cache now
-        for kept, given_ in zip(cache.slots[1], text, strict=True):
+        for kept, given_ in zip(cache.pairs[1].chunk(2), text, strict=True):
             assert torch.equal(kept[:, places_of(table, len(given_))], given_.transpose(0, 1))
-    assert cache.slots[0][0].isnan().all()
+    assert cache.pairs[0].chunk(2)[0].isnan().all()
 
 
 def row(token: int, start: int, blocks: list[int], wanted: Wanted = Wanted.LOGITS) -> Row:
