@@ -34,7 +34,6 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch d
 from surgeon.machine import parse_size, show_size
 from surgeon.processes.rendezvous import StoreAddress
 from surgeon.runtime.comm.wires import WIRES
-from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
 
 # Longer than any prefill; a rank that dies is noticed by the process that started it long before.
@@ -105,10 +104,6 @@ class Collectives(ABC):
         """Collectives of the same ranks without loss of precision."""
         return self
 
-    def recorded(self, recording: Recording) -> Collectives:  # noqa: ARG002 - nothing that is sent need be noted
-        """Collectives of the same ranks while a pass is recorded."""
-        return self
-
     def failure(self) -> TimeoutError | None:
         """The error of a sum in a recorded pass that has waited in vain, if any."""
         return None
@@ -157,9 +152,6 @@ class Around(Collectives):
         if exact is self.inner:
             return self
         return self.around(exact)
-
-    def recorded(self, recording: Recording) -> Collectives:
-        return self.around(self.inner.recorded(recording))
 
     def failure(self) -> TimeoutError | None:
         return self.inner.failure()
@@ -467,7 +459,7 @@ class Peers:
 
     Attributes:
         everybody: all ranks of the program.
-        groups: the connection to each group, another one while a pass is recorded.
+        groups: the connection to each group.
         counts: of the passes computed now; may be replaced.
     """
 
@@ -490,13 +482,3 @@ class Peers:
     @property
     def are_recordable(self) -> bool:
         return all(one.recordable for one in self.groups.values())
-
-    @contextmanager
-    def recorded(self, recording: Recording) -> Iterator[None]:
-        """Have what is sent noted in a recording."""
-        groups = self.groups
-        self.groups = {group: one.recorded(recording) for group, one in groups.items()}
-        try:
-            yield
-        finally:
-            self.groups = groups

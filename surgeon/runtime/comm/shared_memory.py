@@ -20,6 +20,7 @@ from torch import Tensor
 
 from surgeon.machine import usable_cores
 from surgeon.runtime.comm.collectives import TIMEOUT, Collectives, Wait
+from surgeon.runtime.kernels.functions import NOTES
 from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
 
@@ -131,17 +132,55 @@ class SharedMemoryCollectives(Collectives):
             self.rank, group, self.descriptor, self.ranks, region, self.crowded
         )
 
-    def recorded(self, recording: Recording) -> Collectives:
-        return RecordedExchanges(self, recording)
-
     def _all_reduce(self, tensor: Tensor, _: bool = False) -> Wait:
+        recording = NOTES.get()
+        if isinstance(recording, Recording):
+            return self._note(recording, tensor, self._all_reduce, "finish_sum", tensor.shape)
         results = [self._start(piece, _add) for piece in _pieces(tensor)]
         return lambda: _join_pieces(results, 0).view(tensor.shape)
 
     def _all_gather(self, tensor: Tensor, _: bool = False) -> Wait:
         shape = len(self.group), *tensor.shape
+        recording = NOTES.get()
+        if isinstance(recording, Recording):
+            return self._note(recording, tensor, self._all_gather, "finish_gather", shape)
         results = [self._start(piece, torch.stack) for piece in _pieces(tensor)]
         return lambda: _join_pieces(results, 1).view(shape)
+
+    def _note(
+        self,
+        recording: Recording,
+        tensor: Tensor,
+        exchange: Callable[[Tensor], Wait],
+        finishing: str,
+        shape: Sequence[int],
+    ) -> Wait:
+        """Start an exchange of a pass that is recorded, and note it with the kernel that finishes it."""
+        count = tensor.numel()
+        if (
+            tensor.dtype != torch.float32
+            or tensor.nbytes > self.exchanges.room_bytes
+            or not tensor.is_contiguous()
+        ):
+            recording.fail(f"an exchange of {tensor.nbytes} bytes of {tensor.dtype}")
+        number = self.exchanges.started
+        if self.in_flight[number % SLOTS] is not None:
+            recording.fail(f"more than {SLOTS} exchanges in flight")
+        recording.note("start_exchange", addressof(self.exchanges), tensor.data_ptr(), count)
+        with recording.paused():
+            wait = exchange(tensor)
+        results: list[Tensor] = []
+
+        def finish() -> Tensor:
+            if not results:
+                results.append(recording.empty(shape))
+                back = self.exchanges.started - number
+                with recording.paused():
+                    results[0].copy_(wait())
+                recording.note(finishing, addressof(self.exchanges), back, count, results[0].data_ptr())
+            return results[0]
+
+        return finish
 
     def _start(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Wait:
         """Write this rank's flat part; returns what waits until all have, and combines the parts."""
@@ -212,61 +251,6 @@ class SharedMemoryCollectives(Collectives):
         return TimeoutError(
             f"rank {self.rank} has waited {waited:.0f} s for rank {self.group[member]}, in vain"
         )
-
-
-class RecordedExchanges(Collectives):
-    """A group's collectives while a pass is recorded (kernels/recording.py), made and noted for replays."""
-
-    def __init__(self, collectives: SharedMemoryCollectives, recording: Recording) -> None:
-        super().__init__(collectives.rank, collectives.group)
-        self._collectives = collectives
-        self._recording = recording
-
-    def _connect(self, group: Group) -> Collectives:
-        raise AssertionError(f"groups such as {group} are connected before anything is recorded")
-
-    def _all_gather(self, tensor: Tensor, _: bool) -> Wait:
-        shape = (len(self.group), *tensor.shape)
-        return self._start_exchange(tensor, self._collectives._all_gather, "finish_gather", shape)
-
-    def _all_reduce(self, tensor: Tensor, _: bool) -> Wait:
-        return self._start_exchange(tensor, self._collectives._all_reduce, "finish_sum", tensor.shape)
-
-    def _start_exchange(
-        self,
-        tensor: Tensor,
-        exchange: Callable[[Tensor], Wait],
-        finishing: str,
-        shape: Sequence[int],
-    ) -> Wait:
-        """Start an exchange, and note it with the kernel that finishes it."""
-        recording = self._recording
-        exchanges = self._collectives.exchanges
-        count = tensor.numel()
-        if (
-            tensor.dtype != torch.float32
-            or tensor.nbytes > exchanges.room_bytes
-            or not tensor.is_contiguous()
-        ):
-            recording.fail(f"an exchange of {tensor.nbytes} bytes of {tensor.dtype}")
-        if self._collectives.in_flight[exchanges.started % exchanges.slots] is not None:
-            recording.fail(f"more than {exchanges.slots} exchanges in flight")
-        recording.note("start_exchange", addressof(exchanges), tensor.data_ptr(), count)
-        number = exchanges.started
-        with recording.paused():
-            wait = exchange(tensor)
-        results: list[Tensor] = []
-
-        def finish() -> Tensor:
-            if not results:
-                results.append(recording.empty(shape))
-                back = exchanges.started - number
-                with recording.paused():
-                    results[0].copy_(wait())
-                recording.note(finishing, addressof(exchanges), back, count, results[0].data_ptr())
-            return results[0]
-
-        return finish
 
 
 def _add(parts: list[Tensor]) -> Tensor:

@@ -181,7 +181,7 @@ class RecordedDecode(Way):
             self._kernels.keep(kept, inputs.numbers[PLACE + where], pair)
             return self._kernels.attend(queries, pair, read, weighting)
 
-        with phase.apart() as sent, model.peers.recorded(recording), recording.during():
+        with phase.apart() as sent, recording.during():
             logits = model.next_logits(
                 inputs.numbers[TOKEN], inputs.numbers[POSITION], inputs.angles, attend
             )
