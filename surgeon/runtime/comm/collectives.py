@@ -371,13 +371,13 @@ class SystemClock:
             pass
 
 
+@dataclass
 class Line:
     """One rank's link in use: transfers in flight share the bandwidth, one after the other."""
 
-    def __init__(self, link: Link, clock: SystemClock) -> None:
-        self.link = link
-        self.clock = clock
-        self.free_from = -math.inf
+    link: Link
+    clock: SystemClock
+    free_from: float = -math.inf
 
     def send(self, size: float) -> float:
         """Start a transfer of so many bytes now; returns when it ends."""

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -41,29 +42,29 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
+@dataclass(frozen=True, eq=False)
 class SymmetricSum:
     """One of these operations on the memory of a group: sums small operands in place, on the current stream."""
 
-    def __init__(self, name: str, ranks: int, group: str, rooms: tuple[Tensor, Tensor]) -> None:
-        self.name = name
-        self._alignment = 16 * ranks
-        self._group = group
-        self._rooms = rooms
+    name: str
+    ranks: int
+    group: str
+    rooms: tuple[Tensor, Tensor]
 
     def fits(self, tensor: Tensor) -> bool:
         """Tell whether the operation takes its dtype and size."""
         return (
             tensor.dtype in DTYPES
             and tensor.nbytes <= MOST_BYTES
-            and not tensor.nbytes % self._alignment
+            and not tensor.nbytes % (16 * self.ranks)
         )
 
     def __call__(self, tensor: Tensor, aside: bool) -> None:
         """Sum one; those on the side stream have room of their own, because two may be summed at a time."""
         flat = tensor.view(-1)
-        operand = self._rooms[aside][: tensor.nbytes].view(tensor.dtype)
+        operand = self.rooms[aside][: tensor.nbytes].view(tensor.dtype)
         operand.copy_(flat)
-        OPERATIONS[self.name](operand, self._group, flat)
+        OPERATIONS[self.name](operand, self.group, flat)
 
 
 class Bound(NamedTuple):

@@ -297,10 +297,11 @@ class SummedApart:
         )
 
 
+@dataclass(frozen=True)
 class Maps:
     """The linear maps of a slice of a sublayer.
 
-    Args:
+    Attributes:
         tensors: of the slice, by role; in Base of the whole sublayer.
         scale: of what is written to the stream, if any.
         later: the roles whose second factors are left out: of what is summed before them, and of keys and values that
@@ -310,36 +311,25 @@ class Maps:
             instead.
     """
 
-    def __init__(
-        self,
-        tensors: Tensors,
-        scale: float | None,
-        later: frozenset[str] = frozenset(),
-        shared: Sharing | None = None,
-        base: Sharing | None = None,
-    ) -> None:
-        self.tensors = tensors
-        self.scale = scale
-        self.later = later
-        self.shared = shared
-        self.base = base
+    tensors: Tensors
+    scale: float | None
+    later: frozenset[str] = frozenset()
+    shared: Sharing | None = None
+    base: Sharing | None = None
 
     def reading(self, roles: list[str]) -> LinearMap:
         """The projections with these roles, of the normed stream: (T, h) to (T, all out_features)."""
-        tensors = self.tensors
-        later = self.later
-        base = self.base
-        if base is not None:
+        if self.base is not None:
             each = [
-                LowRank(tensors, [role], later=later, sharing=base)
-                if role in later
-                else LowRank(self._own(role, base), [role])
+                LowRank(self.tensors, [role], later=self.later, sharing=self.base)
+                if role in self.later
+                else LowRank(self._own(role, self.base), [role])
                 for role in roles
             ]
-            return SummedApart(each, base)
-        if not any(is_factored(role, tensors) for role in roles):
-            return whole_map(tensors, roles)
-        return LowRank(tensors, roles, later=later, sharing=self.shared)
+            return SummedApart(each, self.base)
+        if not any(is_factored(role, self.tensors) for role in roles):
+            return whole_map(self.tensors, roles)
+        return LowRank(self.tensors, roles, later=self.later, sharing=self.shared)
 
     def writing(self, role: str) -> LinearMap:
         """The projection to the stream: (T, in_features) to (T, h), or to (T, rank) in rank space."""
