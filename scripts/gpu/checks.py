@@ -45,7 +45,7 @@ from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.machine import avoid_cudnn_attention
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.comm.symmetric_memory import OVERLAPPING
+from surgeon.runtime.comm.shared_memory import OVERLAPPING
 from surgeon.runtime.kernels.build import SWITCH
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.rank import NCCL_SHARES, RankOptions

@@ -31,12 +31,14 @@ from surgeon.server.bodies import (
     ChatBody,
     CompletionBody,
     Json,
+    Prompt,
+    Texts,
     invalid,
     refuse_after_failure,
     refuse_while_draining,
+    separate,
 )
 from surgeon.server.state import ServerState, note_outcome
-from surgeon.server.texts import Prompt, Texts, separate
 
 LEAST_LOGPROB = -9999.0
 

@@ -24,8 +24,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from surgeon.checkpoint.texts import Defaults
 from surgeon.errors import did_you_mean
 from surgeon.runtime.service import Service
-from surgeon.server.bodies import GONE, ApiError, Json, refuse_after_failure, refuse_while_draining
-from surgeon.server.texts import Texts
+from surgeon.server.bodies import (
+    GONE,
+    ApiError,
+    Json,
+    Texts,
+    refuse_after_failure,
+    refuse_while_draining,
+)
 
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)

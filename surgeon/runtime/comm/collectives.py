@@ -1,8 +1,8 @@
 """Collectives: a small interface that counts calls and bytes, and its implementations.
 
 A rank has one `Collectives` per group of ranks. They are asynchronous: `all_reduce` starts one and returns a function
-that waits for it, so that several can be in flight. `Compressed`, `EmulatedLink` and those of `symmetric_memory.py`
-wrap others.
+that waits for it, so that several can be in flight. `Compressed`, `EmulatedLink` and, for GPUs, those of
+`shared_memory.py` wrap others.
 
 An emulated link has the cost of slower wires, measured where there are none. Only waiting is emulated. A transfer takes
 its time from when it is started, so that what a rank computes meanwhile hides it, as on a real link.
@@ -104,10 +104,6 @@ class Collectives(ABC):
         """Collectives of the same ranks without loss of precision."""
         return self
 
-    def failure(self) -> TimeoutError | None:
-        """The error of a sum in a recorded pass that has waited in vain, if any."""
-        return None
-
     def subgroup(self, group: Group) -> Collectives:
         """The connection to some ranks of this group only.
 
@@ -152,9 +148,6 @@ class Around(Collectives):
         if exact is self.inner:
             return self
         return self.around(exact)
-
-    def failure(self) -> TimeoutError | None:
-        return self.inner.failure()
 
     def _connect(self, group: Group) -> Collectives:
         return self.around(self.inner.subgroup(group))
@@ -478,7 +471,3 @@ class Peers:
     def collectives(self) -> Collectives:
         """The connection to all ranks."""
         return self.groups[self.everybody]
-
-    @property
-    def are_recordable(self) -> bool:
-        return all(one.recordable for one in self.groups.values())

@@ -81,34 +81,6 @@ def note_calls(notes: Any) -> Iterator[None]:
         NOTES.reset(before)
 
 
-class Library:
-    """The compiled functions."""
-
-    def __init__(self, library: CDLL) -> None:
-        self._functions = {name: getattr(library, name) for name in RECORDABLE | OTHERS}
-        for name, arguments in (RECORDABLE | OTHERS).items():
-            self._functions[name].argtypes = [KINDS[kind] for kind in arguments]
-            self._functions[name].restype = None
-        self._recorded = {
-            name: cast(getattr(library, f"recorded_{name}"), c_void_p).value or 0 for name in RECORDABLE
-        }
-
-    def call(self, name: str, *arguments: Tensor | float | None) -> None:
-        """Call a function; tensors stand for the addresses of their numbers."""
-        numbers = [one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
-        self._functions[name](*numbers)
-        if (notes := NOTES.get()) is not None:
-            notes.note(name, *numbers)
-
-    def table(self, calls: Sequence[Call]) -> Tensor:
-        """The calls as C++ goes through them, (calls, 1 + ARGUMENTS), int64."""
-        lines = list[list[int]]()
-        for name, arguments in calls:
-            words = [_word(kind, one) for kind, one in zip(RECORDABLE[name], arguments, strict=True)]
-            lines.append([self._recorded[name], *words, *[0] * (ARGUMENTS - len(words))])
-        return torch.tensor(lines, dtype=torch.int64).view(-1, 1 + ARGUMENTS)
-
-
 def _word(kind: str, argument: Any) -> int:
     if kind == "f":
         return int.from_bytes(struct.pack("<f", argument), "little")
@@ -127,7 +99,7 @@ def kernels() -> Kernels | None:
     library = load_kernels().library
     if library is None or usable_cores() < torch.get_num_threads():
         return None
-    made = Kernels(Library(library))
+    made = Kernels(library)
     made.use_threads(torch.get_num_threads())
     return made
 
@@ -282,11 +254,32 @@ class PackedExperts(NamedTuple):
 class Kernels:
     """All functions want float32 tensors on the CPU whose last dimension lies side by side."""
 
-    def __init__(self, library: Library) -> None:
-        self.library = library
+    def __init__(self, library: CDLL) -> None:
+        self._functions = {name: getattr(library, name) for name in RECORDABLE | OTHERS}
+        for name, arguments in (RECORDABLE | OTHERS).items():
+            self._functions[name].argtypes = [KINDS[kind] for kind in arguments]
+            self._functions[name].restype = None
+        self._recorded = {
+            name: cast(getattr(library, f"recorded_{name}"), c_void_p).value or 0 for name in RECORDABLE
+        }
+
+    def call(self, name: str, *arguments: Tensor | float | None) -> None:
+        """Call a function; tensors stand for the addresses of their numbers."""
+        numbers = [one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
+        self._functions[name](*numbers)
+        if (notes := NOTES.get()) is not None:
+            notes.note(name, *numbers)
+
+    def table(self, calls: Sequence[Call]) -> Tensor:
+        """The calls as C++ goes through them, (calls, 1 + ARGUMENTS), int64."""
+        lines = list[list[int]]()
+        for name, arguments in calls:
+            words = [_word(kind, one) for kind, one in zip(RECORDABLE[name], arguments, strict=True)]
+            lines.append([self._recorded[name], *words, *[0] * (ARGUMENTS - len(words))])
+        return torch.tensor(lines, dtype=torch.int64).view(-1, 1 + ARGUMENTS)
 
     def use_threads(self, threads: int) -> None:
-        self.library.call("set_threads", threads)
+        self.call("set_threads", threads)
 
     def product(self, x: Tensor, panels: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
         """Tokens, (T, inputs), times a weight that lies in panels: (T, outputs).
@@ -298,14 +291,14 @@ class Kernels:
         """
         tokens, inputs = x.shape
         y = x.new_empty(tokens, outputs)
-        self.library.call("product", x, tokens, x.stride(0), panels, bias, inputs, outputs, y)
+        self.call("product", x, tokens, x.stride(0), panels, bias, inputs, outputs, y)
         return y
 
     def rms_norm(self, x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
         """RMS norm of a stream, (T, h)."""
         x = x.contiguous()
         y = torch.empty_like(x)
-        self.library.call("rms_norm", x, gain, epsilon, *x.shape, y)
+        self.call("rms_norm", x, gain, epsilon, *x.shape, y)
         return y
 
     def place_(
@@ -332,7 +325,7 @@ class Kernels:
         if cosine is not None:
             width = cosine.shape[-1]
         tokens, heads, dim = x.shape
-        self.library.call(
+        self.call(
             "place",
             x,
             tokens,
@@ -351,7 +344,7 @@ class Kernels:
     def mean_squares(self, x: Tensor, first: int, second: int) -> Tensor:
         """Mean squares of so many numbers of each token, (T, any), and of the ones behind them: (T, 2)."""
         y = x.new_empty(len(x), 2)
-        self.library.call("mean_squares", x, len(x), x.stride(0), first, second, y)
+        self.call("mean_squares", x, len(x), x.stride(0), first, second, y)
         return y
 
     def gate_of(self, activation: str) -> Callable[[Tensor], Tensor] | None:
@@ -365,7 +358,7 @@ class Kernels:
             tokens = wide.shape[0]
             width = wide.shape[-1] // 2
             y = wide.new_empty(tokens, width)
-            self.library.call(name, wide, tokens, width, y)
+            self.call(name, wide, tokens, width, y)
             return y
 
         return gate
@@ -376,7 +369,7 @@ class Kernels:
         chosen = routing.chosen(experts)
         numbers = logits.new_empty(tokens, chosen).view(torch.int32)
         weights = logits.new_empty(tokens, chosen)
-        self.library.call(
+        self.call(
             "route",
             logits,
             tokens,
@@ -407,7 +400,7 @@ class Kernels:
             activation = 2
         else:
             activation = int(GATED[experts.activation] != "gated_silu")
-        self.library.call(
+        self.call(
             "mixture",
             x,
             tokens,
@@ -429,20 +422,20 @@ class Kernels:
 
     def add(self, x: Tensor, y: Tensor, total: Tensor) -> None:
         """Add two tensors of one shape into a third, each of one piece."""
-        self.library.call("add", x, y, x.numel(), total)
+        self.call("add", x, y, x.numel(), total)
 
     def scale(self, x: Tensor, factor: float, scaled: Tensor) -> None:
         """Put a multiple of a tensor of one piece into another one or into the same."""
-        self.library.call("scale", x, factor, x.numel(), scaled)
+        self.call("scale", x, factor, x.numel(), scaled)
 
     def copy_rows(self, x: Tensor, to: Tensor) -> None:
         """Copy rows, (T, any), to some columns of another tensor or to all of them."""
         rows, width = x.shape
-        self.library.call("copy_rows", x, rows, x.stride(0), width, to, to.stride(0))
+        self.call("copy_rows", x, rows, x.stride(0), width, to, to.stride(0))
 
     def softcap_(self, x: Tensor, bound: float) -> None:
         """Press numbers, (T, any) of one piece, between -bound and bound in place: bound * tanh(x / bound)."""
-        self.library.call("softcap", x, bound, *x.shape)
+        self.call("softcap", x, bound, *x.shape)
 
     def rows(self, table: Tensor, numbers: Tensor, first: int = 0) -> Tensor:
         """Some rows of a table, (rows, width) of one piece: (numbers, width).
@@ -455,7 +448,7 @@ class Kernels:
         count = numbers.shape[0]
         (rows, width) = table.shape
         y = table.new_empty(count, width)
-        self.library.call("take_rows", table, first, rows, width, numbers, count, y)
+        self.call("take_rows", table, first, rows, width, numbers, count, y)
         return y
 
     def packed_rows(
@@ -466,14 +459,14 @@ class Kernels:
         count = numbers.shape[0]
         (rows, width) = shape
         y = panels.new_empty(count, width)
-        self.library.call("take_packed_rows", panels, first, rows, width, numbers, count, y)
+        self.call("take_packed_rows", panels, first, rows, width, numbers, count, y)
         return y
 
     def highest(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The highest number of each row, (T,), of (T, any) of one piece, and its place; NaN if there is any."""
         best = x.new_empty(len(x))
         places = x.new_empty(len(x), dtype=torch.int64)
-        self.library.call("highest", x, *x.shape, best, places)
+        self.call("highest", x, *x.shape, best, places)
         return best, places
 
     def keep(self, kept: Tensor, places: Tensor, pair: Tensor) -> None:
@@ -482,13 +475,13 @@ class Kernels:
         Those whose place is below 0 are left out.
         """
         tokens, heads, dim = kept.shape
-        self.library.call("keep", kept, tokens, kept.stride(0), heads, dim, places, pair, pair.stride(0))
+        self.call("keep", kept, tokens, kept.stride(0), heads, dim, places, pair, pair.stride(0))
 
     def attend(self, queries: Tensor, pair: Tensor, read: Runs, scoring: Weighting) -> Tensor:
         """Attended values, (texts, H * D), of one token of each, (texts, H, D), over a cache, (2 * K, places, D)."""
         texts, heads, dim = queries.shape
         y = queries.new_empty(texts, heads * dim)
-        self.library.call(
+        self.call(
             "attend",
             queries,
             queries.stride(0),
@@ -511,7 +504,7 @@ class Kernels:
         """Attended values, (T, H * D), of consecutive tokens of a text, (T, H, D), over a cache, (2 * K, places, D)."""
         tokens, heads, dim = queries.shape
         y = queries.new_empty(tokens, heads * dim)
-        self.library.call(
+        self.call(
             "attend_text",
             queries,
             queries.stride(0),

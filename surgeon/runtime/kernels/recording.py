@@ -71,6 +71,7 @@ class Recording(TorchDispatchMode):
     Attributes:
         problem: an operation that cannot be recorded and has been computed, if any.
         spans: of calls, as `mark_calls` has noted them.
+        checks: of what has been sent, behind each replay.
     """
 
     def __init__(self, kernels: Kernels, arena: Arena) -> None:
@@ -80,6 +81,7 @@ class Recording(TorchDispatchMode):
         self._arena = arena
         self.calls: list[Call] = []
         self.spans: list[Span] = []
+        self.checks = set[Callable[[], None]]()
         self._kept: list[Tensor] = []
 
     @classmethod
@@ -121,8 +123,9 @@ class Recording(TorchDispatchMode):
         """
         if self.problem is not None:
             return None
-        library = self._kernels.library
-        table = self._kernels.library.table(self.calls)
+        kernels = self._kernels
+        checks = self.checks
+        table = kernels.table(self.calls)
         memory = self._arena, *self._kept
 
         def replay(timed: bool) -> list[float]:
@@ -130,9 +133,9 @@ class Recording(TorchDispatchMode):
             times = None
             if timed:
                 times = torch.empty(len(table) + 1, dtype=torch.int64)
-            library.call(
-                "replay", table.data_ptr(), len(table), None if times is None else times.data_ptr()
-            )
+            kernels.call("replay", table, len(table), times)
+            for check in checks:
+                check()
             if times is None:
                 return []
             return (times.double() / 1e9).tolist()

@@ -225,13 +225,7 @@ def ways_through(model: RankModel) -> tuple[Way, ...]:
         decode = [HalvedPasses(model)]
     if plan.is_static(device.type):
         decode.append(StaticDecode(model, model.program.graphs))
-    kernels = kernels_for(model.vocabulary.like)
-    # Nothing that ranks send has to be waited for in Python either.
-    if (
-        kernels is not None
-        and model.by_kernels
-        and model.peers.are_recordable
-        and plan.decoding == "auto"
-    ):
+    kernels = model.program.recording_kernels(model.vocabulary.like)
+    if kernels is not None and model.by_kernels:
         decode.append(RecordedDecode(model, kernels))
     return *decode, DynamicPasses(model)

@@ -29,7 +29,7 @@ from surgeon.models.families import Projection
 from surgeon.models.families.specs import unit_share
 from surgeon.models.weights import ModelWeights, Tensors
 from surgeon.runtime.comm.collectives import Counts, Peers, Phase
-from surgeon.runtime.kernels.functions import kernels_for
+from surgeon.runtime.kernels.functions import Kernels, kernels_for
 from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder, Recording
 from surgeon.runtime.model import linear
 from surgeon.runtime.model.attending import Pass, centre_heads, in_halves
@@ -318,19 +318,21 @@ class RankProgram:
             self.peers.counts = before
         return self._ways[key]
 
+    def recording_kernels(self, like: Tensor) -> Kernels | None:
+        """The kernels where passes can be recorded: nothing that ranks send has to be waited for in Python."""
+        recordable = all(one.recordable for one in self.peers.groups.values())
+        if recordable and self.plan.decoding == "auto":
+            return kernels_for(like)
+        return None
+
     def _repeatable(
         self, compute: Callable[[Tensor], object], x: Tensor, by_kernels: bool
     ) -> Callable[[], object]:
         """Compute once, and give what does so again as passes will: without Python where they are recorded."""
         if self.graphs is not None:
             return self.graphs(partial(compute, x))
-        kernels = kernels_for(x)
-        if (
-            kernels is None
-            or not self.peers.are_recordable
-            or self.plan.decoding != "auto"
-            or not by_kernels
-        ):
+        kernels = self.recording_kernels(x)
+        if kernels is None or not by_kernels:
             compute(x)
             return partial(compute, x)
         recording = Recording(kernels, Arena())

@@ -63,8 +63,7 @@ from surgeon.runtime.comm.collectives import (
     TorchCollectives,
     Unconnected,
 )
-from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
-from surgeon.runtime.comm.symmetric_memory import with_symmetric_memory
+from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives, with_symmetric_memory
 from surgeon.runtime.comm.wires import WIRES
 
 SPIN_SECONDS = 0.002

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import Row, Wanted
-from surgeon.runtime.comm import symmetric_memory
+from surgeon.runtime.comm import shared_memory as symmetric_memory
 from surgeon.runtime.comm.collectives import Collectives, Compressed, TorchCollectives
-from surgeon.runtime.comm.symmetric_memory import Operation
+from surgeon.runtime.comm.shared_memory import Operation
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.memory import cache_groups
 from surgeon.runtime.plan.specification import Plan
