@@ -3,9 +3,8 @@
 All programs are loaded by the same ranks, and every round runs each of them once, so that disturbances hit all alike.
 Texts are random token ids; all texts of a batch are computed together, their prompts in one pass, or in chunks.
 
-Decoding with drafts of another program over the same weights, measured beside decoding without, on ranks, in turns.
-
-Every run starts cold: the best number of drafted tokens is found while texts are written, as in `surgeon generate`.
+Decoding with drafts of another program over the same weights is measured beside decoding without, in turns. Every run
+starts cold: the best number of drafted tokens is found while texts are written, as in `surgeon generate`.
 """
 
 from __future__ import annotations

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from surgeon.language.execute import Partial
-from surgeon.language.program import Fork, Step
+from surgeon.language.program import Node
 from surgeon.processes.files import whole_file
 from surgeon.runtime.batching.request import Request, Rows, UndefinedLogits
 from surgeon.runtime.batching.scheduler import Limits
@@ -34,12 +32,9 @@ from surgeon.runtime.comm.collectives import (
     Wait,
 )
 from surgeon.runtime.kernels.recording import mark_calls
-from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.program import RankMachine, RankProgram, WorkAhead
 from surgeon.runtime.model.rank_model import Results
-from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.worker import complete, keep
@@ -98,10 +93,17 @@ class PassRecorder:
 
     figures: Figures
     marking: bool = True
-    what: Step | str = ""
+    what: str = ""
     profiled: bool = False
     passes: list[PassTiming] = field(default_factory=list)
     waiting: float = 0.0
+
+    @contextmanager
+    def during(self, node: Node) -> Iterator[None]:
+        """Name a step, and what is sent of it."""
+        self.what = str(node)
+        with in_profile(node, self.profiled):
+            yield
 
     def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
         """Add the spans of a pass that is computed from a recording."""
@@ -175,7 +177,7 @@ class TimedEngine(RankEngine):
         timed = TimedCollectives(collectives, self.recorder)
         super().__init__(plan, timed, rank.device, rank.engines.values())
         model = self.model
-        model.program.machine = partial(TimedMachine, self.recorder)
+        model.program.watched = self.recorder.during
         model.watcher = self.recorder.replayed
 
     def step(self, rows: Rows, cache: PagedCache) -> Results:
@@ -195,26 +197,6 @@ class TimedEngine(RankEngine):
         recorder.passes.append(PassTiming(phase is figures.decode, tokens, began, ended, waiting, *sent))
         recorder.waiting = 0.0
         return results
-
-
-class TimedMachine(RankMachine):
-    """One pass on one rank, whose every step has a name in a profile."""
-
-    def __init__(
-        self, recorder: PassRecorder, program: RankProgram, shared: Pass, group: Group, work: WorkAhead
-    ) -> None:
-        super().__init__(program, shared, group, work)
-        self.recorder = recorder
-
-    def compute(self, step: Step, stream: Tensor) -> Partial:
-        recorder = self.recorder
-        recorder.what = step
-        with in_profile(step, recorder.profiled):
-            return super().compute(step, stream)
-
-    def join(self, fork: Fork, added: Tensor) -> Partial:
-        self.recorder.what = "join"
-        return super().join(fork, added)
 
 
 def load_timed(

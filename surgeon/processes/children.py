@@ -3,11 +3,10 @@
 A child's standard input is a pipe on which nothing is ever sent: that it closes tells the child that its parent has
 gone (`when_parent_ends`). The children of `multiprocessing` have such a pipe, too.
 
-Noticing that ranks are stuck: stopped from outside, or waiting for ever, which no closed connection tells of.
-
-Every rank sends a pulse now and then, from a thread of its own: it lives, and so far it has come. While there is work
-and none of them gets on, time runs; after long enough the ranks are given up. Long prompts, idle ranks, and time in
-which this process was stopped itself do not count.
+A `Watchdog` notices stuck ranks: stopped from outside, or waiting for ever, which no closed connection tells
+of. Every rank sends a pulse now and then, from a thread of its own: it lives, and so far it has come. While there is
+work and none of them gets on, time runs; after long enough the ranks are given up. Long prompts, idle ranks, and time
+in which this process was stopped itself do not count.
 """
 
 from __future__ import annotations

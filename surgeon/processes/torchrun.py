@@ -3,7 +3,7 @@
 Under torchrun the process with RANK 0 runs the command, and every other one becomes a rank of it (rendezvous.py).
 Without these variables the ranks are processes that the command starts itself.
 
-Sockets between machines: their interfaces, proofs of a secret, and patience with somebody who has vanished.
+Sockets between machines come with it: their interfaces, proofs of a secret, and patience with the vanished.
 """
 
 from __future__ import annotations

@@ -8,9 +8,7 @@
 Requests go to rank 0, a process of its own, whose scheduler decides what every forward pass computes (scheduler.py,
 worker.py). Text and stop texts are made here, so that the ranks need not wait for them; by the time a stop text is
 found they may be a pass ahead, whose tokens are dropped. One thread receives from the ranks, notices when one of them
-ends, and passes everything on; another one notices when they are stuck (watchdog.py).
-
-The client's side of one request: its events for whoever waits for them, and the text of its tokens.
+ends, and passes everything on; another one notices when they are stuck (`Watchdog`).
 """
 
 from __future__ import annotations

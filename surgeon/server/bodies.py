@@ -1,11 +1,9 @@
-"""Bodies of requests: the fields of OpenAI's API that are followed, those left aside, and those refused.
+"""From the body of a request to token ids: its fields, its errors, its texts.
 
 Types are strict ("1" is no number). A field that does not change the answer is ignored; an unsupported one that would
 change it is refused, and so is an unknown one, which is mostly misspelt.
 
-Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status.
-
-Token ids of prompts and chats, and the text of single tokens.
+Errors are as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status.
 """
 
 from __future__ import annotations

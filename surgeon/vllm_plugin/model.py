@@ -6,11 +6,9 @@ has the name of its slot and of that number, so that vLLM finds caches of the sa
 
 A pipeline stage runs a part of the program's nodes, and hands on the stream together with what is still to be added.
 
-vLLM's own compiled operations in place of PyTorch's or Triton's: RMS norms, gates, rotary positions.
-
-They compute the same but for where 16 bits are rounded. Layer norms, norms with gains wider than the stream (Gemma2's
-1 + weight in 16 bits), norms of heads, and activations without a gate stay, and so do this package's kernels in float32
-on CPUs.
+vLLM's own compiled operations stand for PyTorch's or Triton's: RMS norms, gates, rotary positions. They compute the
+same but for where 16 bits are rounded. Layer norms, norms with gains wider than the stream (Gemma2's 1 + weight in 16
+bits), norms of heads, and activations without a gate stay, and so do this package's kernels in float32 on CPUs.
 """
 
 from __future__ import annotations

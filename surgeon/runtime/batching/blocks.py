@@ -11,10 +11,7 @@ group knows what the next token looks at: of one with a window the last blocks.
 Where it can, the pool hands out consecutive blocks: a new sequence starts in the middle of the widest gap, so that it
 and the one before it can both grow. The keys of such a sequence are a view of the cache.
 
-Counts of cache blocks that texts hold, where some attentions look back through a window only.
-
-Attentions with the same window are a group (or several), and a text has a table of blocks for each; blocks behind the
-window are given back. A group without a window (None) keeps all of a text.
+How many blocks texts hold is counted here as well. A group without a window (None) keeps all of a text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Requests of a client, how to sample, and events that come back: plain data, read without importing torch.
+"""Requests of a client, how to sample, and events that come back; then an open request as the scheduler has it.
 
-An open request as the scheduler has it, its part of a pass, and its expected length. No tensors.
+Plain data, read without importing torch: a sequence, its part of a pass, its expected length.
 """
 
 from __future__ import annotations

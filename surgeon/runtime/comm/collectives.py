@@ -7,7 +7,7 @@ that waits for it, so that several can be in flight. `Compressed`, `EmulatedLink
 An emulated link has the cost of slower wires, measured where there are none. Only waiting is emulated. A transfer takes
 its time from when it is started, so that what a rank computes meanwhile hides it, as on a real link.
 
-The ranks that a rank exchanges tensors with, and what its forward passes have cost.
+`Peers` are the ranks that a rank exchanges tensors with.
 """
 
 from __future__ import annotations

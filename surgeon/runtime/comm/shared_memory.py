@@ -1,13 +1,12 @@
-"""Collectives between ranks of one machine through memory that all of them see.
+"""Collectives between ranks of one machine through memory that all of them see: of CPUs, or of GPUs.
 
 A rank that starts a reduction writes its part into a slot, says so, and goes on; to wait is to look until all have
 written, then to add the parts up in the order of the ranks (so that every rank gets the same bits). Two CPU ranks need
 some microseconds where sockets take milliseconds.
 
-Sums through memory of the GPUs of one machine that each of them can reach (`torch.distributed._symmetric_memory`).
-
-An operand is copied into that memory, and then every GPU adds up all of them (one shot), or its share of them, which
-the others then copy (two shots), or has the switch add them up (multimem). No GPU has run them yet.
+GPUs sum through memory that each of them can reach (`torch.distributed._symmetric_memory`). An operand is copied into
+it, and then every GPU adds up all of them (one shot), or its share of them, which the others then copy (two shots), or
+has the switch add them up (multimem). No GPU has run them yet.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Attention, and the state that all sublayers share in a pass.
+"""Attention, and what comes before it: norms of queries and keys, rotary positions, the state of a pass.
 
 Shapes: T tokens of a pass, of all its sequences one after another, D head_dim, H heads and K KV heads of the slice, R
 the ranks of k and v together where both are two factors.
-
-Rotary positions, and the norms of queries and keys that come before them.
-
-Shapes: T tokens of a pass, D features of a head.
 """
 
 from __future__ import annotations

@@ -3,15 +3,14 @@
 Shapes: T tokens of a pass, of all its sequences one after another, D head_dim, H heads and K KV heads of the slice, h
 the stream's width, R the ranks of k and v together where both are two factors.
 
-Multi-head latent attention (DeepSeek-V2, section 2.1) as any attention, but for how its queries and keys are made.
-
+Multi-head latent attention (DeepSeek-V2, section 2.1) is as any attention, but for how its queries and keys are made.
 Keys and values of all heads are made of one small normed latent of a token, queries of another one or of the stream; a
 part of its own turns with positions, of keys one that all heads have in common. Here that part lies before the others
 in every head, and values are filled up with zeros to the width of keys, as are the columns that write to the stream. So
 keys and values are cached, turned and attended to as those of every attention. Each rank has some of the heads, and
 makes the latents by itself.
 
-Shapes: T tokens of a pass, H heads of the slice, D features of a query or key, R of them that turn, V of a value.
+In `LatentMaps` D is the features of a query or key, R of them turn, and V are those of a value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The keys and values a rank keeps, in blocks, for sequences of any lengths.
+"""The keys and values a rank keeps, in blocks, for sequences of any lengths, and attention over them.
 
 Attentions of one window are a group of slots where that saves memory (plan/memory.py), and a sequence has blocks of its
 own in each group. A block is as wide as the widest group: those of all groups lie in one tensor.
@@ -6,10 +6,6 @@ own in each group. A block is as wide as the widest group: those of all groups l
 Where k and v are two factors each, a slot may hold the first ones' output, of which keys and values are made whenever
 they are read, by two buffers (DeInfer, section 4.2): several runs of blocks are copied into one side by side, and the
 second factors write to the other one what attention reads.
-
-Shapes: D head_dim, K KV heads of a slice, N tokens of a sequence so far, R the ranks of k and v together.
-
-Attention over a paged cache for sequences of any lengths at once.
 
 The tokens of one forward pass lie one after another. In float32 on CPUs the kernels (runtime/kernels) read blocks where
 they lie, those of all sequences that add one token in one call; those for GPUs do the latter. Elsewhere attention goes

@@ -3,8 +3,6 @@
 Embedding, cache, batches and output head are not in it: this package's engine has its own, and so has vLLM
 (vllm_plugin).
 
-Sums of the parts that ranks compute of a step's output.
-
 Most steps have one sum, of what all ranks add to the stream, (T, h). Two things keep sublayers of a step apart: a norm
 behind a sublayer (Gemma2), and a product of two factors, summed before the second one, of as many values as its rank.
 Then each of the step's sublayers has a segment of its own in what is reduced, (T, all segments).
@@ -15,6 +13,7 @@ Shapes: T tokens of a pass, h the stream's width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import zip_longest
@@ -130,7 +129,7 @@ class RankProgram:
         slots: the attentions of its work, by their slots of the cache.
         travelling: nodes whose sums are on their way while something else is computed.
         attended: after how many nodes, and how much of its work, no attention looks at tokens any more.
-        machine: makes what runs steps on a group of ranks; may be replaced.
+        watched: is entered with each step, and with the end of each fork, while it is computed; may be replaced.
     """
 
     def __init__(self, plan: Plan, peers: Peers, device: torch.device) -> None:
@@ -160,7 +159,7 @@ class RankProgram:
             attended,
             len(rank_work(before, peers.rank, plan.ranks, plan.sliced, plan.balance)),
         )
-        self.machine: Callable[[RankProgram, Pass, Group, WorkAhead], RankMachine] = RankMachine
+        self.watched: Callable[[Node], AbstractContextManager[object]] = nullcontext
 
     def load(self, source: ModelWeights, beside: Iterable[RankProgram] = ()) -> None:
         """Load the slices of this rank's work, and what stands behind the sums of its steps."""
@@ -386,7 +385,7 @@ class RankProgram:
     ) -> Sequence[State]:
         """Run nodes whose work begins with this, for parts of a batch that take turns."""
         machines = [
-            self.machine(self, shared, self.peers.everybody, WorkAhead(work)) for shared in passes
+            RankMachine(self, shared, self.peers.everybody, WorkAhead(work)) for shared in passes
         ]
         return in_turn(nodes, states, machines)
 
@@ -474,12 +473,17 @@ class RankMachine(Machine):
         self._node: Node | None = None  # whose output is reduced next
 
     def compute(self, step: Step, stream: Tensor) -> Partial:
+        with self.rank_program.watched(step):
+            return self._compute(step, stream)
+
+    def _compute(self, step: Step, stream: Tensor) -> Partial:
+        program = self.rank_program
         self._node = step
         work = next(self.work)
         assert work.step == step, f"the executor is at {step}, the rank's work at {work.step}"
         outputs = list[tuple[Part, Tensor]]()
         for part in work.parts:
-            made = self.rank_program.sublayers[self.rank_program.key(part)]
+            made = program.sublayers[program.key(part)]
             if isinstance(made, Attention):
                 assert part.slot is not None
                 output = made(stream, part.slot, self.shared)
@@ -488,15 +492,14 @@ class RankMachine(Machine):
             else:
                 output = made(stream)
             outputs.append((part, output))
-        self.rank_program.passes += 1 / (len(self.rank_program.work) * self.shared.parts)
+        program.passes += 1 / (len(program.work) * self.shared.parts)
         if work.whole:
-            norms = self.rank_program.norms
+            norms = program.norms
             normed = (
                 norms[part.sublayer](out) if part.sublayer in norms else out for part, out in outputs
             )
             return Partial(reduce(torch.add, normed))
-        step_outputs = self.rank_program.outputs[step]
-        return step_outputs.partial([(part.index, output) for part, output in outputs])
+        return program.outputs[step].partial([(part.index, output) for part, output in outputs])
 
     def add(self, stream: Tensor, output: Tensor) -> Tensor:
         """Add, and norm in the same launch for the part that comes next, if kernels can."""
@@ -522,13 +525,14 @@ class RankMachine(Machine):
 
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
         branches, group = self._assign(fork)
-        machine = self.rank_program.machine(self.rank_program, self.shared, group, self.work)
+        machine = RankMachine(self.rank_program, self.shared, group, self.work)
         return [(branch, machine) for branch in branches]
 
     def join(self, fork: Fork, added: Tensor) -> Partial:
         self._node = fork
+        with self.rank_program.watched(fork):
+            _, group = self._assign(fork)
         # A group of several ranks has its branch's output on each of them; only the first adds it to the fork's sum.
-        _, group = self._assign(fork)
         return Partial(added if group[0] == self.rank_program.peers.rank else torch.zeros_like(added))
 
     def _assign(self, fork: Fork) -> tuple[tuple[Branch, ...], Group]:

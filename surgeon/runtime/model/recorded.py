@@ -4,13 +4,9 @@ Such a pass is a few hundred small calls of the kernels, and between them Python
 Only the texts' newest tokens, positions and places in the cache change, and they lie in few fixed tensors. The first
 pass of a size is recorded while it is computed (kernels/recording.py). Results are the same to the bit.
 
-Shapes: B texts.
-
-Decode passes of few fixed shapes, which a GPU can repeat from a recording without Python in between.
-
-A static pass computes one token of each of its texts at once, with room for a power of two of texts. Passes of a size
-differ in the contents of one tensor of inputs only: token, position and block table of each text. Lines without a text
-write to a block that nobody reads.
+GPUs repeat passes of few fixed shapes from recordings, without Python in between. A static pass computes one token of
+each of its texts at once, with room for a power of two of texts. Passes of a size differ in the contents of one tensor
+of inputs only: token, position and block table of each text. Lines without a text write to a block that nobody reads.
 
 Kernels for GPUs (runtime/kernels/triton) read the cache by block tables, each text as far as it goes. Without them, and
 in rank space, the keys and values of all texts are copied side by side, as many blocks of each as the longest has,

@@ -7,14 +7,13 @@ Each drafted token is drawn from the draft's distribution q and accepted with th
 the model's own distribution p; otherwise the token is drawn from what p has more than q (Leviathan et al. 2023, Fast
 Inference from Transformers via Speculative Decoding, algorithm 1). Tokens have the distribution p.
 
-With a seed the draft and the model both draw with the number of the place (`filters.race`), and a draft is accepted if
+With a seed the draft and the model both draw with the number of the place (`race`), and a draft is accepted if
 the model has drawn it, too: a little less often, and the text is that without drafts.
 
-Shapes: R rows of logits, V tokens of the vocabulary.
+The arithmetic on logits of many texts comes first: penalty, temperature, filters, draws, log-probabilities. It waits
+for no device.
 
-Sampling's arithmetic on logits of many texts: penalty, temperature, filters, draws, log-probabilities.
-
-Nothing waits for a device. Shapes: R rows, V tokens of the vocabulary, K of them that are looked at.
+Shapes: R rows of logits, V tokens of the vocabulary, K of them that are looked at.
 """
 
 from __future__ import annotations
@@ -510,7 +509,7 @@ def verdicts(
 
 
 def read_report(numbers: Sequence[float], top: int | None) -> Choice:
-    """A token that comes next and its report, by a row of `filters.report`."""
+    """A token that comes next and its report, by a row of `report`."""
     token, highest, *more = numbers
     if not math.isfinite(highest):  # NaN is higher than any number
         return UNDEFINED, None

@@ -1,15 +1,13 @@
-"""The plan of a model that has tokens drafted by another program over its own weights, or by its first rack's coda.
+"""Plans of more than one program: of a model with a draft, of its first rack with a coda, of a pipeline.
 
 A draft's attention reads the keys and values that the model's program has cached, where that caches on the same rank,
 of the same layer, the same KV heads in the same way; the draft's own tokens there are overwritten when these are
 verified. An attention without such a counterpart (averages of layers, a layer's second time, whole layers or tracks on
 a rank that has slices of the model's) has a slot of its own behind the model's.
 
-The plan of a model whose layers lie on ranks one behind the other: a pipeline.
-
-Each rank has a stretch of the program's nodes, as even as they can be by the numbers of its weights, the head and the
-coda of the first one among them. A program can be cut before any node but a late step. Where codas draft, the first
-stretch is the checkpoint's first rack.
+In a pipeline each rank has a stretch of the program's nodes, as even as they can be by the numbers of its weights, the
+head and the coda of the first one among them. A program can be cut before any node but a late step. Where codas draft,
+the first stretch is the checkpoint's first rack.
 """
 
 from __future__ import annotations

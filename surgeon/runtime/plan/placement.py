@@ -4,7 +4,7 @@ Every system, whatever its name, is placed by two rules (`placed_parts`, `assign
 is again a tuple of sublayers, only thinner ones (rank 0 of 2 computes `A4/2:0` of `A4`), so that reading weights,
 caches and arithmetic know slices of sublayers and nothing else. This module knows neither tensors nor processes.
 
-Checks of what a program's ranks have to share, and of the slices that it names.
+Checks of what ranks have to share, and of the slices that a program names, come last.
 """
 
 from __future__ import annotations

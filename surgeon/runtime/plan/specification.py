@@ -1,12 +1,11 @@
 """The ranks' knowledge of a model and the program it is to run.
 
-Neurons and experts of ranks: neurons that make up for unequal heads, and mixtures that ranks share.
-
-Of a mixture each rank has some whole experts, or some neurons of every expert. Either way a step is one reduction. The
-router is whole on every rank, and shared experts are always sliced. Slices are even whatever the router says; where
-experts are divided, the rank with most of a token's experts is waited for, which on two ranks reads 1.4 times as much
-for two experts of eight. So they are divided only where slices do not come out even, and where matrices are two
-factors, of which every rank would have one whole.
+Neurons make up for unequal heads (`Balance`), and ranks share mixtures of experts (`Mixtures`). Of a mixture each rank
+has some whole experts, or some neurons of every expert. Either way a step is one reduction. The router is whole on
+every rank, and shared experts are always sliced. Slices are even whatever the router says; where experts are divided,
+the rank with most of a token's experts is waited for, which on two ranks reads 1.4 times as much for two experts of
+eight. So they are divided only where slices do not come out even, and where matrices are two factors, of which every
+rank would have one whole.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 It connects to the other ranks, then runs the functions it is sent, one after the other, until its connection closes.
 
-Messages between ranks: one-way pipes from rank 0 to the others, or a ring.
-
-A pipe's reader spins for about as long as rank 0 takes between two passes, then sleeps until a message comes. A pipe
-costs some microseconds per message (a collective of gloo costs milliseconds), and closes when rank 0 ends.
+Messages between ranks go by one-way pipes from rank 0 to the others, or by a ring. A pipe's reader spins for about as
+long as rank 0 takes between two passes, then sleeps until a message comes. A pipe costs some microseconds per message
+(a collective of gloo costs milliseconds), and closes when rank 0 ends.
 
 In a ring each rank sends to the next one, and the last one to the first, by sockets. A link is emulated as in
 collectives.py: a message is looked at when it would have arrived.

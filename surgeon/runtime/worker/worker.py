@@ -4,11 +4,8 @@ Before every pass rank 0 looks for messages of the starting process, plans, and 
 know nothing but those. Tokens are chosen on rank 0 and go to the others as part of the next rows. Results of each pass
 are sent to the starting process in one message.
 
-Rank 0's side of the work on some requests: it plans each pass and chooses tokens; and the ranks' messages.
-
-Ranks with stretches of a model: each computes what comes from the rank before, and sends it on.
-
-Rank 0 has the scheduler, embeds tokens, and goes on with other texts, or with a coda's drafts, while the others compute
+In a pipeline ranks have stretches of a model: each computes what comes from the rank before, and sends it on. Rank 0
+has the scheduler, embeds tokens, and goes on with other texts, or with a coda's drafts, while the others compute
 (`InFlight`). The last rank sends the stream back to it, by which it chooses tokens. Streams of the first
 rank's stretch pass through the layers of its coda as well, so that both have cached the same tokens.
 """
