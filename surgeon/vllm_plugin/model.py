@@ -40,7 +40,8 @@ from surgeon.language.sublayer import Sublayer
 from surgeon.models.families.specs import unit_bounds
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.comm.collectives import Peers
-from surgeon.runtime.kernels.functions import Placing, Weighting
+from surgeon.runtime.kernels.functions import Weighting
+from surgeon.runtime.kernels.triton import Placing
 from surgeon.runtime.model.attending import Angles, Pass, place_, rotation
 from surgeon.runtime.model.ends import Ends, embedded_among, read
 from surgeon.runtime.model.layers import FeedForward, Norm, plan_kernels, torch_dtype

@@ -201,36 +201,6 @@ class TextKeys(NamedTuple):
     window: int | None
 
 
-class TextBlocks(NamedTuple):
-    """Blocks of a cache that one token of each of some texts reads.
-
-    Attributes:
-        tables: numbers of blocks, (B, any).
-        newest: position of the token, (B,).
-        arrived: (B * K) zeros or more, int32; zeros again when attention has ended.
-    """
-
-    tables: Tensor
-    newest: Tensor
-    arrived: Tensor
-
-
-class Placing(NamedTuple):
-    """Norms and turns of queries and keys before they are compared.
-
-    Attributes:
-        gain: of the norms of heads, if any, (H + K, D) of one piece.
-        epsilon: of these.
-        angles: cosine and signed sine of the tokens, if any, (T, 1, up to D) each.
-        squares: mean squares of all queries' features, and of all keys', (T, 2), where norms are not of each head.
-    """
-
-    gain: Tensor | None
-    epsilon: float
-    angles: tuple[Tensor, Tensor] | None
-    squares: Tensor | None = None
-
-
 class PackedExperts(NamedTuple):
     """Experts of a mixture with numbers from `first` on, as the kernels read them.
 

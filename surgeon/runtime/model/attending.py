@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.models.weights import Tensors
-from surgeon.runtime.kernels.functions import Placing, Weighting, kernels_for, triton_kernels_for
+from surgeon.runtime.kernels.functions import Weighting, kernels_for, triton_kernels_for
+from surgeon.runtime.kernels.triton import Placing
 from surgeon.runtime.plan.specification import Rotary
 
 Angles = tuple[Tensor, Tensor]  # cosine and signed sine, (tokens, 1, up to D) each

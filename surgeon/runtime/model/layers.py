@@ -25,14 +25,8 @@ from torch import Tensor
 from surgeon.models.families import SublayerSpec
 from surgeon.models.families.specs import Clamp, Growth, Latent
 from surgeon.models.weights import Tensors
-from surgeon.runtime.kernels.functions import (
-    Kernels,
-    Placing,
-    Weighting,
-    Window,
-    kernels_for,
-    triton_kernels_for,
-)
+from surgeon.runtime.kernels.functions import Kernels, Weighting, Window, kernels_for, triton_kernels_for
+from surgeon.runtime.kernels.triton import Placing
 from surgeon.runtime.model.attending import AllAngles, Pass, mean_squares, place_
 from surgeon.runtime.model.linear import (
     Linear,

@@ -31,13 +31,13 @@ from surgeon.runtime.batching.blocks import BLOCK_TOKENS, GONE, BlockRun, Window
 from surgeon.runtime.batching.request import Row, Rows
 from surgeon.runtime.kernels.functions import (
     Runs,
-    TextBlocks,
     TextKeys,
     Weighting,
     Window,
     kernels_for,
     triton_kernels_for,
 )
+from surgeon.runtime.kernels.triton import TextBlocks
 from surgeon.runtime.model.attending import AllAngles, attention
 from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.layers import Rebuild

@@ -33,8 +33,9 @@ from torch import Tensor
 from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for, power_of_two
 from surgeon.runtime.batching.request import Row, Rows, Wanted
 from surgeon.runtime.comm.collectives import Counts, Sent
-from surgeon.runtime.kernels.functions import Kernels, Placing, Runs, TextBlocks, Weighting, Window
+from surgeon.runtime.kernels.functions import Kernels, Runs, Weighting, Window
 from surgeon.runtime.kernels.recording import Arena, GraphRecorder, Recording, Replay, Span
+from surgeon.runtime.kernels.triton import Placing, TextBlocks
 from surgeon.runtime.model.attending import AllAngles, AttendRaw, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at, runs_of, stretches, write_table
 from surgeon.runtime.model.rank_model import RankModel, Results, Way

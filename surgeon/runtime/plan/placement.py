@@ -16,7 +16,6 @@ from functools import cached_property
 from surgeon.language.program import Fork, Node, Program, Step, ranks_of_branches
 from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families.specs import Latent, Units
-from surgeon.models.weights import indivisible
 from surgeon.runtime.plan.specification import (
     NO_MIXTURES,
     Balance,
@@ -239,6 +238,8 @@ def cached_latent(latent: Latent | None) -> Latent | None:
 
 def check_slices(program: Program, units_of: UnitsOf) -> None:
     """Refuse slices that a program names and that would not be equal."""
+    from surgeon.models.weights import indivisible  # with torch, which plans do without
+
     for sublayer in dict.fromkeys(program.sublayers()):
         if reason := indivisible(sublayer, units_of(sublayer)):
             raise ValueError(reason)

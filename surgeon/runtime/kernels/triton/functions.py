@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.runtime.kernels.functions import Placing, TextBlocks
+from surgeon.runtime.kernels.triton import Placing, TextBlocks
 
 ACTIVATIONS = {
     "silu": "silu",

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from surgeon.runtime.kernels.functions import FEW, Placing, TextBlocks
+from surgeon.runtime.kernels.functions import FEW
+from surgeon.runtime.kernels.triton import Placing, TextBlocks
 from surgeon.runtime.kernels.triton.functions import ACTIVATIONS, TritonKernels
 from surgeon.runtime.model.attending import rotate_
 
