@@ -5,7 +5,7 @@ gone (`when_parent_ends`). The children of `multiprocessing` have such a pipe, t
 
 A `Watchdog` notices stuck ranks: stopped from outside, or waiting for ever, which no closed connection tells
 of. Every rank sends a pulse now and then, from a thread of its own: it lives, and so far it has come. While there is
-work and none of them gets on, time runs; after long enough the ranks are given up. Long prompts, idle ranks, and time
+work and none of them gets on, time runs; after long the ranks are given up. Long prompts, idle ranks, and time
 in which this process was stopped itself do not count.
 """
 

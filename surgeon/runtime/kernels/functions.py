@@ -390,19 +390,6 @@ class Kernels:
         )
         return y
 
-    def add(self, x: Tensor, y: Tensor, total: Tensor) -> None:
-        """Add two tensors of one shape into a third, each of one piece."""
-        self.call("add", x, y, x.numel(), total)
-
-    def scale(self, x: Tensor, factor: float, scaled: Tensor) -> None:
-        """Put a multiple of a tensor of one piece into another one or into the same."""
-        self.call("scale", x, factor, x.numel(), scaled)
-
-    def copy_rows(self, x: Tensor, to: Tensor) -> None:
-        """Copy rows, (T, any), to some columns of another tensor or to all of them."""
-        rows, width = x.shape
-        self.call("copy_rows", x, rows, x.stride(0), width, to, to.stride(0))
-
     def softcap_(self, x: Tensor, bound: float) -> None:
         """Press numbers, (T, any) of one piece, between -bound and bound in place: bound * tanh(x / bound)."""
         self.call("softcap", x, bound, *x.shape)

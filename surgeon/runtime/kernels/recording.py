@@ -156,7 +156,7 @@ class Recording(TorchDispatchMode):
             return self.empty(args[1] if func is aten.new_empty.default else args[0].shape)
         if func is aten.add.Tensor and not kwargs and _alike(*args):
             total = self.empty(args[0].shape)
-            self._kernels.add(args[0], args[1], total)
+            self._kernels.call("add", *args, total.numel(), total)
             return total
         if (
             func in (aten.mul.Tensor, aten.mul_.Tensor)
@@ -167,7 +167,7 @@ class Recording(TorchDispatchMode):
                 multiple = args[0]
             else:
                 multiple = self.empty(args[0].shape)
-            self._kernels.scale(args[0], args[1], multiple)
+            self._kernels.call("scale", *args, multiple.numel(), multiple)
             return multiple
         if (
             func is aten.cat.default
@@ -188,7 +188,8 @@ class Recording(TorchDispatchMode):
         made = self.empty((len(parts[0]), sum(part.shape[1] for part in parts)))
         columns = made.split([part.shape[1] for part in parts], 1)
         for part, column in zip(parts, columns, strict=True):
-            self._kernels.copy_rows(part, column)
+            rows, width = part.shape
+            self._kernels.call("copy_rows", part, rows, part.stride(0), width, column, column.stride(0))
         return made
 
 

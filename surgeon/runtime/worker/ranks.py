@@ -353,8 +353,7 @@ def _messages(
     by_connection: dict[object, RankProcess] = {process.connection: process for process in processes}
     for connection in wait([process.connection for process in processes], seconds):
         process = by_connection[connection]
-        try:
-            kind, value = pickle.loads(process.connection.recv_bytes())
-        except (EOFError, OSError):
-            kind, value = "error", None
-        yield process, kind, value
+        message: tuple[str, Any] = ("error", None)
+        with suppress(EOFError, OSError):
+            message = pickle.loads(process.connection.recv_bytes())
+        yield process, *message
