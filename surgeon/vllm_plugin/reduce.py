@@ -26,7 +26,14 @@ from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
 
 from surgeon.language.program import Program, steps_of
-from surgeon.runtime.comm.collectives import Alone, Collectives, TorchCollectives, Unconnected, Wait
+from surgeon.runtime.comm.collectives import (
+    Alone,
+    Around,
+    Collectives,
+    TorchCollectives,
+    Unconnected,
+    Wait,
+)
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives, create_memory
 from surgeon.runtime.plan.placement import Group
 
@@ -87,23 +94,19 @@ class GroupCollectives(TorchCollectives):
         )
 
 
-class VllmCollectives(Collectives):
+class VllmCollectives(Around):
     """vLLM's own all-reduce over all ranks, which is done when it returns; groups of some ranks use another one."""
 
     def __init__(self, ranks: Any, other: Collectives) -> None:
-        super().__init__(other.rank, other.group)
+        super().__init__(other)
         self.ranks = ranks
-        self.other = other
 
     def _connect(self, group: Group) -> Collectives:
-        return self.other.subgroup(group)
+        return self.inner.subgroup(group)
 
     def _all_reduce(self, tensor: Tensor, _: bool) -> Wait:
         total: Tensor = self.ranks.all_reduce(tensor)
         return lambda: total
-
-    def _all_gather(self, tensor: Tensor, at_once: bool) -> Wait:
-        return self.other._all_gather(tensor, at_once)
 
 
 class GpuCollectives(Collectives):

@@ -222,46 +222,39 @@ class RankProgram:
 
     def _part(self, work: Work, part: Part, source: ModelWeights) -> Made:
         plan = self.plan
-        sublayer = computed_of(self.plan, work, part)
+        sublayer = computed_of(plan, work, part)
         if plan.mixtures.size(sublayer) is not None:
             return self._mixture(part, source, whole_experts(plan, part))
         spec = source.spec(sublayer)
-        tensors = self._order_for_rotation(
-            sublayer, self._here(source.sublayer(sublayer, torch_dtype(plan)))
-        )
-        rotary = plan.arithmetic.rotary_of(sublayer)
-        if sublayer.kind == ATTENTION and plan.latent is not None:
+        tensors = self._here(source.sublayer(sublayer, torch_dtype(plan)))
+        based = sublayer != part.sublayer
+        later = frozenset[str]()  # roles whose second factors are no business of this part
+        if sublayer.kind != ATTENTION:
+            maps = self._maps(work, part, tensors, later, based)
+            return FeedForward(tensors, maps, plan, norm_before(tensors, spec, plan))
+        tensors = self._order_for_rotation(tensors)
+        looks = plan.window(sublayer), plan.arithmetic.rotary_of(sublayer)
+        if plan.latent is not None:
             inside = {path.removeprefix(f"{spec.module}."): tensor for path, tensor in tensors.items()}
             latent = LatentMaps(inside, plan.latent, plan, sublayer.piece)
-            return Attention(latent.tensors, latent, spec, plan, plan.window(sublayer), rotary)
-        later: frozenset[str] = frozenset()  # roles whose second factors are no business of this part
-        if sublayer.kind == ATTENTION:
-            kv_heads = count_outputs(tensors, "k") // plan.head_dim
-            if plan.kept_factors(sublayer, kv_heads) is not None:
-                later = frozenset("kv")  # the cache keeps what the first ones give
-        based = sublayer != part.sublayer
+            return Attention(latent.tensors, latent, spec, plan, *looks)
+        if plan.kept_factors(sublayer, count_outputs(tensors, "k") // plan.head_dim) is not None:
+            later = frozenset("kv")  # the cache keeps what the first ones give
         maps = self._maps(work, part, tensors, later, based)
-        if sublayer.kind == ATTENTION:
-            window = plan.window(sublayer)
-            if len(part.sharers) == 1 or based:
-                return Attention(tensors, maps, spec, plan, window, rotary)
-            units = source.units(sublayer)
-            of_queries = unit_share(units, spec.projection("q").unit, sublayer.piece)
-            of_keys = unit_share(units, spec.projection("k").unit, sublayer.piece)
-            sharing = Sharing(self.peers, part.sharers)
-            return Attention(tensors, maps, spec, plan, window, rotary, sharing, (of_queries, of_keys))
-        return FeedForward(tensors, maps, plan, norm_before(tensors, spec, plan))
+        if len(part.sharers) == 1 or based:
+            return Attention(tensors, maps, spec, plan, *looks)
+        units = source.units(sublayer)
+        of_queries = unit_share(units, spec.projection("q").unit, sublayer.piece)
+        of_keys = unit_share(units, spec.projection("k").unit, sublayer.piece)
+        sharing = Sharing(self.peers, part.sharers)
+        return Attention(tensors, maps, spec, plan, *looks, sharing, (of_queries, of_keys))
 
-    def _order_for_rotation(self, sublayer: Sublayer, tensors: Tensors) -> Tensors:
+    def _order_for_rotation(self, tensors: Tensors) -> Tensors:
         """Order features of heads as they turn, and centre heads behind layer norms by their matrices."""
         family = self.plan.family
-        if (
-            sublayer.kind == ATTENTION
-            and family.attention.head_norm.gains == "each"
-            and family.norms.kind != "rms"
-        ):
+        if family.attention.head_norm.gains == "each" and family.norms.kind != "rms":
             tensors = centre_heads(tensors, self.plan.head_dim)
-        if sublayer.kind == ATTENTION and family.positions.neighbours and self.plan.arithmetic.rotaries:
+        if family.positions.neighbours and self.plan.arithmetic.rotaries:
             return in_halves(tensors, self.plan.arithmetic.rotaries[0].width, self.plan.head_dim)
         return tensors
 
