@@ -12,6 +12,7 @@ Shapes: T tokens of a pass, h the stream's width.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -60,60 +61,42 @@ from surgeon.runtime.plan.specification import Plan, WholeExperts
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A part of what is reduced: the sum, (T, width), of members of a step, through a second factor and a norm."""
-
-    members: frozenset[int]
-    width: int
-    second: LinearMap | None = None
-    norm: Norm | None = None
-
-    def finished(self, total: Tensor) -> Tensor:
-        """Make the output, (T, h), of the sum, (T, width)."""
-        output = total
-        if self.second is not None:
-            output = self.second(total)
-        if self.norm is None:
-            return output
-        return self.norm(output)
-
-
 class StepOutputs:
-    """The segments of one step, on ranks that compute slices of its sublayers.
+    """The sums of one step, on ranks that compute slices of its sublayers.
 
-    Args:
-        seconds: by number in the step, of sublayers that are summed in rank space.
-        norms: by number in the step, of all sublayers or of none.
+    Attributes:
+        widths: by number in the step, of sublayers that have a segment of their own; none where all are one sum.
+        seconds: second factors of sublayers that are summed in rank space.
+        norms: behind all sublayers or none.
     """
 
-    def __init__(
-        self, step: Step, hidden: int, seconds: Mapping[int, LinearMap], norms: Mapping[int, Norm]
-    ) -> None:
-        self.segments = [
-            Segment(frozenset([index]), width, seconds.get(index), norms.get(index))
-            for index, width in summed_apart(step, hidden, frozenset(seconds), bool(norms)).items()
-        ]
-        if not self.segments:
-            self.segments = [Segment(frozenset(range(len(step.sublayers))), hidden)]
+    widths: Mapping[int, int]
+    seconds: Mapping[int, LinearMap]
+    norms: Mapping[int, Norm]
 
     def partial(self, outputs: list[tuple[int, Tensor]]) -> Partial:
         """This rank's part of the step's output, of its parts' outputs by their sublayers' numbers."""
-        first, *others = self.segments
-        if not others and first.second is None and first.norm is None:
+        if not self.widths:
             return Partial(reduce(torch.add, (output for _, output in outputs)))
+        like = outputs[0][1]
         parts = []
-        for segment in self.segments:
-            own = [output for index, output in outputs if index in segment.members]
-            like = outputs[0][1]
-            parts.append(reduce(torch.add, own) if own else like.new_zeros(len(like), segment.width))
+        for number, width in self.widths.items():
+            own = [output for index, output in outputs if index == number]
+            parts.append(reduce(torch.add, own) if own else like.new_zeros(len(like), width))
         return Partial(parts[0] if len(parts) == 1 else torch.cat(parts, -1), self._finish)
 
     def _finish(self, totals: Tensor) -> Tensor:
-        parts = totals.split([segment.width for segment in self.segments], -1)
-        return reduce(
-            torch.add,
-            (segment.finished(part) for segment, part in zip(self.segments, parts, strict=True)),
-        )
+        parts = totals.split(list(self.widths.values()), -1)
+        return reduce(torch.add, map(self._finished, self.widths, parts))
+
+    def _finished(self, number: int, total: Tensor) -> Tensor:
+        """Make a sublayer's output, (T, h), of its sum, (T, width)."""
+        output = total
+        if number in self.seconds:
+            output = self.seconds[number](total)
+        if number in self.norms:
+            return self.norms[number](output)
+        return output
 
 
 Made = Attention | FeedForward | MixtureOfExperts  # computes a part
@@ -203,7 +186,8 @@ class RankProgram:
             weight = tensors[f"{role}.second.weight"]
             bias = tensors.get(f"{role}.bias")
             seconds[index] = Linear([weight], [bias], self.plan.arithmetic.output_scale)
-        return StepOutputs(step, self.plan.hidden, seconds, norms)
+        widths = summed_apart(step, self.plan.hidden, frozenset(seconds), bool(norms))
+        return StepOutputs(widths, seconds, norms)
 
     def _in_rank_space(self, step: Step) -> frozenset[int]:
         if self.plan.low_rank == "base":
@@ -377,9 +361,7 @@ class RankProgram:
         passes: Sequence[Pass],
     ) -> Sequence[State]:
         """Run nodes whose work begins with this, for parts of a batch that take turns."""
-        machines = [
-            RankMachine(self, shared, self.peers.everybody, WorkAhead(work)) for shared in passes
-        ]
+        machines = [RankMachine(self, shared, self.peers.everybody, deque(work)) for shared in passes]
         return in_turn(nodes, states, machines)
 
     def stream_after(self, stream: Tensor, shared: Pass, places: list[int] | None = None) -> Tensor:
@@ -432,25 +414,6 @@ def steps_in_flight(nodes: Branch) -> Iterator[Node]:
                 yield from steps_in_flight(branch)
 
 
-class WorkAhead(Iterator[Work]):
-    """A rank's work in the order of the executor.
-
-    Attributes:
-        next: coming, if any.
-    """
-
-    def __init__(self, work: Sequence[Work]) -> None:
-        self._work = iter(work)
-        self.next = next(self._work, None)
-
-    def __next__(self) -> Work:
-        if self.next is None:
-            raise StopIteration
-        work = self.next
-        self.next = next(self._work, None)
-        return work
-
-
 class RankMachine(Machine):
     """One forward pass on one rank, seen from a group of ranks it belongs to.
 
@@ -458,7 +421,7 @@ class RankMachine(Machine):
     `StepOutputs` says what is reduced.
     """
 
-    def __init__(self, rank_program: RankProgram, shared: Pass, group: Group, work: WorkAhead) -> None:
+    def __init__(self, rank_program: RankProgram, shared: Pass, group: Group, work: deque[Work]) -> None:
         self.rank_program = rank_program
         self.shared = shared
         self.group = group
@@ -472,7 +435,7 @@ class RankMachine(Machine):
     def _compute(self, step: Step, stream: Tensor) -> Partial:
         program = self.rank_program
         self._node = step
-        work = next(self.work)
+        work = self.work.popleft()
         assert work.step == step, f"the executor is at {step}, the rank's work at {work.step}"
         outputs = list[tuple[Part, Tensor]]()
         for part in work.parts:
@@ -496,13 +459,9 @@ class RankMachine(Machine):
 
     def add(self, stream: Tensor, output: Tensor) -> Tensor:
         """Add, and norm in the same launch for the part that comes next, if kernels can."""
-        if self.work.next is not None:
-            parts = self.work.next.parts
-        else:
-            parts = ()
         program = self.rank_program
-        if parts:
-            return program.sublayers[program.key(parts[0])].norm.added(stream, output)
+        if self.work and self.work[0].parts:
+            return program.sublayers[program.key(self.work[0].parts[0])].norm.added(stream, output)
         return stream + output
 
     def reduce(self, partial: Partial) -> Pending:
