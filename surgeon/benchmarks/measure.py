@@ -399,7 +399,7 @@ def _with_wire(engine: RankEngine, how: Callable[[Collectives], Collectives]) ->
     other.model = copy.copy(engine.model)
     other.model.program = copy.copy(engine.model.program)
     peers = copy.copy(engine.model.peers)
-    peers.groups = {group: how(collectives) for group, collectives in peers.groups.items()}
+    peers.collectives = how(peers.collectives)
     other.model.peers = peers
     other.model.program.peers = peers
     other.figures = Figures()

@@ -17,7 +17,7 @@ import operator
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -448,26 +448,16 @@ class Phase:
 
 
 class Peers:
-    """One rank's connections to groups of ranks, itself among them, and the place where their use is counted.
+    """One rank's connection to the ranks of a program, and the place where its use is counted.
 
     Attributes:
         everybody: all ranks of the program.
-        groups: the connection to each group.
+        collectives: of all of them, and of groups by `subgroup`.
         counts: of the passes computed now; may be replaced.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self.rank = collectives.rank
         self.everybody = collectives.group
-        self.groups: dict[Group, Collectives] = {collectives.group: collectives}
+        self.collectives = collectives
         self.counts = Phase()
-
-    def connect(self, groups: Iterable[Group]) -> None:
-        """Connect further groups; every rank asks for the same ones in the same order."""
-        for group in groups:
-            self.groups[group] = self.collectives.subgroup(group)
-
-    @property
-    def collectives(self) -> Collectives:
-        """The connection to all ranks."""
-        return self.groups[self.everybody]

@@ -202,12 +202,12 @@ class Sharing:
 
     def gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks, (T, c) each, side by side: (T, n * c)."""
-        parts = self.peers.groups[self.group].all_gather(part, self.peers.counts.layers)
+        parts = self.peers.collectives.subgroup(self.group).all_gather(part, self.peers.counts.layers)
         return torch.cat(parts.unbind(), -1)
 
     def sum(self, part: Tensor, exactly: bool = False) -> Tensor:
         """Sum over all ranks; exactly, whatever the wire."""
-        group = self.peers.groups[self.group]
+        group = self.peers.collectives.subgroup(self.group)
         if exactly:
             group = group.exact
         return group.all_reduce(part, self.peers.counts.layers, at_once=True)()

@@ -126,7 +126,8 @@ class RankProgram:
         )
         program = Program.parse(plan.program)
         self.nodes = program.nodes
-        peers.connect(groups_within(program, plan.ranks, plan.exchanges, plan.sliced))
+        for group in groups_within(program, plan.ranks, plan.exchanges, plan.sliced):
+            peers.collectives.subgroup(group)  # all ranks at the same time
         self.work = work_of(plan, peers.rank)
         parts = (part for work in self.work for part in work.parts if part.slot is not None)
         self.slots = sorted(parts, key=lambda part: part.slot or 0)
@@ -289,15 +290,14 @@ class RankProgram:
                 times = [linear.time_of(one, self.device) for one in (by_itself, together)]
                 # Those of all ranks that share the sublayer, so that they choose alike.
                 own = torch.tensor(times, dtype=torch.float64, device=self.device)
-                total = self.peers.groups[part.sharers].exact.all_reduce(own, Counts())()
+                total = self.peers.collectives.subgroup(part.sharers).exact.all_reduce(own, Counts())()
                 self._ways[key] = bool(total[1] < total[0])
             self.peers.counts = before
         return self._ways[key]
 
     def recording_kernels(self, like: Tensor) -> Kernels | None:
         """The kernels where passes can be recorded: nothing that ranks send has to be waited for in Python."""
-        recordable = all(one.recordable for one in self.peers.groups.values())
-        if recordable and self.plan.decoding == "auto":
+        if self.peers.collectives.recordable and self.plan.decoding == "auto":
             return kernels_for(like)
         return None
 
@@ -470,7 +470,9 @@ class RankMachine(Machine):
             return lambda: part if finish is None else finish(part)
         program = self.rank_program
         at_once = self.shared.parts == 1 and self._node not in program.travelling
-        wait = program.peers.groups[self.group].all_reduce(part, program.peers.counts.layers, at_once)
+        wait = program.peers.collectives.subgroup(self.group).all_reduce(
+            part, program.peers.counts.layers, at_once
+        )
         if finish is None:
             return wait
         return lambda: finish(wait())

@@ -247,14 +247,7 @@ class StaticLayout:
         if counters is not None:
             self._texts = [TextBlocks(table, self.positions, counters) for table in self._tables]
 
-    @property
-    def attend_raw(self) -> AttendRaw | None:
-        """Attention to projections as they come, where there are kernels for that."""
-        if self._texts:
-            return self._attend_raw
-        return None
-
-    def _attend_raw(
+    def attend_raw(
         self, slot: int, qkv: Tensor, heads: int, placing: Placing, weighting: Weighting
     ) -> Tensor:
         cache = self._cache
@@ -464,7 +457,10 @@ class StaticDecode(Way):
 
     def _compute(self, static: StaticPass, cache: PagedCache) -> Outputs:
         layout = StaticLayout(static.inputs, cache, self._angles, static.counters)
+        attend_raw: AttendRaw | None = None
+        if static.counters is not None:
+            attend_raw = layout.attend_raw
         logits = self._model.next_logits(
-            static.inputs[:, TOKEN], layout.positions, self._angles, layout.attend, layout.attend_raw
+            static.inputs[:, TOKEN], layout.positions, self._angles, layout.attend, attend_raw
         )
         return Outputs(self._model.vocabulary.best(logits), logits)
