@@ -28,11 +28,12 @@ from surgeon.runtime.comm.collectives import (
     Counts,
     EmulatedLink,
     Link,
+    Phase,
     Unconnected,
     Wait,
 )
 from surgeon.runtime.kernels.recording import mark_calls
-from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
+from surgeon.runtime.model.engine import RankEngine, ways_through
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.plan.specification import Plan
@@ -85,13 +86,13 @@ class PassRecorder:
     """Adds up a pass's waiting, and holds the passes before it.
 
     Attributes:
-        figures: of the engine, which tell collectives of the vocabulary from others.
+        phase: of the pass, which tells collectives of the vocabulary from others.
         marking: whether exchanges are timed, as the process comes to them.
         what: being computed.
         profiled: whether steps have names in a profile.
     """
 
-    figures: Figures
+    phase: Phase = field(default_factory=Phase)
     marking: bool = True
     what: str = ""
     profiled: bool = False
@@ -143,15 +144,13 @@ class TimedCollectives(Around):
         if not recorder.marking:
             return start(tensor, counts)
         profiled = recorder.profiled
-        figures = recorder.figures
-        if counts is figures.prefill.vocabulary or counts is figures.decode.vocabulary:
-            name = f"{kind} of the vocabulary"
-        else:
-            name = f"{kind} {recorder.what}"
+        what = recorder.what
+        if counts is recorder.phase.vocabulary:
+            what = "of the vocabulary"
         before = counts.bytes
         sent: list[int] = []
         began = now()
-        with mark_calls(sent), in_profile(f"start {name}", profiled):
+        with mark_calls(sent), in_profile(f"start {kind} {what}", profiled):
             wait = start(tensor, counts)
         started = now()
         if counts.bytes == before:
@@ -161,7 +160,7 @@ class TimedCollectives(Around):
 
         def timed_wait() -> Tensor:
             waited = now()
-            with mark_calls(sent), in_profile(f"wait for {name}", profiled):
+            with mark_calls(sent), in_profile(f"wait for {kind} {what}", profiled):
                 result = wait()
             recorder.waiting += now() - waited
             return result
@@ -173,7 +172,7 @@ class TimedEngine(RankEngine):
     """A rank's engine that times its passes."""
 
     def __init__(self, plan: Plan, rank: Rank, collectives: Collectives) -> None:
-        self.recorder = PassRecorder(Figures(), marking=rank.device.type == "cpu")
+        self.recorder = PassRecorder(marking=rank.device.type == "cpu")
         timed = TimedCollectives(collectives, self.recorder)
         super().__init__(plan, timed, rank.device, rank.engines.values())
         model = self.model
@@ -183,8 +182,7 @@ class TimedEngine(RankEngine):
     def step(self, rows: Rows, cache: PagedCache) -> Results:
         began = self._since or now()
         recorder = self.recorder
-        recorder.figures = figures = self.figures
-        phase = self._phase(rows)
+        recorder.phase = phase = self._phase(rows)
         with phase.apart(), in_profile(PASS, recorder.profiled):
             results = super().step(rows, cache)
             sent = phase.layers, phase.vocabulary
@@ -194,7 +192,9 @@ class TimedEngine(RankEngine):
             waiting = recorder.waiting
         tokens = sum(len(row.tokens) for row in rows)
         ended = self._since or now()
-        recorder.passes.append(PassTiming(phase is figures.decode, tokens, began, ended, waiting, *sent))
+        recorder.passes.append(
+            PassTiming(phase is self.figures.decode, tokens, began, ended, waiting, *sent)
+        )
         recorder.waiting = 0.0
         return results
 
