@@ -93,16 +93,15 @@ class Background(Generic[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
-        self._done: list[T] = []
-        self._error: BaseException | None = None
+        self._done: Future[T] = Future()
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._done.append(self._work())
+            self._done.set_result(self._work())
         except Exception as error:  # noqa: BLE001 - handed to whoever asks for the result
-            self._error = error
+            self._done.set_exception(error)
 
     def wait(self) -> None:
         """Wait for the work's end."""
@@ -110,10 +109,7 @@ class Background(Generic[T]):
 
     def result(self) -> T:
         """Wait for the work's result; raises its error."""
-        self.wait()
-        if self._error is not None:
-            raise self._error
-        return self._done[0]
+        return self._done.result()
 
 
 class Stopped(Exception):

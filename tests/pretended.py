@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from surgeon.runtime.kernels import triton
+from surgeon.runtime.kernels import build
 from surgeon.runtime.kernels.triton.functions import TritonKernels
 
 PACKAGE = Path(__file__).parents[1] / "surgeon"
@@ -489,7 +489,7 @@ def pretended_gpus(count: int, free: int = 70 << 30, kernels: bool = False) -> I
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(mock.patch.object(torch._C, "_InferenceMode", _NoGradient))
         unused = None if kernels else "PyTorch's operations are rehearsed"
-        stack.enter_context(mock.patch.object(triton, "reason_without", return_value=unused))
+        stack.enter_context(mock.patch.object(build, "reason_without", return_value=unused))
         stack.enter_context(mock.patch.object(TritonKernels, "launch", _kernel))
         # What is seen here is seen in this thread only.
         stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))

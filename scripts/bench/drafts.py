@@ -37,7 +37,7 @@ from scripts.bench.decoding import DENSE, add_options, parse, prompts_of, write_
 from scripts.bench.goals import missed
 from scripts.commands import add_defaults, make_parser
 from scripts.markdown import format_table, spread
-from surgeon.benchmarks.drafting import DecodedTexts, decode_together
+from surgeon.benchmarks.measure import DecodedTexts, decode_together
 from surgeon.checkpoint.codas import read_codas
 from surgeon.commands.opening import draft_program
 from surgeon.language.operations import ladder, pair, prune, tracks

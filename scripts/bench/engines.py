@@ -48,7 +48,7 @@ from scripts.vllm.engine import Measurer, vllm_python
 from surgeon.benchmarks.measure import RankBench
 from surgeon.cost.deployment import Workload
 from surgeon.progress import progress
-from surgeon.runtime.batching.windows import PASS_TOKENS
+from surgeon.runtime.batching.blocks import PASS_TOKENS
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks

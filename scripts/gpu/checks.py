@@ -37,8 +37,7 @@ from scripts.gpu.sixteen_bits import (
     token_ids,
 )
 from scripts.gpu.speeds import Load, continued, open_engine
-from surgeon.benchmarks.drafting import decode_together
-from surgeon.benchmarks.measure import Needs, RankBench, bench_table
+from surgeon.benchmarks.measure import Needs, RankBench, bench_table, decode_together
 from surgeon.commands.app import main as surgeon_command
 from surgeon.cost.deployment import Workload
 from surgeon.demo import demo_model
@@ -46,7 +45,7 @@ from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.machine import avoid_cudnn_attention
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.comm.symmetric_memory import OVERLAPPING
+from surgeon.runtime.comm.shared_memory import OVERLAPPING
 from surgeon.runtime.kernels.build import SWITCH
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.rank import NCCL_SHARES, RankOptions

@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 import surgeon
 from scripts.gpu.sides import Judge, Setup, Side, judge_error
 from surgeon.machine import avoid_cudnn_attention
-from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import BLOCK_TOKENS
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS
+from surgeon.runtime.batching.request import Row, Wanted
 from surgeon.runtime.comm.collectives import Alone
-from surgeon.runtime.kernels.triton.functions import Placing, TextBlocks, TritonKernels
+from surgeon.runtime.kernels.triton import Placing, TextBlocks
+from surgeon.runtime.kernels.triton.functions import TritonKernels
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
 

@@ -27,8 +27,8 @@ from scripts.vllm.engine import CELLS, decode_rates
 from surgeon.language.operations import pair
 from surgeon.language.program import Program
 from surgeon.machine import avoid_cudnn_attention
-from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import PASS_TOKENS, blocks_for
+from surgeon.runtime.batching.blocks import PASS_TOKENS, blocks_for
+from surgeon.runtime.batching.request import Row, Wanted
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Attention

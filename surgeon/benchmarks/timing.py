@@ -9,30 +9,33 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from surgeon.language.execute import Partial
-from surgeon.language.program import Fork, Step
+from surgeon.language.program import Node
 from surgeon.processes.files import whole_file
-from surgeon.runtime.batching.request import Request, UndefinedLogits
+from surgeon.runtime.batching.request import Request, Rows, UndefinedLogits
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.batching.sequence import Row
-from surgeon.runtime.comm.collectives import Around, Collectives, Counts, EmulatedLink, Link, Unconnected
+from surgeon.runtime.comm.collectives import (
+    Around,
+    Collectives,
+    Counts,
+    EmulatedLink,
+    Link,
+    Phase,
+    Unconnected,
+    Wait,
+)
 from surgeon.runtime.kernels.recording import mark_calls
-from surgeon.runtime.model.attending import Pass
-from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
+from surgeon.runtime.model.engine import RankEngine, ways_through
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.program import RankMachine, RankProgram, WorkAhead
 from surgeon.runtime.model.rank_model import Results
-from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.worker import complete, keep
@@ -83,18 +86,25 @@ class PassRecorder:
     """Adds up a pass's waiting, and holds the passes before it.
 
     Attributes:
-        figures: of the engine, which tell collectives of the vocabulary from others.
+        phase: of the pass, which tells collectives of the vocabulary from others.
         marking: whether exchanges are timed, as the process comes to them.
         what: being computed.
         profiled: whether steps have names in a profile.
     """
 
-    figures: Figures
+    phase: Phase = field(default_factory=Phase)
     marking: bool = True
-    what: Step | str = ""
+    what: str = ""
     profiled: bool = False
     passes: list[PassTiming] = field(default_factory=list)
     waiting: float = 0.0
+
+    @contextmanager
+    def during(self, node: Node) -> Iterator[None]:
+        """Name a step, and what is sent of it."""
+        self.what = str(node)
+        with in_profile(node, self.profiled):
+            yield
 
     def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
         """Add the spans of a pass that is computed from a recording."""
@@ -110,7 +120,7 @@ class TimedCollectives(Around):
         super().__init__(inner)
         self.recorder = recorder
 
-    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Wait:  # noqa: ARG002
         """Start summing a tensor over the group; waiting on the result gives the sum. Waiting is always apart."""
         return self._time("all-reduce", self.inner.all_reduce, tensor, counts)
 
@@ -119,30 +129,28 @@ class TimedCollectives(Around):
         tensor: Tensor,
         counts: Counts,
         at_once: bool = False,  # noqa: ARG002
-    ) -> Callable[[], Tensor]:
+    ) -> Wait:
         """Start gathering the group's tensors; waiting on the result gives them joined."""
         return self._time("all-gather", self.inner.start_all_gather, tensor, counts)
 
     def _time(
         self,
         kind: str,
-        start: Callable[[Tensor, Counts], Callable[[], Tensor]],
+        start: Callable[[Tensor, Counts], Wait],
         tensor: Tensor,
         counts: Counts,
-    ) -> Callable[[], Tensor]:
+    ) -> Wait:
         recorder = self.recorder
         if not recorder.marking:
             return start(tensor, counts)
         profiled = recorder.profiled
-        figures = recorder.figures
-        if counts is figures.prefill.vocabulary or counts is figures.decode.vocabulary:
-            name = f"{kind} of the vocabulary"
-        else:
-            name = f"{kind} {recorder.what}"
+        what = recorder.what
+        if counts is recorder.phase.vocabulary:
+            what = "of the vocabulary"
         before = counts.bytes
         sent: list[int] = []
         began = now()
-        with mark_calls(sent), in_profile(f"start {name}", profiled):
+        with mark_calls(sent), in_profile(f"start {kind} {what}", profiled):
             wait = start(tensor, counts)
         started = now()
         if counts.bytes == before:
@@ -152,7 +160,7 @@ class TimedCollectives(Around):
 
         def timed_wait() -> Tensor:
             waited = now()
-            with mark_calls(sent), in_profile(f"wait for {name}", profiled):
+            with mark_calls(sent), in_profile(f"wait for {kind} {what}", profiled):
                 result = wait()
             recorder.waiting += now() - waited
             return result
@@ -164,61 +172,31 @@ class TimedEngine(RankEngine):
     """A rank's engine that times its passes."""
 
     def __init__(self, plan: Plan, rank: Rank, collectives: Collectives) -> None:
-        self.recorder = PassRecorder(Figures(), marking=rank.device.type == "cpu")
+        self.recorder = PassRecorder(marking=rank.device.type == "cpu")
         timed = TimedCollectives(collectives, self.recorder)
         super().__init__(plan, timed, rank.device, rank.engines.values())
         model = self.model
-        model.program.machine = partial(TimedMachine, self.recorder)
+        model.program.watched = self.recorder.during
         model.watcher = self.recorder.replayed
 
-    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+    def step(self, rows: Rows, cache: PagedCache) -> Results:
         began = self._since or now()
         recorder = self.recorder
-        recorder.figures = figures = self.figures
-        phase = self._phase(rows)
-        layers = phase.layers
-        vocabulary = phase.vocabulary
-        phase.layers = Counts()
-        phase.vocabulary = Counts()
-        with in_profile(PASS, recorder.profiled):
+        recorder.phase = phase = self._phase(rows)
+        with phase.apart(), in_profile(PASS, recorder.profiled):
             results = super().step(rows, cache)
+            sent = phase.layers, phase.vocabulary
+        phase.add(sent)
         waiting = None
         if recorder.marking:
             waiting = recorder.waiting
-        timing = PassTiming(
-            phase is figures.decode,
-            sum(len(row.tokens) for row in rows),
-            began,
-            self._since or now(),
-            waiting,
-            phase.layers,
-            phase.vocabulary,
+        tokens = sum(len(row.tokens) for row in rows)
+        ended = self._since or now()
+        recorder.passes.append(
+            PassTiming(phase is self.figures.decode, tokens, began, ended, waiting, *sent)
         )
-        recorder.passes.append(timing)
         recorder.waiting = 0.0
-        phase.layers = layers + timing.layers
-        phase.vocabulary = vocabulary + timing.vocabulary
         return results
-
-
-class TimedMachine(RankMachine):
-    """One pass on one rank, whose every step has a name in a profile."""
-
-    def __init__(
-        self, recorder: PassRecorder, program: RankProgram, shared: Pass, group: Group, work: WorkAhead
-    ) -> None:
-        super().__init__(program, shared, group, work)
-        self.recorder = recorder
-
-    def compute(self, step: Step, stream: Tensor) -> Partial:
-        recorder = self.recorder
-        recorder.what = step
-        with in_profile(step, recorder.profiled):
-            return super().compute(step, stream)
-
-    def join(self, fork: Fork, added: Tensor) -> Partial:
-        self.recorder.what = "join"
-        return super().join(fork, added)
 
 
 def load_timed(

@@ -104,7 +104,7 @@ def bench(
     from surgeon.processes.files import make_folder
     from surgeon.progress import progress
     from surgeon.quality.summary import mean_divergence
-    from surgeon.runtime.kernels.library import kernels_used
+    from surgeon.runtime.kernels.build import kernels_used
     from surgeon.runtime.worker.rank import RankOptions
     from surgeon.runtime.worker.ranks import Ranks as RunningRanks
     from surgeon.words import plural

@@ -41,7 +41,7 @@ from surgeon.models.families.positions import rotated_layers, windowed_layers
 from surgeon.models.weights.quantised import rules_of
 from surgeon.named import is_gguf, on_disk
 from surgeon.opened import Model, open_model
-from surgeon.runtime.batching.windows import PASS_TOKENS
+from surgeon.runtime.batching.blocks import PASS_TOKENS
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft
 from surgeon.runtime.plan.memory import footprint

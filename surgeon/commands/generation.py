@@ -9,12 +9,11 @@ from itertools import pairwise
 import pandas as pd
 
 from surgeon.language.program import Program
-from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.comm.collectives import Counts, Phase
 from surgeon.runtime.model.engine import Figures
-from surgeon.runtime.model.peers import Phase
 from surgeon.runtime.plan.placement import norm_sums
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.stream import Answer
+from surgeon.runtime.service import Answer
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.words import hang_indent, plural
 

@@ -106,9 +106,9 @@ def serve(
     from surgeon.checkpoint.texts import read_defaults
     from surgeon.commands.opening import open_stored, service_options
     from surgeon.runtime.service import Service
+    from surgeon.server.bodies import Texts
     from surgeon.server.run import bind, run, url_of
     from surgeon.server.state import ServerState, check_origin
-    from surgeon.server.texts import Texts
 
     if api_key is not None and not api_key.strip():
         raise ValueError(

@@ -47,9 +47,9 @@ from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model, open_model
 from surgeon.progress import progress
 from surgeon.provenance import command_line, versions
+from surgeon.runtime.batching.blocks import blocks_for
+from surgeon.runtime.batching.request import Row
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.batching.sequence import Row
-from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.linear import Linear

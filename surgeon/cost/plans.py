@@ -18,11 +18,10 @@ from surgeon.models.edit import check_layers
 from surgeon.models.families.specs import Units, unit_bounds
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import require_sliceable
-from surgeon.runtime.batching.windows import blocks_for
-from surgeon.runtime.plan.balance import Mixtures, MixtureSize, balance_of
-from surgeon.runtime.plan.division import cached_latent, check_ranks, check_slices, shared_units
+from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.plan.memory import footprint
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.placement import cached_latent, check_ranks, check_slices, shared_units
+from surgeon.runtime.plan.specification import Mixtures, MixtureSize, Plan, balance_of
 
 PLANS = 16  # plans of which it is remembered what is the same for all batches
 # Usable share of a device's memory, an estimate; driver, libraries and gaps between tensors take the rest.

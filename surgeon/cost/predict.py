@@ -18,7 +18,7 @@ from surgeon.cost.plans import PLANS, Room, plan_on_paper, room
 from surgeon.cost.work import Forward, GathersFirst, RankWork
 from surgeon.language.program import Fork, Program, Step
 from surgeon.models.shapes import ModelShapes
-from surgeon.runtime.batching.sequence import LEAST_IN_HALF
+from surgeon.runtime.batching.request import LEAST_IN_HALF
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.wires import WIRES
 from surgeon.runtime.plan.placement import Group, Part, Work, placed_parts, rank_work

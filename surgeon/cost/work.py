@@ -1,6 +1,6 @@
 """Computation and exchanges of a rank for each step, as kernels and bytes, by the rules of `runtime/model`.
 
-`runtime.plan.placement` gives a rank's slices, `runtime.model.outputs` the sums in rank space, and the plan the cache.
+`runtime.plan.placement` gives a rank's slices and the sums in rank space, and the plan the cache.
 
 Shapes: T tokens of a pass, h the stream's width, n ranks that share a sublayer.
 """
@@ -18,8 +18,15 @@ from surgeon.language.program import Fork, Step
 from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.models.families.specs import Latent
 from surgeon.models.shapes import ModelShapes
-from surgeon.runtime.model.outputs import summed_apart, summed_in_rank_space
-from surgeon.runtime.plan.placement import Group, Part, Work, computed_of, whole_experts
+from surgeon.runtime.plan.placement import (
+    Group,
+    Part,
+    Work,
+    computed_of,
+    summed_apart,
+    summed_in_rank_space,
+    whole_experts,
+)
 from surgeon.runtime.plan.specification import Plan
 
 
@@ -252,7 +259,7 @@ class RankWork:
             yield maps.product("o", *plan.latent.products(plan.hidden, heads)["o"])
 
     def _latent(self, latent: Latent, maps: _Maps, heads: int) -> Iterable[Item]:
-        """Queries, keys and values of so many heads, as `runtime/model/latent.py` makes them."""
+        """Queries, keys and values of so many heads, as `runtime/model/layers.py` makes them."""
         products = latent.products(self.plan.hidden, heads)
         made = maps.tokens * heads * latent.width
         yield maps.product("latents", *products["latents"])

@@ -2,7 +2,7 @@
 
 Rank 0 listens at a port of its own, on the interface that MASTER_ADDR names and no other, and writes that port and a
 random secret into the store. Every other rank connects three times: a lifeline, on which nothing comes until it is to
-end; commands and answers; and rank 0's messages between passes (pipes.py).
+end; commands and answers; and rank 0's messages between passes (runtime/worker/rank.py).
 
 Whoever can send a pickle over these connections can run anything. So nothing is read from one until both ends have
 proved to know the secret (HMAC of a random challenge, as `multiprocessing` does it). The secret is as safe as the
@@ -29,8 +29,16 @@ from typing import Literal, NamedTuple
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does export them
 
-from surgeon.processes.sockets import PROOF_SECONDS, interface_of, limit_silence, listen, prove, resolve
-from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
+from surgeon.processes.torchrun import (
+    PROOF_SECONDS,
+    RankLocation,
+    TorchrunEnvironment,
+    interface_of,
+    limit_silence,
+    listen,
+    prove,
+    resolve,
+)
 from surgeon.version import __version__
 
 STORE_TIMEOUT = timedelta(minutes=10)  # for a key that another rank writes

@@ -16,8 +16,7 @@ from typing import Any
 from surgeon.checkpoint.messages import Message, begin_conversation, chat_text
 from surgeon.checkpoint.texts import Encoder, encode
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.service import Service
-from surgeon.runtime.stream import Answer
+from surgeon.runtime.service import Answer, Service
 
 
 class Conversation(AbstractContextManager["Conversation"]):

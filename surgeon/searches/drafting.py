@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from surgeon.analysis.factors.factor_plan import plan_factors
-from surgeon.benchmarks.drafting import MeasuredDrafts
+from surgeon.benchmarks.measure import MeasuredDrafts
 from surgeon.checkpoint.load import streamed_layers
 from surgeon.cost.drafts import DraftedPrediction, draft_on_paper
 from surgeon.cost.plans import plan_on_paper

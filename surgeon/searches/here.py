@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from surgeon.benchmarks.drafting import MeasuredDrafts, measure_drafts
-from surgeon.benchmarks.measure import Needs, RankBench
+from surgeon.benchmarks.measure import MeasuredDrafts, Needs, RankBench, measure_drafts
 from surgeon.cost.deployment import Workload
 from surgeon.language.program import Program
 from surgeon.opened import Model

@@ -27,7 +27,7 @@ from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.machine import show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model
-from surgeon.runtime.batching.windows import BLOCK_TOKENS
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.placement import Group, Work, assigned_branches, work_of
 from surgeon.runtime.plan.specification import Plan

@@ -1,8 +1,8 @@
 """The OpenAI API over HTTP: `surgeon serve`.
 
-From a request to its answer: `state` counts it, lets web pages in and asks for the key, `bodies` checks its fields,
-`texts` makes token ids of it, `answers` gives them to the service, merges the events and puts them into OpenAI's words,
-whole or as a stream. `run` ties these to their paths, and begins and ends the process.
+From a request to its answer: `state` counts it, lets web pages in and asks for the key, `bodies` checks its fields and
+makes token ids of it, `answers` gives them to the service, merges the events and puts them into OpenAI's words, whole
+or as a stream. `run` ties these to their paths, and begins and ends the process.
 """
 
 from surgeon.errors import needs_extra

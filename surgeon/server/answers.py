@@ -22,18 +22,23 @@ from starlette.types import Receive, Scope, Send
 
 from surgeon.checkpoint.texts import UNFINISHED
 from surgeon.runtime.batching.request import Event, QueueFull, Sampling, TokenLogprob, UndefinedLogits
-from surgeon.runtime.stream import Answer
-from surgeon.server.bodies import Body, ChatBody, CompletionBody
-from surgeon.server.errors import (
+from surgeon.runtime.service import Answer
+from surgeon.server.bodies import (
     GONE,
     RETRY_SOON,
     ApiError,
+    Body,
+    ChatBody,
+    CompletionBody,
+    Json,
+    Prompt,
+    Texts,
     invalid,
     refuse_after_failure,
     refuse_while_draining,
+    separate,
 )
 from surgeon.server.state import ServerState, note_outcome
-from surgeon.server.texts import Prompt, Texts, separate
 
 LEAST_LOGPROB = -9999.0
 
@@ -68,20 +73,20 @@ class Format(ABC):
             "model": model,
         }
 
-    def whole(self, answers: Sequence[Reply], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Reply], usage: Json) -> Json:
         """Everything at once."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": usage}
 
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def chunk(self, choices: list[Json], **more: Any) -> Json:
         """A part of a stream."""
         return {**self._head, "object": self.chunk_object, "choices": choices, **more}
 
     @abstractmethod
-    def _choice(self, index: int, answer: Reply) -> dict[str, Any]: ...
+    def _choice(self, index: int, answer: Reply) -> Json: ...
 
     @abstractmethod
-    def pieces(self, index: int, answer: Reply, event: Event) -> list[dict[str, Any]]:
+    def pieces(self, index: int, answer: Reply, event: Event) -> list[Json]:
         """Choices of chunks that an event adds; none before the first token.
 
         A token whose text is kept back, because a character or a stop text may begin with it, has a chunk without text:
@@ -99,7 +104,7 @@ class CompletionFormat(Format):
         super().__init__(model, texts, wants_logprobs)
         self.echo = echo
 
-    def _choice(self, index: int, answer: Reply, part: Event | None = None) -> dict[str, Any]:
+    def _choice(self, index: int, answer: Reply, part: Event | None = None) -> Json:
         begins = not answer.begun
         answer.begun = True
         new = part or answer
@@ -113,7 +118,7 @@ class CompletionFormat(Format):
             "finish_reason": new.finish_reason,
         }
 
-    def pieces(self, index: int, answer: Reply, event: Event) -> list[dict[str, Any]]:
+    def pieces(self, index: int, answer: Reply, event: Event) -> list[Json]:
         if not (event.tokens or event.finish_reason):
             return []  # the prompt is shown as a whole, once all of it has been scored
         return [self._choice(index, answer, event)]
@@ -128,7 +133,7 @@ class CompletionFormat(Format):
 
     def _logprobs(
         self, answer: Reply, found: Sequence[TokenLogprob], offsets: Sequence[int], with_prompt: bool
-    ) -> dict[str, Any] | None:
+    ) -> Json | None:
         if not self.wants_logprobs:
             return None
         tokens = [one.token for one in found]
@@ -163,7 +168,7 @@ class ChatFormat(Format):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def _choice(self, index: int, answer: Reply) -> dict[str, Any]:
+    def _choice(self, index: int, answer: Reply) -> Json:
         return {
             "index": index,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
@@ -171,7 +176,7 @@ class ChatFormat(Format):
             "finish_reason": answer.finish_reason,
         }
 
-    def pieces(self, index: int, answer: Reply, event: Event) -> list[dict[str, Any]]:
+    def pieces(self, index: int, answer: Reply, event: Event) -> list[Json]:
         found = []
         if not answer.begun:
             found.append(self._delta(index, {"role": "assistant", "content": ""}))
@@ -182,10 +187,10 @@ class ChatFormat(Format):
             found.append(self._delta(index, {}) | {"finish_reason": event.finish_reason})
         return found
 
-    def _delta(self, index: int, delta: dict[str, str], logprobs: Any = None) -> dict[str, Any]:
+    def _delta(self, index: int, delta: dict[str, str], logprobs: Any = None) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
-    def _logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, found: Sequence[TokenLogprob]) -> Json | None:
         if not self.wants_logprobs:
             return None
         content = [
@@ -195,7 +200,7 @@ class ChatFormat(Format):
         ]
         return {"content": content, "refusal": None}
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token: int, logprob: float) -> Json:
         text = self.texts.piece(token)
         part = UNFINISHED in text  # of a character, whose bytes a tokenizer does not tell
         return {
@@ -209,7 +214,7 @@ def _finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-def usage_of(answers: Sequence[Reply], each: int) -> dict[str, Any]:
+def usage_of(answers: Sequence[Reply], each: int) -> Json:
     """OpenAI's count of tokens: every prompt once, every answer; `each` answers of a prompt lie side by side."""
     prompt = sum(len(answer.prompt.tokens) for answer in answers[::each])
     cached = sum(answer.usage.cached for answer in answers[::each])
@@ -387,7 +392,7 @@ async def _chunks(
     yield b"data: [DONE]\n\n"
 
 
-def _line(data: dict[str, Any]) -> bytes:
+def _line(data: Json) -> bytes:
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 

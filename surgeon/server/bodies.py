@@ -1,19 +1,122 @@
-"""Bodies of requests: the fields of OpenAI's API that are followed, those left aside, and those refused.
+"""From the body of a request to token ids: its fields, its errors, its texts.
 
 Types are strict ("1" is no number). A field that does not change the answer is ignored; an unsupported one that would
 change it is refused, and so is an unknown one, which is mostly misspelt.
+
+Errors are as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status.
 """
 
 from __future__ import annotations
 
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse
 
-from surgeon.checkpoint.texts import Defaults
+from surgeon.checkpoint.messages import Message, chat_text, plain_message
+from surgeon.checkpoint.texts import Continuation, Defaults, Encoder
 from surgeon.errors import did_you_mean
 from surgeon.runtime.batching.request import Sampling
-from surgeon.server.errors import invalid, short
+
+RETRY_SOON = {"Retry-After": "1"}
+Json = dict[str, Any]  # an object
+MOST_SHOWN = 60  # characters of a client's value in a message
+GONE = 499  # the client hung up; nobody reads this status, it is only counted
+
+_SHORT = reprlib.Repr()  # writes only the first items of a list
+_SHORT.maxstring = _SHORT.maxother = MOST_SHOWN
+
+# What pydantic says of a field that takes several types is a list of what each of them lacks.
+_KINDS = {
+    "chat_template_kwargs": 'an object such as {"enable_thinking": false}',
+    "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
+    "stop": "a text or a list of texts",
+    "stream_options": 'an object such as {"include_usage": true}',
+    "messages": 'a list of messages such as {"role": "user", "content": "Hello"}',
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error; its type, in OpenAI's words, follows from the HTTP status.
+
+    Attributes:
+        param: the field at fault.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> Json:
+        kind = "invalid_request_error"
+        if self.status >= 500:
+            kind = "server_error"
+        elif self.status == 429:
+            kind = "rate_limit_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def invalid(message: str, param: str | None = None) -> ApiError:
+    """400: the client can mend it."""
+    return ApiError(400, message, param)
+
+
+def refuse_while_draining() -> ApiError:
+    """503 while the last requests are finished."""
+    return ApiError(503, "the server is ending and takes no more requests", code="draining")
+
+
+def refuse_after_failure(reason: Exception) -> ApiError:
+    """503 after a rank has failed."""
+    return ApiError(503, f"the server has failed: {reason}", code="rank_failed")
+
+
+def short(value: Any) -> str:
+    """A client's value, short enough for a message."""
+    text = _SHORT.repr(value)
+    if len(text) <= MOST_SHOWN:
+        return text
+    return f"{text[: MOST_SHOWN - 3]}..."
+
+
+def explain(errors: Sequence[Any]) -> ApiError:
+    """The first of pydantic's complaints about a body, in a sentence that names field and value."""
+    error = errors[0]
+    kind = error["type"]
+    path = error["loc"][1:]
+    value = error.get("input")
+    if kind == "json_invalid":
+        return invalid(f"the body is not valid JSON: {error['ctx']['error']} (at character {path[0]})")
+    if not path:
+        return invalid("the body must be a JSON object, sent with Content-Type: application/json")
+    field = str(path[0])
+    name = ".".join(map(str, path))
+    if kind == "missing":
+        return invalid(f"{name} is missing", field)
+    if field in _KINDS:
+        return invalid(f"{field} must be {_KINDS[field]}, not {short(value)}", field)
+    wanted = str(error["msg"]).removeprefix("Input should be ").removeprefix("a valid ")
+    return invalid(f"{name} must be a valid {wanted}, not {short(value)}", field)
+
 
 MOST_CHOICES = 128
 
@@ -209,8 +312,8 @@ class ChatBody(Body):
     prompt_field: ClassVar[str] = "messages"
     logprobs_field: ClassVar[str] = "top_logprobs"
 
-    messages: Several[dict[str, Any]]
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Several[Json]
+    chat_template_kwargs: Json | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -223,3 +326,148 @@ class ChatBody(Body):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+
+
+FIELD = "chat_template_kwargs"
+MOST_VARIABLES = 1 << 16  # bytes of them
+# Tokens are decoded behind this one, because tokenizers write a text's first token differently.
+ANCHOR = "a"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to go on from, None if it was given as token ids or messages, with offsets where they were asked for."""
+
+    tokens: list[int]
+    text: str | None = None
+    offsets: list[int] = field(default_factory=list)
+
+
+def separate(given: str | list[str] | list[int] | list[list[int]]) -> list[Any]:
+    """The prompts of a completion, which may have one or several."""
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        return given
+    return [given]
+
+
+class Texts:
+    """A tokenizer that several threads may use."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer)
+        # What the template is given besides, or how it is applied, is not for clients to say.
+        self._reserved = {
+            *signature(tokenizer.apply_chat_template).parameters,
+            *tokenizer.special_tokens_map,
+        }
+        self._reserved.add("messages")
+        self._anchor: list[int] = self._encoder(ANCHOR, special=False)
+        self._pieces: dict[int, str] = {}
+
+    def prompt(self, given: str | list[int], most: int) -> Prompt:
+        """The prompt of a completion; of a text far longer than `most` tokens no more is looked at."""
+        if isinstance(given, str):
+            tokens = self._encode(given, "prompt", most)
+            text = given
+        else:
+            tokens = given
+            text = None
+        if not tokens:
+            raise invalid("prompt is empty: it has no tokens; give at least one", "prompt")
+        return Prompt(tokens, text)
+
+    def _encode(self, text: str, name: str, most: int, special: bool = True) -> list[int]:
+        if len(text) > (characters := self._encoder.most_characters(most)):
+            reason = (
+                f"{name} has {len(text)} characters; at most {characters} are read, as {most} tokens fit"
+            )
+            raise invalid(reason, name)
+        _check_text(text, name)
+        return self._encoder(text, special)
+
+    def located(self, prompt: Prompt) -> Prompt:
+        """The prompt with its offsets in the given text, or else in that of the tokens.
+
+        Where the tokenizer does not write the given text again (special tokens, normalisation), its own offsets count.
+        """
+        tokens = prompt.tokens
+        text = prompt.text
+        continuation = Continuation(self.tokenizer, ())
+        pieces = []
+        offsets = []
+        for token in tokens:
+            pieces.append(continuation.add(token))
+            offsets.append(continuation.begins)
+        written = "".join([*pieces, continuation.rest()])
+        if text in (None, written) or not self.tokenizer.is_fast:
+            return replace(prompt, offsets=offsets)
+        places = self.tokenizer.backend_tokenizer.encode(text).offsets
+        # Tokens that the tokenizer has added lie nowhere, (0, 0): they stand behind the one before.
+        ends = accumulate((end for _, end in places), max, initial=0)
+        offsets = [
+            start if start < end else before for (start, end), before in zip(places, ends, strict=False)
+        ]
+        return replace(prompt, offsets=offsets)
+
+    def chat(self, messages: list[Json], most: int, variables: Json | None = None) -> Prompt:
+        """The messages in the model's chat template, up to where its answer begins; variables are the template's."""
+        if not self.tokenizer.chat_template:
+            raise invalid(
+                "this model has no chat template (it is no chat model); use /v1/completions", "messages"
+            )
+        if not messages:
+            raise invalid("messages is empty; give at least one message", "messages")
+        variables = variables or {}
+        for name in variables:
+            if name in self._reserved:
+                raise invalid(
+                    f"{FIELD} must not have {name}, which the server sets; leave it out", FIELD
+                )
+        try:
+            size = len(json.dumps(variables, ensure_ascii=False, allow_nan=False).encode())
+        except (ValueError, RecursionError) as error:
+            raise invalid(f"{FIELD} is no JSON: {error}", FIELD) from error
+        if size > MOST_VARIABLES:
+            raise invalid(f"{FIELD} has {size} bytes of JSON; at most {MOST_VARIABLES} are taken", FIELD)
+        plain = [_plain(message, f"messages.{number}") for number, message in enumerate(messages)]
+        try:
+            text = chat_text(self.tokenizer, plain, variables=variables)
+        except ValueError as error:
+            raise invalid(str(error), "messages") from error
+        return Prompt(self._encode(text, "messages", most, special=False))
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of some tokens from the beginning of a text on."""
+        text: str = self.tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def piece(self, token: int) -> str:
+        """The text of one token inside a text; a part of a character is a replacement character."""
+        if token not in self._pieces:
+            before, after = (
+                self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+                for tokens in (self._anchor, [*self._anchor, token])
+            )
+            self._pieces[token] = after[len(before) :]
+        return self._pieces[token]
+
+
+def _plain(message: Json, name: str) -> Message:
+    try:
+        found = plain_message(message, name)
+    except ValueError as error:
+        raise invalid(str(error), "messages") from None
+    _check_text(found["content"], "messages")
+    return found
+
+
+def _check_text(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(
+            f"{name} is not text in UTF-8 (a lone surrogate at character {error.start})", name
+        ) from None

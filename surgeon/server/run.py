@@ -34,8 +34,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from surgeon.server.answers import respond
-from surgeon.server.bodies import ChatBody, CompletionBody
-from surgeon.server.errors import ApiError, explain
+from surgeon.server.bodies import ApiError, ChatBody, CompletionBody, Json, explain
 from surgeon.server.state import (
     MOST_BYTES,
     ServerState,
@@ -64,12 +63,12 @@ def make_app(state: ServerState) -> ASGIApp:
 
     @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> Json:
         return {"object": "list", "data": [state.card()]}
 
     @app.head("/v1/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: str) -> Json:
         state.check_model(name)
         return state.card()
 

@@ -6,7 +6,6 @@ import hmac
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import urlsplit
 
 from prometheus_client import (
@@ -25,8 +24,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from surgeon.checkpoint.texts import Defaults
 from surgeon.errors import did_you_mean
 from surgeon.runtime.service import Service
-from surgeon.server.errors import GONE, ApiError, refuse_after_failure, refuse_while_draining
-from surgeon.server.texts import Texts
+from surgeon.server.bodies import (
+    GONE,
+    ApiError,
+    Json,
+    Texts,
+    refuse_after_failure,
+    refuse_while_draining,
+)
 
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -147,7 +152,7 @@ class ServerState:
             message = f"there is no model {name!r} here; {did_you_mean(str(name), [self.model])}"
             raise ApiError(404, message, "model", code="model_not_found")
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> Json:
         """Build the model's entry of /v1/models."""
         own = {"id": self.model, "object": "model", "created": self.created, "owned_by": "surgeon"}
         return own | {"max_model_len": self.service.max_tokens}

@@ -30,8 +30,7 @@ from surgeon.processes.torchrun import beside_torchrun
 from surgeon.quality.text_files import Reading
 from surgeon.quality.tokens import Tokens, tokenizer_digest
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.service import Service, ServiceOptions
-from surgeon.runtime.stream import Answer, Stream
+from surgeon.runtime.service import Answer, Service, ServiceOptions, Stream
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.training.token_store import SELF, Documents, TextSource
 

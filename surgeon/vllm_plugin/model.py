@@ -5,18 +5,23 @@ heads may differ in number between attentions and ranks (a rank may hold a whole
 has the name of its slot and of that number, so that vLLM finds caches of the same name alike on all ranks.
 
 A pipeline stage runs a part of the program's nodes, and hands on the stream together with what is still to be added.
+
+vLLM's own compiled operations stand for PyTorch's or Triton's: RMS norms, gates, rotary positions. They compute the
+same but for where 16 bits are rounded. Layer norms, norms with gains wider than the stream (Gemma2's 1 + weight in 16
+bits), norms of heads, and activations without a gate stay, and so do this package's kernels in float32 on CPUs.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import vllm._custom_ops  # noqa: F401 - with it PyTorch knows of the operations
 from torch import Tensor, nn
 from vllm.distributed import (
     get_pp_group,
@@ -34,20 +39,94 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families.specs import unit_bounds
 from surgeon.models.weights import ModelWeights
+from surgeon.runtime.comm.collectives import Peers
 from surgeon.runtime.kernels.functions import Weighting
-from surgeon.runtime.kernels.triton.functions import Placing
-from surgeon.runtime.model.attending import Pass
+from surgeon.runtime.kernels.triton import Placing
+from surgeon.runtime.model.attending import Angles, Pass, place_, rotation
 from surgeon.runtime.model.ends import Ends, embedded_among, read
-from surgeon.runtime.model.layers import plan_kernels, torch_dtype
-from surgeon.runtime.model.peers import Peers
+from surgeon.runtime.model.layers import FeedForward, Norm, plan_kernels, torch_dtype
+from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.program import RankProgram
-from surgeon.runtime.model.rotary import rotation
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.division import require_equal_heads, shared_units
+from surgeon.runtime.plan.placement import require_equal_heads, shared_units
 from surgeon.runtime.plan.specification import Plan
 from surgeon.vllm_plugin.configs import read_settings, reason_against, stage_nodes
-from surgeon.vllm_plugin.operations import place_, take_operations, turns
 from surgeon.vllm_plugin.reduce import connect
+
+GATES = {
+    "silu": "silu_and_mul",
+    "swish": "silu_and_mul",
+    "gelu": "gelu_and_mul",
+    "gelu_new": "gelu_tanh_and_mul",
+    "gelu_pytorch_tanh": "gelu_tanh_and_mul",
+}  # by what transformers calls the activation
+
+
+class CompiledNorm(Norm):
+    """An RMS norm by vLLM's operation."""
+
+    def __init__(self, norm: Norm) -> None:
+        vars(self).update(vars(norm))
+
+    def added(self, stream: Tensor, output: Tensor) -> Tensor:
+        """The sum of a stream and what is added to it, (T, h) each."""
+        return stream + output
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The normed stream, (T, h)."""
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        torch.ops._C.rms_norm(y, x, self.gain, self.epsilon)
+        return y
+
+
+def take_operations(program: RankProgram, ends: Ends, dtype: torch.dtype) -> None:
+    """Have vLLM's compute what a rank's program and the norm behind it have loaded, wherever they compute the same."""
+    gate = gate_of(program.plan.arithmetic.activation)
+    ends.final_norm = _norm(ends.final_norm, dtype)
+    for sublayer in program.sublayers.values():
+        if isinstance(sublayer.norm, Norm):
+            sublayer.norm = _norm(sublayer.norm, dtype)
+        dense = sublayer.shared if isinstance(sublayer, MixtureOfExperts) else sublayer
+        if isinstance(dense, FeedForward) and dense.gated and gate is not None:
+            dense.gate = gate
+
+
+def _norm(norm: Norm, dtype: torch.dtype) -> Norm:
+    is_alike = norm.rms and norm.gain is not None and norm.gain.dtype == dtype
+    if is_alike:
+        return CompiledNorm(norm)
+    return norm
+
+
+def gate_of(activation: str) -> Callable[[Tensor], Tensor] | None:
+    """A function to activated gates times values, (T, width), of both, (T, 2 * width); None without such a one."""
+    name = GATES.get(activation)
+
+    def gate(wide: Tensor) -> Tensor:
+        y = wide.new_empty(wide.shape[0], wide.shape[1] // 2)
+        getattr(torch.ops._C, str(name))(y, wide.contiguous())
+        return y
+
+    if name:
+        return gate
+    return None
+
+
+def turns(angles: Angles) -> Tensor:
+    """Cosines and, behind them, sines of all positions, (positions, R), as vLLM's operation wants them."""
+    half = angles[0].shape[-1] // 2
+    return torch.cat([angles[0][:, 0, :half], angles[1][:, 0, half:]], -1).contiguous()
+
+
+def turn_(
+    x: Tensor, queries: int, placing: Placing, positions: Tensor, turned_by: Tensor | None
+) -> None:
+    """Norm queries and keys, (T, heads, D), by head and turn them to their positions in place."""
+    place_(x, placing._replace(angles=None), queries)
+    if placing.angles is not None:
+        torch.ops._C.rotary_embedding(positions, x.view(len(x), -1), None, x.shape[-1], turned_by, True)
+
 
 MOST_RECORDED = 512  # tokens of passes that vLLM records by default
 
@@ -236,7 +315,7 @@ class ProgramForCausalLM(nn.Module):
     ) -> Tensor:
         kv_heads = (qkv.shape[1] - heads) // 2
         rotary = self.rotaries[slot]
-        place_(
+        turn_(
             qkv[:, : heads + kv_heads],
             heads,
             placing,

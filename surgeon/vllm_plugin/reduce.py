@@ -26,7 +26,14 @@ from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
 
 from surgeon.language.program import Program, steps_of
-from surgeon.runtime.comm.collectives import Alone, Collectives, TorchCollectives, Unconnected
+from surgeon.runtime.comm.collectives import (
+    Alone,
+    Around,
+    Collectives,
+    TorchCollectives,
+    Unconnected,
+    Wait,
+)
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives, create_memory
 from surgeon.runtime.plan.placement import Group
 
@@ -87,23 +94,19 @@ class GroupCollectives(TorchCollectives):
         )
 
 
-class VllmCollectives(Collectives):
+class VllmCollectives(Around):
     """vLLM's own all-reduce over all ranks, which is done when it returns; groups of some ranks use another one."""
 
     def __init__(self, ranks: Any, other: Collectives) -> None:
-        super().__init__(other.rank, other.group)
+        super().__init__(other)
         self.ranks = ranks
-        self.other = other
 
     def _connect(self, group: Group) -> Collectives:
-        return self.other.subgroup(group)
+        return self.inner.subgroup(group)
 
-    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Wait:
         total: Tensor = self.ranks.all_reduce(tensor)
         return lambda: total
-
-    def _all_gather(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
-        return self.other._all_gather(tensor, at_once)
 
 
 class GpuCollectives(Collectives):
@@ -137,10 +140,10 @@ class GpuCollectives(Collectives):
             raise ValueError("branches on some of the ranks need vLLM's NCCL; unset VLLM_DISABLE_PYNCCL")
         return GpuCollectives(self.ranks, group, nccl.all_reduce, nccl, self.side)
 
-    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Wait:
         return self._send(tensor, self.sum)
 
-    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Wait:
         return self._send(tensor.contiguous(), self._gather)
 
     def _gather(self, tensor: Tensor) -> Tensor:
@@ -148,7 +151,7 @@ class GpuCollectives(Collectives):
         self.nccl.all_gather(every, tensor)
         return every
 
-    def _send(self, tensor: Tensor, send: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+    def _send(self, tensor: Tensor, send: Callable[[Tensor], Tensor]) -> Wait:
         if self.side is None:
             result = send(tensor)
             return lambda: result

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.benchmarks import drafting
-from surgeon.benchmarks.drafting import DecodedTexts, decode_together, measure_drafts
+from surgeon.benchmarks import measure as drafting
+from surgeon.benchmarks.measure import DecodedTexts, decode_together, measure_drafts
 from surgeon.language.program import Program
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.worker.rank import RankOptions

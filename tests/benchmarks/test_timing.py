@@ -16,11 +16,11 @@ from surgeon.benchmarks.measure import Measurement, RankBench, Split
 from surgeon.benchmarks.timing import PASS, TimedEngine, trace_files, waits_of_passes, write_profile
 from surgeon.cost.deployment import Workload
 from surgeon.language.program import Program
+from surgeon.runtime.batching.request import Row, Wanted
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Alone, Counts
-from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.worker.rank import Sender
 from tests.pretended import pretended_gpus
 from tests.tiny_models import tiny_model
 

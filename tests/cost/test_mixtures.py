@@ -23,12 +23,11 @@ from surgeon.cost.predict import PredictedRanks, predict
 from surgeon.cost.work import Forward, RankWork, divided_load, sliced_load
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
-from surgeon.runtime.comm.collectives import Alone
+from surgeon.runtime.comm.collectives import Alone, Peers
 from surgeon.runtime.model import layers, linear, mixture
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.layers import Attention
 from surgeon.runtime.model.mixture import Experts, MixtureOfExperts
-from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import rank_work

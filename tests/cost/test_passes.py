@@ -19,9 +19,8 @@ from surgeon.language.program import Program
 from surgeon.models.families import family_of
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights, NamedTensors
-from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts
+from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts, Peers
 from surgeon.runtime.model.attending import Pass
-from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Arithmetic, LowRankMode

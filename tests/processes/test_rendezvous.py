@@ -18,8 +18,12 @@ from typing import Any
 import pytest
 
 from surgeon.processes.rendezvous import PURPOSES, Rendezvous, connect_rank0, find_rank0
-from surgeon.processes.sockets import interface_of, interface_variables
-from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
+from surgeon.processes.torchrun import (
+    RankLocation,
+    TorchrunEnvironment,
+    interface_of,
+    interface_variables,
+)
 from tests.waiting import PATIENCE
 
 

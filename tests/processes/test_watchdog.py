@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from surgeon.language.execute import Partial, Pending
-from surgeon.processes.watchdog import PULSES, Pulse, Watchdog
+from surgeon.processes.children import PULSES, Pulse, Watchdog
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.program import RankMachine

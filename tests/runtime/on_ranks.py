@@ -15,10 +15,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.request import Request, Stats
+from surgeon.runtime.batching.blocks import blocks_for
+from surgeon.runtime.batching.request import Request, Row, Stats, Wanted
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.model import linear
@@ -27,9 +26,8 @@ from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.leader import Leader
 from surgeon.runtime.worker.rank import Rank
-from surgeon.runtime.worker.worker import ENGINE, follow
+from surgeon.runtime.worker.worker import ENGINE, Leader, follow
 
 
 def cache_bytes(cache: PagedCache) -> int:

@@ -19,12 +19,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgeon.models.edit import edit
-from surgeon.processes.watchdog import PATIENCE_SECONDS
+from surgeon.processes.children import PATIENCE_SECONDS
 from surgeon.runtime import service as service_module
 from surgeon.runtime.batching.request import Event, QueueFull, Sampling, Stats, UndefinedLogits
 from surgeon.runtime.comm.collectives import Link
-from surgeon.runtime.service import Service, ServiceOptions
-from surgeon.runtime.stream import Stream
+from surgeon.runtime.service import Service, ServiceOptions, Stream
 from surgeon.runtime.worker.rank import RankOptions, gpu_room
 from surgeon.runtime.worker.ranks import RankFailed
 from tests.tiny_models import damage, save_checkpoint

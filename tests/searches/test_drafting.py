@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 
 import surgeon
-from surgeon.benchmarks.drafting import DecodedTexts, MeasuredDrafts
+from surgeon.benchmarks.measure import DecodedTexts, MeasuredDrafts
 from surgeon.commands.opening import draft_program
 from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.drafts import predict_drafting

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 
-from surgeon.processes.watchdog import PATIENCE_SECONDS
+from surgeon.processes.children import PATIENCE_SECONDS
 from tests.server.servers import serving
 from tests.waiting import wait_until
 

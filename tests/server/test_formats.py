@@ -9,9 +9,9 @@ import pytest
 from surgeon.checkpoint.texts import UNFINISHED
 from surgeon.runtime.batching.request import Event, Request, Sampling, TokenLogprob
 from surgeon.runtime.batching.scheduler import Output
-from surgeon.runtime.stream import OpenRequest
+from surgeon.runtime.service import OpenRequest
 from surgeon.server.answers import ChatFormat, CompletionFormat, Reply
-from surgeon.server.texts import Texts
+from surgeon.server.bodies import Texts
 from tests.checkpoint.test_texts import byte_fallback_tokenizer
 from tests.tiny_models import tiny_tokenizer
 

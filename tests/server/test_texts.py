@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.server.errors import ApiError
-from surgeon.server.texts import Prompt, Texts, separate
+from surgeon.server.bodies import ApiError, Prompt, Texts, separate
 from tests.tiny_models import tiny_tokenizer
 
 

@@ -17,9 +17,8 @@ from surgeon.checkpoint.stored import Checkpoint
 from surgeon.language.execute import State, land
 from surgeon.language.program import Program
 from surgeon.models.weights import ModelWeights
-from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.comm.collectives import Collectives, Peers
 from surgeon.runtime.model.attending import Pass
-from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import Group

@@ -35,23 +35,20 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from surgeon.runtime.batching.ahead import Ahead
-from surgeon.runtime.batching.blocks import ROOT, BlockPool, SequenceBlocks
+from surgeon.runtime.batching.blocks import PASS_TOKENS, ROOT, BlockPool, SequenceBlocks
 from surgeon.runtime.batching.request import (
     UNDEFINED,
     Choice,
-    FinishReason,
-    Request,
-    Tally,
-    TokenLogprob,
-)
-from surgeon.runtime.batching.sequence import (
     Expectation,
+    FinishReason,
     LongTexts,
+    Request,
     ScheduledChunk,
     Sequence,
+    Tally,
+    TokenLogprob,
     Wanted,
 )
-from surgeon.runtime.batching.windows import PASS_TOKENS
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """Collectives: a small interface that counts calls and bytes, and its implementations.
 
 A rank has one `Collectives` per group of ranks. They are asynchronous: `all_reduce` starts one and returns a function
-that waits for it, so that several can be in flight. `Compressed`, `EmulatedLink` and those of `symmetric_memory.py`
-wrap others.
+that waits for it, so that several can be in flight. `Compressed`, `EmulatedLink` and, for GPUs, those of
+`shared_memory.py` wrap others.
 
 An emulated link has the cost of slower wires, measured where there are none. Only waiting is emulated. A transfer takes
 its time from when it is started, so that what a rank computes meanwhile hides it, as on a real link.
+
+`Peers` are the ranks that a rank exchanges tensors with.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import operator
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,11 +34,11 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch d
 from surgeon.machine import parse_size, show_size
 from surgeon.processes.rendezvous import StoreAddress
 from surgeon.runtime.comm.wires import WIRES
-from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
 
 # Longer than any prefill; a rank that dies is noticed by the process that started it long before.
 TIMEOUT = timedelta(minutes=10)
+Wait = Callable[[], Tensor]  # for what travels; gives what has come of it
 
 
 @dataclass
@@ -68,7 +71,7 @@ class Collectives(ABC):
         self.group = group
         self._subgroups: dict[Group, Collectives] = {}
 
-    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Wait:
         """Start summing a tensor over the group; waiting on the result gives the sum.
 
         Every rank of the group calls this with the same shape and dtype, in the same order. The tensor belongs to the
@@ -88,9 +91,7 @@ class Collectives(ABC):
         """Join the group's tensors, all of one shape, along a new first dimension in the order of the ranks."""
         return self.start_all_gather(tensor, counts, at_once=True)()
 
-    def start_all_gather(
-        self, tensor: Tensor, counts: Counts, at_once: bool = False
-    ) -> Callable[[], Tensor]:
+    def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Wait:
         """Start to join them; waiting on the result gives the joined tensors."""
         if len(self.group) == 1:
             return lambda: tensor[None]
@@ -102,14 +103,6 @@ class Collectives(ABC):
     def exact(self) -> Collectives:
         """Collectives of the same ranks without loss of precision."""
         return self
-
-    def recorded(self, recording: Recording) -> Collectives:  # noqa: ARG002 - nothing that is sent need be noted
-        """Collectives of the same ranks while a pass is recorded."""
-        return self
-
-    def failure(self) -> TimeoutError | None:
-        """The error of a sum in a recorded pass that has waited in vain, if any."""
-        return None
 
     def subgroup(self, group: Group) -> Collectives:
         """The connection to some ranks of this group only.
@@ -126,10 +119,10 @@ class Collectives(ABC):
     def _connect(self, group: Group) -> Collectives: ...
 
     @abstractmethod
-    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]: ...
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Wait: ...
 
     @abstractmethod
-    def _all_gather(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]: ...
+    def _all_gather(self, tensor: Tensor, at_once: bool) -> Wait: ...
 
 
 class Around(Collectives):
@@ -156,19 +149,13 @@ class Around(Collectives):
             return self
         return self.around(exact)
 
-    def recorded(self, recording: Recording) -> Collectives:
-        return self.around(self.inner.recorded(recording))
-
-    def failure(self) -> TimeoutError | None:
-        return self.inner.failure()
-
     def _connect(self, group: Group) -> Collectives:
         return self.around(self.inner.subgroup(group))
 
-    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Wait:
         return self.inner._all_reduce(tensor, at_once)
 
-    def _all_gather(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, at_once: bool) -> Wait:
         return self.inner._all_gather(tensor, at_once)
 
 
@@ -191,7 +178,7 @@ class Compressed(Around):
     def exact(self) -> Collectives:
         return self.inner
 
-    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Wait:
         """Start summing a tensor over the group, approximately; waiting on the result gives the sum."""
         if len(self.group) == 1 or not tensor.is_floating_point():
             return self.inner.all_reduce(tensor, counts, at_once)
@@ -201,7 +188,7 @@ class Compressed(Around):
         wait = self.inner.start_all_gather(wire.pack(tensor), counts, at_once)
         return lambda: wire.unpack(wait(), shape, dtype).sum(0).to(dtype)
 
-    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Wait:
         return self.all_reduce(tensor, Counts(), at_once)
 
 
@@ -214,7 +201,7 @@ class Unconnected(Collectives):
     capturable = True
     recordable = True
 
-    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Wait:  # noqa: ARG002
         """Give this rank's own tensor."""
         return self._all_reduce(tensor, at_once)
 
@@ -223,17 +210,17 @@ class Unconnected(Collectives):
         tensor: Tensor,
         counts: Counts,  # noqa: ARG002
         at_once: bool = False,
-    ) -> Callable[[], Tensor]:
+    ) -> Wait:
         """Give this rank's own tensor, once for each rank."""
         return self._all_gather(tensor, at_once)
 
     def _connect(self, group: Group) -> Collectives:
         return Unconnected(self.rank, group)
 
-    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Wait:
         return lambda: tensor
 
-    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Wait:
         return lambda: tensor.expand(len(self.group), *tensor.shape)
 
 
@@ -283,11 +270,11 @@ class TorchCollectives(Collectives):
         made = dist.new_group(list(group), **group_options(self.device))
         return TorchCollectives(self.rank, group, made, self.device)
 
-    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Wait:
         work: Any = dist.all_reduce(tensor, group=self.process_group, async_op=not at_once)
         return partial(_after, work, tensor)
 
-    def _all_gather(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, at_once: bool) -> Wait:
         gathered = tensor.new_empty(len(self.group), *tensor.shape)
         own = tensor.reshape(-1)
         work: Any = dist.all_gather_into_tensor(
@@ -377,13 +364,13 @@ class SystemClock:
             pass
 
 
+@dataclass
 class Line:
     """One rank's link in use: transfers in flight share the bandwidth, one after the other."""
 
-    def __init__(self, link: Link, clock: SystemClock) -> None:
-        self.link = link
-        self.clock = clock
-        self.free_from = -math.inf
+    link: Link
+    clock: SystemClock
+    free_from: float = -math.inf
 
     def send(self, size: float) -> float:
         """Start a transfer of so many bytes now; returns when it ends."""
@@ -404,19 +391,73 @@ class EmulatedLink(Around):
         self.recordable = False
         self.line = Line(link, clock or SystemClock())  # that other groups of the rank send through, too
 
-    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Wait:
         others = len(self.group) - 1
         end = self.line.send(2 * others / len(self.group) * tensor.nbytes)
         return self._ending_at(end, self.inner._all_reduce(tensor, False))
 
-    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Wait:
         end = self.line.send((len(self.group) - 1) * tensor.nbytes)
         return self._ending_at(end, self.inner._all_gather(tensor, False))
 
-    def _ending_at(self, end: float, wait: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _ending_at(self, end: float, wait: Wait) -> Wait:
         def wait_longer() -> Tensor:
             result = wait()
             self.line.clock.wait_until(end)
             return result
 
         return wait_longer
+
+
+Sent = tuple[Counts, Counts]
+
+
+@dataclass
+class Phase:
+    """The cost of forward passes of one kind, as one rank measured it.
+
+    Attributes:
+        tokens: that went through them; new: that they brought, on rank 0.
+        halved: passes that were computed in two halves.
+        layers, vocabulary: collectives of the program's steps and forks, and of the embedding and the output head.
+    """
+
+    seconds: float = 0.0
+    passes: int = 0
+    tokens: int = 0
+    new: int = 0
+    halved: int = 0
+    layers: Counts = field(default_factory=Counts)
+    vocabulary: Counts = field(default_factory=Counts)
+
+    @contextmanager
+    def apart(self) -> Iterator[Sent]:
+        """Count the collectives of layers and vocabulary inside apart."""
+        before = (self.layers, self.vocabulary)
+        sent = (Counts(), Counts())
+        self.layers, self.vocabulary = sent
+        try:
+            yield sent
+        finally:
+            self.layers, self.vocabulary = before
+
+    def add(self, sent: Sent) -> None:
+        """Count what was sent apart."""
+        self.layers = self.layers + sent[0]
+        self.vocabulary = self.vocabulary + sent[1]
+
+
+class Peers:
+    """One rank's connection to the ranks of a program, and the place where its use is counted.
+
+    Attributes:
+        everybody: all ranks of the program.
+        collectives: of all of them, and of groups by `subgroup`.
+        counts: of the passes computed now; may be replaced.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.rank = collectives.rank
+        self.everybody = collectives.group
+        self.collectives = collectives
+        self.counts = Phase()

@@ -11,9 +11,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import warnings
 from contextlib import suppress
 from ctypes import CDLL
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,3 +115,53 @@ def _first_line(error: subprocess.SubprocessError) -> str:
     said = getattr(error, "stderr", None) or str(error)
     lines = [line for line in said.splitlines() if "error" in line] or said.splitlines() or [str(error)]
     return str(lines[0]).strip()
+
+
+def reason_without() -> str | None:
+    """Say why ranks on GPUs compute without these kernels; None if they compute with them."""
+    if switched_off():
+        return f"{SWITCH}=off"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    return None
+
+
+def used_on(device: str) -> bool:
+    """Tell whether ranks on such a device, "cpu" or "cuda", compute with these kernels."""
+    return device == "cuda" and reason_without() is None
+
+
+LOST = {
+    "cpu": "which take more than twice as long",
+    "cuda": "which copy the keys and values of all texts side by side, and are nearly twice as many launches",
+}  # where there are no kernels
+
+
+def kernels_used(device: str, dtype: str) -> str:
+    """Name the kernels in records and logs: "Triton", "C++", or "none" and the reason."""
+    problem = _problem(device, dtype)
+    if problem is None:
+        if device == "cpu":
+            return "C++"
+        return "Triton"
+    return f"none ({problem})"
+
+
+def warn_without_kernels(device: str, dtype: str) -> None:
+    """Warn if the kernels are wanted and cannot be had."""
+    problem = _problem(device, dtype)
+    if problem is not None and not switched_off() and (device == "cuda" or dtype == "float32"):
+        warnings.warn(
+            f"texts are continued by PyTorch's own operations, {LOST[device]}: {problem}; {SWITCH}=off silences this",
+            stacklevel=2,
+        )
+
+
+def _problem(device: str, dtype: str) -> str | None:
+    if device == "cuda":
+        return reason_without()
+    if dtype != "float32":
+        return f"those for CPUs compute in float32, not in {dtype}"
+    if switched_off():
+        return f"{SWITCH}=off"
+    return load_kernels().problem

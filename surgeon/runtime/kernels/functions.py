@@ -5,25 +5,88 @@ Shapes: T tokens of a pass, H heads and K KV heads of a slice, D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from ctypes import CDLL, c_float, c_int64, c_void_p, cast
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from surgeon.machine import usable_cores
 from surgeon.models.routing import Routed, Routing
-from surgeon.runtime.kernels.build import load_kernels
-from surgeon.runtime.kernels.library import Library
+from surgeon.runtime.kernels.build import load_kernels, used_on
 
+if TYPE_CHECKING:
+    from surgeon.runtime.kernels.triton.functions import TritonKernels
+
+FEW = 2  # tokens that Triton's product takes; for more of them cuBLAS is as fast (an H100, 4 tokens)
 GATED = {
     "silu": "gated_silu",
     "swish": "gated_silu",
     "gelu_new": "gated_tanh_gelu",
     "gelu_pytorch_tanh": "gated_tanh_gelu",
 }  # by what transformers calls the activation
+
+
+KINDS = {"p": c_void_p, "n": c_int64, "f": c_float}
+# What functions take, in order: pointers, numbers, floats.
+RECORDABLE = {
+    "product": "pnnppnnp",
+    "rms_norm": "ppfnnp",
+    "place": "pnnnnpfppnpn",
+    "mean_squares": "pnnnnp",
+    "gated_silu": "pnnp",
+    "gated_tanh_gelu": "pnnp",
+    "route": "pnnpnnnfnnnpp",
+    "mixture": "pnnppnnnpnnnffp",
+    "keep": "pnnnnppn",
+    "attend": "pnnnnnpnppffpp",
+    "add": "ppnp",
+    "scale": "pfnp",
+    "copy_rows": "pnnnpn",
+    "softcap": "pfnn",
+    "take_rows": "pnnnpnp",
+    "take_packed_rows": "pnnnpnp",
+    "start_exchange": "ppn",
+    "finish_sum": "pnnp",
+    "finish_gather": "pnnp",
+}
+OTHERS = {
+    "set_threads": "n",
+    "attend_text": "pnnnnnpnpnnnnffpp",
+    "highest": "pnnpp",
+    "replay": "pnp",
+}
+ARGUMENTS = 16  # that a line of a table has room for, as in replay.h
+
+Call = tuple[str, tuple[Any, ...]]
+
+
+# The `Recording` that takes in a thread's calls, if any.
+NOTES: ContextVar[Any] = ContextVar("notes", default=None)
+
+
+@contextmanager
+def note_calls(notes: Any) -> Iterator[None]:
+    """Have this thread's calls noted besides being made; nowhere for None."""
+    before = NOTES.set(notes)
+    try:
+        yield
+    finally:
+        NOTES.reset(before)
+
+
+def _word(kind: str, argument: Any) -> int:
+    if kind == "f":
+        return int.from_bytes(struct.pack("<f", argument), "little")
+    if argument is None:
+        return 0
+    return int(argument)
 
 
 @cache
@@ -36,7 +99,7 @@ def kernels() -> Kernels | None:
     library = load_kernels().library
     if library is None or usable_cores() < torch.get_num_threads():
         return None
-    made = Kernels(Library(library))
+    made = Kernels(library)
     made.use_threads(torch.get_num_threads())
     return made
 
@@ -45,6 +108,20 @@ def kernels_for(tensor: Tensor) -> Kernels | None:
     """Give the kernels, if they compute with tensors like this one: float32 on CPUs."""
     if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
         return kernels()
+    return None
+
+
+@cache
+def _triton_kernels() -> TritonKernels:
+    from surgeon.runtime.kernels.triton.functions import TritonKernels  # on GPUs only
+
+    return TritonKernels()
+
+
+def triton_kernels_for(tensor: Tensor) -> TritonKernels | None:
+    """Give the kernels, if they compute with tensors like this one."""
+    if used_on(tensor.device.type) and tensor.is_floating_point():
+        return _triton_kernels()
     return None
 
 
@@ -88,6 +165,12 @@ class Weighting:
     window: Window | None = None
     softcap: float | None = None
     sinks: Tensor | None = field(default=None, compare=False)
+
+    def factor(self, dim: int) -> float:
+        """The scale for heads of so many features."""
+        if self.scale is None:
+            return float(dim**-0.5)
+        return self.scale
 
 
 class Runs(NamedTuple):
@@ -141,11 +224,32 @@ class PackedExperts(NamedTuple):
 class Kernels:
     """All functions want float32 tensors on the CPU whose last dimension lies side by side."""
 
-    def __init__(self, library: Library) -> None:
-        self.library = library
+    def __init__(self, library: CDLL) -> None:
+        self._functions = {name: getattr(library, name) for name in RECORDABLE | OTHERS}
+        for name, arguments in (RECORDABLE | OTHERS).items():
+            self._functions[name].argtypes = [KINDS[kind] for kind in arguments]
+            self._functions[name].restype = None
+        self._recorded = {
+            name: cast(getattr(library, f"recorded_{name}"), c_void_p).value or 0 for name in RECORDABLE
+        }
+
+    def call(self, name: str, *arguments: Tensor | float | None) -> None:
+        """Call a function; tensors stand for the addresses of their numbers."""
+        numbers = [one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
+        self._functions[name](*numbers)
+        if (notes := NOTES.get()) is not None:
+            notes.note(name, *numbers)
+
+    def table(self, calls: Sequence[Call]) -> Tensor:
+        """The calls as C++ goes through them, (calls, 1 + ARGUMENTS), int64."""
+        lines = list[list[int]]()
+        for name, arguments in calls:
+            words = [_word(kind, one) for kind, one in zip(RECORDABLE[name], arguments, strict=True)]
+            lines.append([self._recorded[name], *words, *[0] * (ARGUMENTS - len(words))])
+        return torch.tensor(lines, dtype=torch.int64).view(-1, 1 + ARGUMENTS)
 
     def use_threads(self, threads: int) -> None:
-        self.library.call("set_threads", threads)
+        self.call("set_threads", threads)
 
     def product(self, x: Tensor, panels: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
         """Tokens, (T, inputs), times a weight that lies in panels: (T, outputs).
@@ -157,17 +261,14 @@ class Kernels:
         """
         tokens, inputs = x.shape
         y = x.new_empty(tokens, outputs)
-        self.library.call(
-            *("product", x.data_ptr(), tokens, x.stride(0)),
-            *(panels.data_ptr(), _address(bias), inputs, outputs, y.data_ptr()),
-        )
+        self.call("product", x, tokens, x.stride(0), panels, bias, inputs, outputs, y)
         return y
 
     def rms_norm(self, x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
         """RMS norm of a stream, (T, h)."""
         x = x.contiguous()
         y = torch.empty_like(x)
-        self.library.call("rms_norm", x.data_ptr(), gain.data_ptr(), epsilon, *x.shape, y.data_ptr())
+        self.call("rms_norm", x, gain, epsilon, *x.shape, y)
         return y
 
     def place_(
@@ -194,23 +295,26 @@ class Kernels:
         if cosine is not None:
             width = cosine.shape[-1]
         tokens, heads, dim = x.shape
-        self.library.call(
-            *("place", x.data_ptr(), tokens, x.stride(0), heads, dim),
-            *(
-                _address(gain),
-                epsilon,
-                _address(cosine),
-                _address(sine),
-                width,
-                _address(squares),
-                queries,
-            ),
+        self.call(
+            "place",
+            x,
+            tokens,
+            x.stride(0),
+            heads,
+            dim,
+            gain,
+            epsilon,
+            cosine,
+            sine,
+            width,
+            squares,
+            queries,
         )
 
     def mean_squares(self, x: Tensor, first: int, second: int) -> Tensor:
         """Mean squares of so many numbers of each token, (T, any), and of the ones behind them: (T, 2)."""
         y = x.new_empty(len(x), 2)
-        self.library.call("mean_squares", x.data_ptr(), len(x), x.stride(0), first, second, y.data_ptr())
+        self.call("mean_squares", x, len(x), x.stride(0), first, second, y)
         return y
 
     def gate_of(self, activation: str) -> Callable[[Tensor], Tensor] | None:
@@ -224,7 +328,7 @@ class Kernels:
             tokens = wide.shape[0]
             width = wide.shape[-1] // 2
             y = wide.new_empty(tokens, width)
-            self.library.call(name, wide.data_ptr(), tokens, width, y.data_ptr())
+            self.call(name, wide, tokens, width, y)
             return y
 
         return gate
@@ -235,16 +339,21 @@ class Kernels:
         chosen = routing.chosen(experts)
         numbers = logits.new_empty(tokens, chosen).view(torch.int32)
         weights = logits.new_empty(tokens, chosen)
-        self.library.call(
-            *("route", logits.data_ptr(), tokens, experts, _address(correction), chosen),
-            *(
-                routing.scores == "sigmoid",
-                routing.divides,
-                routing.scale,
-                routing.groups,
-                routing.top_groups,
-            ),
-            *(routing.group_best, numbers.data_ptr(), weights.data_ptr()),
+        self.call(
+            "route",
+            logits,
+            tokens,
+            experts,
+            correction,
+            chosen,
+            routing.scores == "sigmoid",
+            routing.divides,
+            routing.scale,
+            routing.groups,
+            routing.top_groups,
+            routing.group_best,
+            numbers,
+            weights,
         )
         return Routed(numbers, weights)
 
@@ -261,44 +370,29 @@ class Kernels:
             activation = 2
         else:
             activation = int(GATED[experts.activation] != "gated_silu")
-        self.library.call(
-            *(
-                "mixture",
-                x.data_ptr(),
-                tokens,
-                x.stride(0),
-                routed.experts.data_ptr(),
-                routed.weights.data_ptr(),
-            ),
-            *(
-                routed.experts.shape[1],
-                experts.first,
-                len(experts.table),
-                experts.table.data_ptr(),
-                hidden,
-            ),
-            *(experts.neurons, activation, alpha, limit, y.data_ptr()),
+        self.call(
+            "mixture",
+            x,
+            tokens,
+            x.stride(0),
+            routed.experts,
+            routed.weights,
+            routed.experts.shape[1],
+            experts.first,
+            len(experts.table),
+            experts.table,
+            hidden,
+            experts.neurons,
+            activation,
+            alpha,
+            limit,
+            y,
         )
         return y
 
-    def add(self, x: Tensor, y: Tensor, total: Tensor) -> None:
-        """Add two tensors of one shape into a third, each of one piece."""
-        self.library.call("add", x.data_ptr(), y.data_ptr(), x.numel(), total.data_ptr())
-
-    def scale(self, x: Tensor, factor: float, scaled: Tensor) -> None:
-        """Put a multiple of a tensor of one piece into another one or into the same."""
-        self.library.call("scale", x.data_ptr(), factor, x.numel(), scaled.data_ptr())
-
-    def copy_rows(self, x: Tensor, to: Tensor) -> None:
-        """Copy rows, (T, any), to some columns of another tensor or to all of them."""
-        rows, width = x.shape
-        self.library.call(
-            "copy_rows", x.data_ptr(), rows, x.stride(0), width, to.data_ptr(), to.stride(0)
-        )
-
     def softcap_(self, x: Tensor, bound: float) -> None:
         """Press numbers, (T, any) of one piece, between -bound and bound in place: bound * tanh(x / bound)."""
-        self.library.call("softcap", x.data_ptr(), bound, *x.shape)
+        self.call("softcap", x, bound, *x.shape)
 
     def rows(self, table: Tensor, numbers: Tensor, first: int = 0) -> Tensor:
         """Some rows of a table, (rows, width) of one piece: (numbers, width).
@@ -311,9 +405,7 @@ class Kernels:
         count = numbers.shape[0]
         (rows, width) = table.shape
         y = table.new_empty(count, width)
-        self.library.call(
-            "take_rows", table.data_ptr(), first, rows, width, numbers.data_ptr(), count, y.data_ptr()
-        )
+        self.call("take_rows", table, first, rows, width, numbers, count, y)
         return y
 
     def packed_rows(
@@ -324,17 +416,14 @@ class Kernels:
         count = numbers.shape[0]
         (rows, width) = shape
         y = panels.new_empty(count, width)
-        self.library.call(
-            *("take_packed_rows", panels.data_ptr(), first, rows, width),
-            *(numbers.data_ptr(), count, y.data_ptr()),
-        )
+        self.call("take_packed_rows", panels, first, rows, width, numbers, count, y)
         return y
 
     def highest(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The highest number of each row, (T,), of (T, any) of one piece, and its place; NaN if there is any."""
         best = x.new_empty(len(x))
         places = x.new_empty(len(x), dtype=torch.int64)
-        self.library.call("highest", x.data_ptr(), *x.shape, best.data_ptr(), places.data_ptr())
+        self.call("highest", x, *x.shape, best, places)
         return best, places
 
     def keep(self, kept: Tensor, places: Tensor, pair: Tensor) -> None:
@@ -343,20 +432,28 @@ class Kernels:
         Those whose place is below 0 are left out.
         """
         tokens, heads, dim = kept.shape
-        self.library.call(
-            *("keep", kept.data_ptr(), tokens, kept.stride(0), heads, dim),
-            *(places.data_ptr(), pair.data_ptr(), pair.stride(0)),
-        )
+        self.call("keep", kept, tokens, kept.stride(0), heads, dim, places, pair, pair.stride(0))
 
     def attend(self, queries: Tensor, pair: Tensor, read: Runs, scoring: Weighting) -> Tensor:
         """Attended values, (texts, H * D), of one token of each, (texts, H, D), over a cache, (2 * K, places, D)."""
         texts, heads, dim = queries.shape
         y = queries.new_empty(texts, heads * dim)
-        self.library.call(
-            *("attend", queries.data_ptr(), queries.stride(0), texts, heads, len(pair) // 2, dim),
-            *(pair.data_ptr(), pair.stride(0), read.runs.data_ptr(), read.ends.data_ptr()),
-            *(dim**-0.5 if scoring.scale is None else scoring.scale, scoring.softcap or 0.0),
-            *(_address(scoring.sinks), y.data_ptr()),
+        self.call(
+            "attend",
+            queries,
+            queries.stride(0),
+            texts,
+            heads,
+            len(pair) // 2,
+            dim,
+            pair,
+            pair.stride(0),
+            read.runs,
+            read.ends,
+            scoring.factor(dim),
+            scoring.softcap or 0.0,
+            scoring.sinks,
+            y,
         )
         return y
 
@@ -364,27 +461,24 @@ class Kernels:
         """Attended values, (T, H * D), of consecutive tokens of a text, (T, H, D), over a cache, (2 * K, places, D)."""
         tokens, heads, dim = queries.shape
         y = queries.new_empty(tokens, heads * dim)
-        self.library.call(
-            *("attend_text", queries.data_ptr(), queries.stride(0), tokens, heads, len(pair) // 2, dim),
-            *(
-                pair.data_ptr(),
-                pair.stride(0),
-                text.runs.data_ptr(),
-                len(text.runs),
-                text.first_key,
-                text.start,
-            ),
-            *(
-                text.window or 0,
-                dim**-0.5 if scoring.scale is None else scoring.scale,
-                scoring.softcap or 0.0,
-            ),
-            *(_address(scoring.sinks), y.data_ptr()),
+        self.call(
+            "attend_text",
+            queries,
+            queries.stride(0),
+            tokens,
+            heads,
+            len(pair) // 2,
+            dim,
+            pair,
+            pair.stride(0),
+            text.runs,
+            len(text.runs),
+            text.first_key,
+            text.start,
+            text.window or 0,
+            scoring.factor(dim),
+            scoring.softcap or 0.0,
+            scoring.sinks,
+            y,
         )
         return y
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    if tensor is None:
-        return None
-    return tensor.data_ptr()

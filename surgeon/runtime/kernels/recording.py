@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from surgeon.runtime.kernels.functions import Kernels
-from surgeon.runtime.kernels.library import NOTES, RECORDABLE, Call, note_calls
+from surgeon.runtime.kernels.functions import NOTES, RECORDABLE, Call, Kernels, note_calls
 
 Replay = Callable[[bool], list[float]]
 LEAST = 64  # numbers of a buffer
@@ -72,6 +71,7 @@ class Recording(TorchDispatchMode):
     Attributes:
         problem: an operation that cannot be recorded and has been computed, if any.
         spans: of calls, as `mark_calls` has noted them.
+        checks: of what has been sent, behind each replay.
     """
 
     def __init__(self, kernels: Kernels, arena: Arena) -> None:
@@ -81,6 +81,7 @@ class Recording(TorchDispatchMode):
         self._arena = arena
         self.calls: list[Call] = []
         self.spans: list[Span] = []
+        self.checks = set[Callable[[], None]]()
         self._kept: list[Tensor] = []
 
     @classmethod
@@ -122,8 +123,9 @@ class Recording(TorchDispatchMode):
         """
         if self.problem is not None:
             return None
-        library = self._kernels.library
-        table = self._kernels.library.table(self.calls)
+        kernels = self._kernels
+        checks = self.checks
+        table = kernels.table(self.calls)
         memory = self._arena, *self._kept
 
         def replay(timed: bool) -> list[float]:
@@ -131,9 +133,9 @@ class Recording(TorchDispatchMode):
             times = None
             if timed:
                 times = torch.empty(len(table) + 1, dtype=torch.int64)
-            library.call(
-                "replay", table.data_ptr(), len(table), None if times is None else times.data_ptr()
-            )
+            kernels.call("replay", table, len(table), times)
+            for check in checks:
+                check()
             if times is None:
                 return []
             return (times.double() / 1e9).tolist()
@@ -154,7 +156,7 @@ class Recording(TorchDispatchMode):
             return self.empty(args[1] if func is aten.new_empty.default else args[0].shape)
         if func is aten.add.Tensor and not kwargs and _alike(*args):
             total = self.empty(args[0].shape)
-            self._kernels.add(args[0], args[1], total)
+            self._kernels.call("add", *args, total.numel(), total)
             return total
         if (
             func in (aten.mul.Tensor, aten.mul_.Tensor)
@@ -165,7 +167,7 @@ class Recording(TorchDispatchMode):
                 multiple = args[0]
             else:
                 multiple = self.empty(args[0].shape)
-            self._kernels.scale(args[0], args[1], multiple)
+            self._kernels.call("scale", *args, multiple.numel(), multiple)
             return multiple
         if (
             func is aten.cat.default
@@ -186,7 +188,8 @@ class Recording(TorchDispatchMode):
         made = self.empty((len(parts[0]), sum(part.shape[1] for part in parts)))
         columns = made.split([part.shape[1] for part in parts], 1)
         for part, column in zip(parts, columns, strict=True):
-            self._kernels.copy_rows(part, column)
+            rows, width = part.shape
+            self._kernels.call("copy_rows", part, rows, part.stride(0), width, column, column.stride(0))
         return made
 
 

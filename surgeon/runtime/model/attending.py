@@ -1,4 +1,4 @@
-"""Attention, and the state that all sublayers share in a pass.
+"""Attention, and what comes before it: norms of queries and keys, rotary positions, the state of a pass.
 
 Shapes: T tokens of a pass, of all its sequences one after another, D head_dim, H heads and K KV heads of the slice, R
 the ranks of k and v together where both are two factors.
@@ -13,9 +13,126 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgeon.runtime.kernels.functions import Weighting, kernels_for
-from surgeon.runtime.kernels.triton.functions import Placing
-from surgeon.runtime.model.rotary import AllAngles
+from surgeon.models.weights import Tensors
+from surgeon.runtime.kernels.functions import Weighting, kernels_for, triton_kernels_for
+from surgeon.runtime.kernels.triton import Placing
+from surgeon.runtime.plan.specification import Rotary
+
+Angles = tuple[Tensor, Tensor]  # cosine and signed sine, (tokens, 1, up to D) each
+AllAngles = tuple[Angles, ...]  # those of each of a plan's rotary positions
+
+
+def place_(x: Tensor, placing: Placing, queries: int = 0) -> None:
+    """Norm queries or keys, (T, heads, D), by head and turn them to their positions in place.
+
+    Args:
+        placing: gains are of these heads.
+        queries: how many of the heads are queries', where all of these are normed together.
+    """
+    gain, epsilon, angles, squares = placing
+    on_gpu = triton_kernels_for(x)
+    kernels = kernels_for(x)
+    if on_gpu is not None and x.stride(2) == 1 and x.stride(1) == x.shape[2]:
+        if gain is not None or angles is not None:
+            on_gpu.place_(x, placing, queries)
+        return
+    if kernels is not None and x.stride()[1:] == (x.shape[2], 1):
+        kernels.place_(x, gain, epsilon, angles, squares, queries)
+        return
+    if gain is not None and squares is not None:
+        roots = (squares + epsilon).rsqrt()
+        of_heads = torch.cat(
+            [roots[:, :1].expand(-1, queries), roots[:, 1:].expand(-1, x.shape[1] - queries)], 1
+        )
+        torch.mul(x * of_heads[..., None], gain, out=x)
+    elif gain is not None:
+        torch.mul(F.rms_norm(x, x.shape[-1:], None, epsilon), gain, out=x)
+    if angles is not None:
+        rotate_(x, *angles)
+
+
+def mean_squares(qkv: Tensor, queries: int, keys: int) -> Tensor:
+    """Mean squares of so many features of queries, and of the keys' behind them, of (T, all features): (T, 2)."""
+    kernels = kernels_for(qkv) or triton_kernels_for(qkv)
+    if kernels is not None:
+        return kernels.mean_squares(qkv, queries, keys)
+    parts = qkv.to(torch.promote_types(qkv.dtype, torch.float32)).split(
+        [queries, keys, qkv.shape[1] - queries - keys], 1
+    )
+    return torch.stack([part.square().mean(1) for part in parts[:2]], 1)
+
+
+def rotate_(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> None:
+    """Turn pairs of features (i, i + R/2) of (T, heads, D) in place; the sine's first half is negated beforehand.
+
+    R is the width of the angles, up to D; features beyond it have no position.
+    """
+    width = cosine.shape[-1]
+    turned = x[..., :width]
+    other_half = turned.roll(width // 2, -1)
+    turned.mul_(cosine).addcmul_(other_half, signed_sine)
+
+
+def in_halves(tensors: Tensors, width: int, head_dim: int) -> Tensors:
+    """Order the features of queries and keys as `rotate_` pairs them; their products do not depend on it.
+
+    Args:
+        tensors: an attention's, by role.
+        width: how many features of a head turn, neighbours as a pair.
+    """
+    order = torch.cat(
+        [torch.arange(0, width, 2), torch.arange(1, width, 2), torch.arange(width, head_dim)]
+    )
+    found = dict(tensors)
+    for name in (
+        f"{role}{part}"
+        for role in "qk"
+        for part in (".weight", ".second.weight", ".bias", "_norm.weight")
+    ):
+        if name in found:
+            dim = found[name].dim() - 1 if "norm" in name else 0
+            heads = found[name].unflatten(dim, (-1, head_dim))
+            found[name] = heads.index_select(dim + 1, order.to(heads.device)).flatten(dim, dim + 1)
+    return found
+
+
+def centre_heads(tensors: Tensors, head_dim: int) -> Tensors:
+    """Centre the features of each head of an attention's queries and keys: means of 0."""
+    found = dict(tensors)
+    for name in (f"{role}{part}" for role in "qk" for part in (".weight", ".second.weight", ".bias")):
+        if name in found:
+            heads = found[name].unflatten(0, (-1, head_dim))
+            found[name] = (heads - heads.float().mean(1, keepdim=True)).to(heads.dtype).flatten(0, 1)
+    return found
+
+
+def rotation(rotary: Rotary, tokens: int, like: Tensor) -> Angles:
+    """Cosine and signed sine, (tokens, 1, features that turn) each, of the first positions, each as a text's last."""
+    positions = torch.arange(tokens, device=like.device)
+    return rotate_angles(rotary, positions, positions + 1, like)
+
+
+def rotate_angles(rotary: Rotary, positions: Tensor, lengths: Tensor, like: Tensor) -> Angles:
+    """Cosine and signed sine of any tokens, by their positions, (T,), and the lengths of their texts, (T,)."""
+    frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
+    if rotary.longer is not None:
+        longer = torch.tensor(rotary.longer.inverse_frequencies, dtype=torch.float32, device=like.device)
+        powers = torch.arange(len(longer), device=like.device) / max(1, len(longer) - 1)
+        stretched = 1 + rotary.longer.stretch * (lengths / rotary.longer.beyond - 1)
+        is_long = lengths > rotary.longer.beyond
+        frequencies = torch.where(
+            is_long[:, None], longer * stretched.clamp(min=1)[:, None] ** -powers, frequencies
+        )
+    scale: float | Tensor = rotary.scale
+    if rotary.growth is not None:
+        lengths_before = torch.floor((positions + rotary.growth.ahead) / rotary.growth.length)
+        scale = scale * (1 + rotary.growth.rate * torch.log1p(lengths_before))[:, None]
+    angles = positions[:, None].float() * frequencies
+    cosine = angles.cos() * scale
+    sine = angles.sin() * scale
+    halves = torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)
+    return halves[0][:, None].to(like.dtype), halves[1][:, None].to(like.dtype)
+
 
 # Puts new keys and, behind them, values, (T, 2 * K, D), or what they are rebuilt of, (T, R), into a slot of the cache;
 # queries (T, H, D) to attended values (T, H * D).
@@ -63,7 +180,6 @@ def attention(
         causal: in place of a mask: query i looks at keys 0 to i.
     """
     kv_heads = keys.shape[1]
-    head_dim = queries.shape[-1]
     grouped = queries.shape[1] > kv_heads
     plain = weighting.softcap is None and weighting.sinks is None
     if plain and grouped and mask is not None and len(queries) == 1:
@@ -85,10 +201,9 @@ def attention(
             scale=weighting.scale,
             enable_gqa=grouped,
         )
-    scale = head_dim**-0.5 if weighting.scale is None else weighting.scale
     # The heads of a KV group as if they were queries.
     together = queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)
-    scores = (together @ keys.transpose(-1, -2)) * scale
+    scores = (together @ keys.transpose(-1, -2)) * weighting.factor(queries.shape[-1])
     scores = scores if weighting.softcap is None else softcap(scores, weighting.softcap)
     scores = scores.unflatten(2, (-1, queries.shape[2]))
     if causal:

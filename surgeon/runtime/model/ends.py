@@ -14,12 +14,11 @@ from torch import Tensor
 
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob
-from surgeon.runtime.kernels.functions import kernels_for
-from surgeon.runtime.kernels.triton.functions import triton_kernels_for
+from surgeon.runtime.comm.collectives import Peers
+from surgeon.runtime.kernels.functions import kernels_for, triton_kernels_for
 from surgeon.runtime.model.attending import softcap
 from surgeon.runtime.model.layers import Norm, plain_norm, torch_dtype
 from surgeon.runtime.model.linear import Panels, Product, Transposed, laid_out
-from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.plan.specification import Plan
 
 Index = slice | Tensor  # which of some places, in order

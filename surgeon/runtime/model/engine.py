@@ -17,17 +17,14 @@ import torch
 from torch import Tensor
 
 from surgeon.machine import torch_threads
-from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows, blocks_for
-from surgeon.runtime.comm.collectives import Collectives
-from surgeon.runtime.kernels.build import SWITCH
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS, Windows, blocks_for
+from surgeon.runtime.batching.request import Row, Rows, Wanted
+from surgeon.runtime.comm.collectives import Collectives, Phase
+from surgeon.runtime.kernels.build import SWITCH, used_on
 from surgeon.runtime.kernels.functions import kernels_for
-from surgeon.runtime.kernels.triton import used_on
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.peers import Phase
 from surgeon.runtime.model.rank_model import DynamicPasses, HalvedPasses, RankModel, Results, Way
-from surgeon.runtime.model.recorded import RecordedDecode
-from surgeon.runtime.model.static_decode import StaticDecode
+from surgeon.runtime.model.recorded import RecordedDecode, StaticDecode
 from surgeon.runtime.plan.memory import cache_groups
 from surgeon.runtime.plan.specification import Plan
 
@@ -139,13 +136,13 @@ class RankEngine:
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+    def step(self, rows: Rows, cache: PagedCache) -> Results:
         """Compute one pass, which extends the cache."""
         with self._count(self._phase(rows), rows):
             return self._way(rows).step(rows, cache)
 
     @torch.inference_mode()
-    def several(self, rows: Sequence[Row], passes: int, cache: PagedCache) -> list[list[int]]:
+    def several(self, rows: Rows, passes: int, cache: PagedCache) -> list[list[int]]:
         """Compute passes one after the other, each with the likeliest tokens of the one before; the tokens of each.
 
         Rows have one token each, want the likeliest next one, and have blocks for those of all passes.
@@ -153,7 +150,7 @@ class RankEngine:
         with self._count(self._phase(rows), rows, passes):
             return self._way(rows).several(rows, passes, cache)
 
-    def record_ahead(self, rows: Sequence[Row], cache: PagedCache) -> None:
+    def record_ahead(self, rows: Rows, cache: PagedCache) -> None:
         """Compute one of these passes, which counts as none."""
         figures = self.figures
         self.figures = Figures()
@@ -162,7 +159,7 @@ class RankEngine:
         self.pause()
 
     @torch.inference_mode()
-    def draft(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+    def draft(self, rows: Rows, cache: PagedCache) -> Results:
         """Compute one pass of the drafter, which drafts a token of each of some texts.
 
         Rows of tokens that the model has computed (`Row.known`) bring the drafter the keys and values that are its own.
@@ -180,16 +177,16 @@ class RankEngine:
                 )
             return self.drafter._way(rows).step(rows, self._lent[cache])
 
-    def _phase(self, rows: Sequence[Row]) -> Phase:
+    def _phase(self, rows: Rows) -> Phase:
         if all(row.continues for row in rows):
             return self.figures.decode
         return self.figures.prefill
 
-    def _way(self, rows: Sequence[Row]) -> Way:
+    def _way(self, rows: Rows) -> Way:
         return next(way for way in self.ways if way.fits(rows))
 
     @contextmanager
-    def _count(self, phase: Phase, rows: Sequence[Row], passes: int = 1) -> Iterator[None]:
+    def _count(self, phase: Phase, rows: Rows, passes: int = 1) -> Iterator[None]:
         began = self._since or time.perf_counter()
         program = self.model.program
         begun = program.passes
@@ -208,7 +205,7 @@ class RankEngine:
         self._since = None
 
     @torch.inference_mode()
-    def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
+    def logits(self, rows: Rows, cache: PagedCache) -> Tensor:
         """Compute one pass; logits of all its tokens, (tokens, vocabulary), on every rank."""
         self.model.peers.counts = self.figures.prefill
         return self.model.vocabulary.gather(self._way(rows).logits(rows, cache))
@@ -228,13 +225,7 @@ def ways_through(model: RankModel) -> tuple[Way, ...]:
         decode = [HalvedPasses(model)]
     if plan.is_static(device.type):
         decode.append(StaticDecode(model, model.program.graphs))
-    kernels = kernels_for(model.vocabulary.like)
-    # Nothing that ranks send has to be waited for in Python either.
-    if (
-        kernels is not None
-        and model.by_kernels
-        and model.peers.are_recordable
-        and plan.decoding == "auto"
-    ):
+    kernels = model.program.recording_kernels(model.vocabulary.like)
+    if kernels is not None and model.by_kernels:
         decode.append(RecordedDecode(model, kernels))
     return *decode, DynamicPasses(model)

@@ -7,7 +7,7 @@ on CPUs, and as stored, (out_features, in_features), on GPUs, where a kernel mul
 Two factors on several ranks: a sublayer's projections W = B A of the stream are cut by heads or neurons, so that each
 rank needs some rows of every second factor B, but all that the first factors A give, their sum of ranks R. In DeInfer
 each rank computes R / n of that in one product, and one all-gather gives it to all. Projections to the stream go the
-other way: the sum over the ranks of what the first factor gives goes through the second one (outputs.py). Base has each
+other way: the sum over the ranks of what the first factor gives goes through the second one (program.py). Base has each
 matrix W = B A by itself: a rank has some columns of B and rows of A, and every product is summed over the ranks, so
 that all of them have all heads. A matrix's rank is called the columns that its first factor gives.
 
@@ -27,9 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.models.weights import Tensors
-from surgeon.runtime.kernels.functions import Kernels, kernels_for
-from surgeon.runtime.kernels.triton.functions import FEW, triton_kernels_for
-from surgeon.runtime.model.peers import Peers
+from surgeon.runtime.comm.collectives import Peers
+from surgeon.runtime.kernels.functions import FEW, Kernels, kernels_for, triton_kernels_for
 from surgeon.runtime.plan.placement import Group
 
 # Outputs that lie side by side, and of which there are a multiple
@@ -203,12 +202,12 @@ class Sharing:
 
     def gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks, (T, c) each, side by side: (T, n * c)."""
-        parts = self.peers.groups[self.group].all_gather(part, self.peers.counts.layers)
+        parts = self.peers.collectives.subgroup(self.group).all_gather(part, self.peers.counts.layers)
         return torch.cat(parts.unbind(), -1)
 
     def sum(self, part: Tensor, exactly: bool = False) -> Tensor:
         """Sum over all ranks; exactly, whatever the wire."""
-        group = self.peers.groups[self.group]
+        group = self.peers.collectives.subgroup(self.group)
         if exactly:
             group = group.exact
         return group.all_reduce(part, self.peers.counts.layers, at_once=True)()
@@ -298,10 +297,11 @@ class SummedApart:
         )
 
 
+@dataclass(frozen=True)
 class Maps:
     """The linear maps of a slice of a sublayer.
 
-    Args:
+    Attributes:
         tensors: of the slice, by role; in Base of the whole sublayer.
         scale: of what is written to the stream, if any.
         later: the roles whose second factors are left out: of what is summed before them, and of keys and values that
@@ -311,36 +311,25 @@ class Maps:
             instead.
     """
 
-    def __init__(
-        self,
-        tensors: Tensors,
-        scale: float | None,
-        later: frozenset[str] = frozenset(),
-        shared: Sharing | None = None,
-        base: Sharing | None = None,
-    ) -> None:
-        self.tensors = tensors
-        self.scale = scale
-        self.later = later
-        self.shared = shared
-        self.base = base
+    tensors: Tensors
+    scale: float | None
+    later: frozenset[str] = frozenset()
+    shared: Sharing | None = None
+    base: Sharing | None = None
 
     def reading(self, roles: list[str]) -> LinearMap:
         """The projections with these roles, of the normed stream: (T, h) to (T, all out_features)."""
-        tensors = self.tensors
-        later = self.later
-        base = self.base
-        if base is not None:
+        if self.base is not None:
             each = [
-                LowRank(tensors, [role], later=later, sharing=base)
-                if role in later
-                else LowRank(self._own(role, base), [role])
+                LowRank(self.tensors, [role], later=self.later, sharing=self.base)
+                if role in self.later
+                else LowRank(self._own(role, self.base), [role])
                 for role in roles
             ]
-            return SummedApart(each, base)
-        if not any(is_factored(role, tensors) for role in roles):
-            return whole_map(tensors, roles)
-        return LowRank(tensors, roles, later=later, sharing=self.shared)
+            return SummedApart(each, self.base)
+        if not any(is_factored(role, self.tensors) for role in roles):
+            return whole_map(self.tensors, roles)
+        return LowRank(self.tensors, roles, later=self.later, sharing=self.shared)
 
     def writing(self, role: str) -> LinearMap:
         """The projection to the stream: (T, in_features) to (T, h), or to (T, rank) in rank space."""

@@ -2,12 +2,20 @@
 
 Embedding, cache, batches and output head are not in it: this package's engine has its own, and so has vLLM
 (vllm_plugin).
+
+Most steps have one sum, of what all ranks add to the stream, (T, h). Two things keep sublayers of a step apart: a norm
+behind a sublayer (Gemma2), and a product of two factors, summed before the second one, of as many values as its rank.
+Then each of the step's sublayers has a segment of its own in what is reduced, (T, all segments).
+
+Shapes: T tokens of a pass, h the stream's width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import zip_longest
 
@@ -20,19 +28,22 @@ from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families import Projection
 from surgeon.models.families.specs import unit_share
 from surgeon.models.weights import ModelWeights, Tensors
-from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.kernels.functions import kernels_for
+from surgeon.runtime.comm.collectives import Counts, Peers, Phase
+from surgeon.runtime.kernels.functions import Kernels, kernels_for
 from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder, Recording
 from surgeon.runtime.model import linear
-from surgeon.runtime.model.attending import Pass
-from surgeon.runtime.model.latent import LatentMaps
-from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Rebuild, norm_before, torch_dtype
+from surgeon.runtime.model.attending import Pass, centre_heads, in_halves
+from surgeon.runtime.model.layers import (
+    Attention,
+    FeedForward,
+    LatentMaps,
+    Norm,
+    Rebuild,
+    norm_before,
+    torch_dtype,
+)
 from surgeon.runtime.model.linear import Linear, LinearMap, Maps, Sharing, count_outputs, is_factored
 from surgeon.runtime.model.mixture import MixtureOfExperts
-from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
-from surgeon.runtime.model.peers import Peers, Phase
-from surgeon.runtime.model.rotary import centre_heads, in_halves
-from surgeon.runtime.plan.balance import WholeExperts
 from surgeon.runtime.plan.placement import (
     Group,
     Part,
@@ -41,10 +52,52 @@ from surgeon.runtime.plan.placement import (
     computed_of,
     groups_within,
     rank_work,
+    summed_apart,
+    summed_in_rank_space,
     whole_experts,
     work_of,
 )
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.specification import Plan, WholeExperts
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """The sums of one step, on ranks that compute slices of its sublayers.
+
+    Attributes:
+        widths: by number in the step, of sublayers that have a segment of their own; none where all are one sum.
+        seconds: second factors of sublayers that are summed in rank space.
+        norms: behind all sublayers or none.
+    """
+
+    widths: Mapping[int, int]
+    seconds: Mapping[int, LinearMap]
+    norms: Mapping[int, Norm]
+
+    def partial(self, outputs: list[tuple[int, Tensor]]) -> Partial:
+        """This rank's part of the step's output, of its parts' outputs by their sublayers' numbers."""
+        if not self.widths:
+            return Partial(reduce(torch.add, (output for _, output in outputs)))
+        like = outputs[0][1]
+        parts = []
+        for number, width in self.widths.items():
+            own = [output for index, output in outputs if index == number]
+            parts.append(reduce(torch.add, own) if own else like.new_zeros(len(like), width))
+        return Partial(parts[0] if len(parts) == 1 else torch.cat(parts, -1), self._finish)
+
+    def _finish(self, totals: Tensor) -> Tensor:
+        parts = totals.split(list(self.widths.values()), -1)
+        return reduce(torch.add, map(self._finished, self.widths, parts))
+
+    def _finished(self, number: int, total: Tensor) -> Tensor:
+        """Make a sublayer's output, (T, h), of its sum, (T, width)."""
+        output = total
+        if number in self.seconds:
+            output = self.seconds[number](total)
+        if number in self.norms:
+            return self.norms[number](output)
+        return output
+
 
 Made = Attention | FeedForward | MixtureOfExperts  # computes a part
 PartKey = tuple[Sublayer, Group, range | None]
@@ -59,7 +112,7 @@ class RankProgram:
         slots: the attentions of its work, by their slots of the cache.
         travelling: nodes whose sums are on their way while something else is computed.
         attended: after how many nodes, and how much of its work, no attention looks at tokens any more.
-        machine: makes what runs steps on a group of ranks; may be replaced.
+        watched: is entered with each step, and with the end of each fork, while it is computed; may be replaced.
     """
 
     def __init__(self, plan: Plan, peers: Peers, device: torch.device) -> None:
@@ -73,7 +126,8 @@ class RankProgram:
         )
         program = Program.parse(plan.program)
         self.nodes = program.nodes
-        peers.connect(groups_within(program, plan.ranks, plan.exchanges, plan.sliced))
+        for group in groups_within(program, plan.ranks, plan.exchanges, plan.sliced):
+            peers.collectives.subgroup(group)  # all ranks at the same time
         self.work = work_of(plan, peers.rank)
         parts = (part for work in self.work for part in work.parts if part.slot is not None)
         self.slots = sorted(parts, key=lambda part: part.slot or 0)
@@ -89,7 +143,7 @@ class RankProgram:
             attended,
             len(rank_work(before, peers.rank, plan.ranks, plan.sliced, plan.balance)),
         )
-        self.machine: Callable[[RankProgram, Pass, Group, WorkAhead], RankMachine] = RankMachine
+        self.watched: Callable[[Node], AbstractContextManager[object]] = nullcontext
 
     def load(self, source: ModelWeights, beside: Iterable[RankProgram] = ()) -> None:
         """Load the slices of this rank's work, and what stands behind the sums of its steps."""
@@ -133,7 +187,8 @@ class RankProgram:
             weight = tensors[f"{role}.second.weight"]
             bias = tensors.get(f"{role}.bias")
             seconds[index] = Linear([weight], [bias], self.plan.arithmetic.output_scale)
-        return StepOutputs(step, self.plan.hidden, seconds, norms)
+        widths = summed_apart(step, self.plan.hidden, frozenset(seconds), bool(norms))
+        return StepOutputs(widths, seconds, norms)
 
     def _in_rank_space(self, step: Step) -> frozenset[int]:
         if self.plan.low_rank == "base":
@@ -152,46 +207,39 @@ class RankProgram:
 
     def _part(self, work: Work, part: Part, source: ModelWeights) -> Made:
         plan = self.plan
-        sublayer = computed_of(self.plan, work, part)
+        sublayer = computed_of(plan, work, part)
         if plan.mixtures.size(sublayer) is not None:
             return self._mixture(part, source, whole_experts(plan, part))
         spec = source.spec(sublayer)
-        tensors = self._order_for_rotation(
-            sublayer, self._here(source.sublayer(sublayer, torch_dtype(plan)))
-        )
-        rotary = plan.arithmetic.rotary_of(sublayer)
-        if sublayer.kind == ATTENTION and plan.latent is not None:
+        tensors = self._here(source.sublayer(sublayer, torch_dtype(plan)))
+        based = sublayer != part.sublayer
+        later = frozenset[str]()  # roles whose second factors are no business of this part
+        if sublayer.kind != ATTENTION:
+            maps = self._maps(work, part, tensors, later, based)
+            return FeedForward(tensors, maps, plan, norm_before(tensors, spec, plan))
+        tensors = self._order_for_rotation(tensors)
+        looks = plan.window(sublayer), plan.arithmetic.rotary_of(sublayer)
+        if plan.latent is not None:
             inside = {path.removeprefix(f"{spec.module}."): tensor for path, tensor in tensors.items()}
             latent = LatentMaps(inside, plan.latent, plan, sublayer.piece)
-            return Attention(latent.tensors, latent, spec, plan, plan.window(sublayer), rotary)
-        later: frozenset[str] = frozenset()  # roles whose second factors are no business of this part
-        if sublayer.kind == ATTENTION:
-            kv_heads = count_outputs(tensors, "k") // plan.head_dim
-            if plan.kept_factors(sublayer, kv_heads) is not None:
-                later = frozenset("kv")  # the cache keeps what the first ones give
-        based = sublayer != part.sublayer
+            return Attention(latent.tensors, latent, spec, plan, *looks)
+        if plan.kept_factors(sublayer, count_outputs(tensors, "k") // plan.head_dim) is not None:
+            later = frozenset("kv")  # the cache keeps what the first ones give
         maps = self._maps(work, part, tensors, later, based)
-        if sublayer.kind == ATTENTION:
-            window = plan.window(sublayer)
-            if len(part.sharers) == 1 or based:
-                return Attention(tensors, maps, spec, plan, window, rotary)
-            units = source.units(sublayer)
-            of_queries = unit_share(units, spec.projection("q").unit, sublayer.piece)
-            of_keys = unit_share(units, spec.projection("k").unit, sublayer.piece)
-            sharing = Sharing(self.peers, part.sharers)
-            return Attention(tensors, maps, spec, plan, window, rotary, sharing, (of_queries, of_keys))
-        return FeedForward(tensors, maps, plan, norm_before(tensors, spec, plan))
+        if len(part.sharers) == 1 or based:
+            return Attention(tensors, maps, spec, plan, *looks)
+        units = source.units(sublayer)
+        of_queries = unit_share(units, spec.projection("q").unit, sublayer.piece)
+        of_keys = unit_share(units, spec.projection("k").unit, sublayer.piece)
+        sharing = Sharing(self.peers, part.sharers)
+        return Attention(tensors, maps, spec, plan, *looks, sharing, (of_queries, of_keys))
 
-    def _order_for_rotation(self, sublayer: Sublayer, tensors: Tensors) -> Tensors:
+    def _order_for_rotation(self, tensors: Tensors) -> Tensors:
         """Order features of heads as they turn, and centre heads behind layer norms by their matrices."""
         family = self.plan.family
-        if (
-            sublayer.kind == ATTENTION
-            and family.attention.head_norm.gains == "each"
-            and family.norms.kind != "rms"
-        ):
+        if family.attention.head_norm.gains == "each" and family.norms.kind != "rms":
             tensors = centre_heads(tensors, self.plan.head_dim)
-        if sublayer.kind == ATTENTION and family.positions.neighbours and self.plan.arithmetic.rotaries:
+        if family.positions.neighbours and self.plan.arithmetic.rotaries:
             return in_halves(tensors, self.plan.arithmetic.rotaries[0].width, self.plan.head_dim)
         return tensors
 
@@ -242,10 +290,16 @@ class RankProgram:
                 times = [linear.time_of(one, self.device) for one in (by_itself, together)]
                 # Those of all ranks that share the sublayer, so that they choose alike.
                 own = torch.tensor(times, dtype=torch.float64, device=self.device)
-                total = self.peers.groups[part.sharers].exact.all_reduce(own, Counts())()
+                total = self.peers.collectives.subgroup(part.sharers).exact.all_reduce(own, Counts())()
                 self._ways[key] = bool(total[1] < total[0])
             self.peers.counts = before
         return self._ways[key]
+
+    def recording_kernels(self, like: Tensor) -> Kernels | None:
+        """The kernels where passes can be recorded: nothing that ranks send has to be waited for in Python."""
+        if self.peers.collectives.recordable and self.plan.decoding == "auto":
+            return kernels_for(like)
+        return None
 
     def _repeatable(
         self, compute: Callable[[Tensor], object], x: Tensor, by_kernels: bool
@@ -253,17 +307,12 @@ class RankProgram:
         """Compute once, and give what does so again as passes will: without Python where they are recorded."""
         if self.graphs is not None:
             return self.graphs(partial(compute, x))
-        kernels = kernels_for(x)
-        if (
-            kernels is None
-            or not self.peers.are_recordable
-            or self.plan.decoding != "auto"
-            or not by_kernels
-        ):
+        kernels = self.recording_kernels(x)
+        if kernels is None or not by_kernels:
             compute(x)
             return partial(compute, x)
         recording = Recording(kernels, Arena())
-        with self.peers.recorded(recording), recording.during():
+        with recording.during():
             compute(x)
         replay = recording.finished()
         if replay is None:
@@ -312,9 +361,7 @@ class RankProgram:
         passes: Sequence[Pass],
     ) -> Sequence[State]:
         """Run nodes whose work begins with this, for parts of a batch that take turns."""
-        machines = [
-            self.machine(self, shared, self.peers.everybody, WorkAhead(work)) for shared in passes
-        ]
+        machines = [RankMachine(self, shared, self.peers.everybody, deque(work)) for shared in passes]
         return in_turn(nodes, states, machines)
 
     def stream_after(self, stream: Tensor, shared: Pass, places: list[int] | None = None) -> Tensor:
@@ -367,25 +414,6 @@ def steps_in_flight(nodes: Branch) -> Iterator[Node]:
                 yield from steps_in_flight(branch)
 
 
-class WorkAhead(Iterator[Work]):
-    """A rank's work in the order of the executor.
-
-    Attributes:
-        next: coming, if any.
-    """
-
-    def __init__(self, work: Sequence[Work]) -> None:
-        self._work = iter(work)
-        self.next = next(self._work, None)
-
-    def __next__(self) -> Work:
-        if self.next is None:
-            raise StopIteration
-        work = self.next
-        self.next = next(self._work, None)
-        return work
-
-
 class RankMachine(Machine):
     """One forward pass on one rank, seen from a group of ranks it belongs to.
 
@@ -393,7 +421,7 @@ class RankMachine(Machine):
     `StepOutputs` says what is reduced.
     """
 
-    def __init__(self, rank_program: RankProgram, shared: Pass, group: Group, work: WorkAhead) -> None:
+    def __init__(self, rank_program: RankProgram, shared: Pass, group: Group, work: deque[Work]) -> None:
         self.rank_program = rank_program
         self.shared = shared
         self.group = group
@@ -401,12 +429,17 @@ class RankMachine(Machine):
         self._node: Node | None = None  # whose output is reduced next
 
     def compute(self, step: Step, stream: Tensor) -> Partial:
+        with self.rank_program.watched(step):
+            return self._compute(step, stream)
+
+    def _compute(self, step: Step, stream: Tensor) -> Partial:
+        program = self.rank_program
         self._node = step
-        work = next(self.work)
+        work = self.work.popleft()
         assert work.step == step, f"the executor is at {step}, the rank's work at {work.step}"
         outputs = list[tuple[Part, Tensor]]()
         for part in work.parts:
-            made = self.rank_program.sublayers[self.rank_program.key(part)]
+            made = program.sublayers[program.key(part)]
             if isinstance(made, Attention):
                 assert part.slot is not None
                 output = made(stream, part.slot, self.shared)
@@ -415,25 +448,20 @@ class RankMachine(Machine):
             else:
                 output = made(stream)
             outputs.append((part, output))
-        self.rank_program.passes += 1 / (len(self.rank_program.work) * self.shared.parts)
+        program.passes += 1 / (len(program.work) * self.shared.parts)
         if work.whole:
-            norms = self.rank_program.norms
+            norms = program.norms
             normed = (
                 norms[part.sublayer](out) if part.sublayer in norms else out for part, out in outputs
             )
             return Partial(reduce(torch.add, normed))
-        step_outputs = self.rank_program.outputs[step]
-        return step_outputs.partial([(part.index, output) for part, output in outputs])
+        return program.outputs[step].partial([(part.index, output) for part, output in outputs])
 
     def add(self, stream: Tensor, output: Tensor) -> Tensor:
         """Add, and norm in the same launch for the part that comes next, if kernels can."""
-        if self.work.next is not None:
-            parts = self.work.next.parts
-        else:
-            parts = ()
         program = self.rank_program
-        if parts:
-            return program.sublayers[program.key(parts[0])].norm.added(stream, output)
+        if self.work and self.work[0].parts:
+            return program.sublayers[program.key(self.work[0].parts[0])].norm.added(stream, output)
         return stream + output
 
     def reduce(self, partial: Partial) -> Pending:
@@ -442,20 +470,23 @@ class RankMachine(Machine):
             return lambda: part if finish is None else finish(part)
         program = self.rank_program
         at_once = self.shared.parts == 1 and self._node not in program.travelling
-        wait = program.peers.groups[self.group].all_reduce(part, program.peers.counts.layers, at_once)
+        wait = program.peers.collectives.subgroup(self.group).all_reduce(
+            part, program.peers.counts.layers, at_once
+        )
         if finish is None:
             return wait
         return lambda: finish(wait())
 
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
         branches, group = self._assign(fork)
-        machine = self.rank_program.machine(self.rank_program, self.shared, group, self.work)
+        machine = RankMachine(self.rank_program, self.shared, group, self.work)
         return [(branch, machine) for branch in branches]
 
     def join(self, fork: Fork, added: Tensor) -> Partial:
         self._node = fork
+        with self.rank_program.watched(fork):
+            _, group = self._assign(fork)
         # A group of several ranks has its branch's output on each of them; only the first adds it to the fork's sum.
-        _, group = self._assign(fork)
         return Partial(added if group[0] == self.rank_program.peers.rank else torch.zeros_like(added))
 
     def _assign(self, fork: Fork) -> tuple[tuple[Branch, ...], Group]:

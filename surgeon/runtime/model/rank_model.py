@@ -1,7 +1,7 @@
 """A whole model on one rank, from tokens to logits.
 
 `RankModel` knows nothing of passes. Ways of computing one (`Way`) are `DynamicPasses` for whatever rows there are, and
-in files of their own (recorded.py, static_decode.py) those that add one token to each text; engine.py chooses.
+in a file of their own (recorded.py) those that add one token to each text; engine.py chooses.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ from torch import Tensor
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.models.weights import ModelWeights
-from surgeon.runtime.batching.request import TokenLogprob
-from surgeon.runtime.batching.sequence import AskedPlaces, Row, Wanted, asked_of, halves_of
-from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.batching.request import (
+    AskedPlaces,
+    Row,
+    Rows,
+    TokenLogprob,
+    Wanted,
+    asked_of,
+    halves_of,
+)
+from surgeon.runtime.comm.collectives import Collectives, Peers
 from surgeon.runtime.kernels.functions import Weighting
-from surgeon.runtime.model.attending import Attend, AttendRaw, Pass
+from surgeon.runtime.model.attending import AllAngles, Attend, AttendRaw, Pass, rotate_angles, rotation
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary, final_norm
 from surgeon.runtime.model.layers import Rebuild
-from surgeon.runtime.model.paged_cache import PagedCache, angles_at
-from surgeon.runtime.model.paged_layout import PagedLayout, as_index
-from surgeon.runtime.model.peers import Peers
+from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout, angles_at, as_index
 from surgeon.runtime.model.program import RankProgram
-from surgeon.runtime.model.rotary import AllAngles, rotate_angles, rotation
 from surgeon.runtime.plan.specification import CodaPlan, Plan
 
 
@@ -63,14 +67,14 @@ class Way(ABC):
         return iter(())
 
     @abstractmethod
-    def fits(self, rows: Sequence[Row]) -> bool:
+    def fits(self, rows: Rows) -> bool:
         """True if it can compute a pass of these rows."""
 
     @abstractmethod
-    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+    def step(self, rows: Rows, cache: PagedCache) -> Results:
         """Compute one pass, which extends the cache."""
 
-    def several(self, rows: Sequence[Row], passes: int, cache: PagedCache) -> list[list[int]]:
+    def several(self, rows: Rows, passes: int, cache: PagedCache) -> list[list[int]]:
         """Compute passes that add a token to each text, each with the tokens of the one before; the tokens of each.
 
         Behind logits that are not finite (UNDEFINED) any token does.
@@ -85,7 +89,7 @@ class Way(ABC):
         return found
 
     @abstractmethod
-    def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
+    def logits(self, rows: Rows, cache: PagedCache) -> Tensor:
         """Compute one pass; this rank's logits of all tokens, (tokens, its rows), which the next one may overwrite."""
 
 
@@ -173,7 +177,7 @@ class RankModel:
         long_texts = self.plan.long_texts
         return long_texts is None or row.prompt <= long_texts.beyond or row.start + 1 >= row.prompt
 
-    def angles_of(self, rows: Sequence[Row], positions: Index) -> AllAngles:
+    def angles_of(self, rows: Rows, positions: Index) -> AllAngles:
         """Rotary angles of the rows' tokens at these positions, by the lengths of their texts."""
         if all(map(self.turns_by_position, rows)):
             return angles_at(self.angles_up_to(max(row.end for row in rows)), positions)
@@ -277,14 +281,14 @@ class DynamicPasses(Way):
     def __init__(self, model: RankModel) -> None:
         self.model = model
 
-    def fits(self, rows: Sequence[Row]) -> bool:  # noqa: ARG002 - whatever they are
+    def fits(self, rows: Rows) -> bool:  # noqa: ARG002 - whatever they are
         return True
 
-    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+    def step(self, rows: Rows, cache: PagedCache) -> Results:
         asked = asked_of(rows)
         return self.results(self.stream(rows, cache, asked.places), rows, asked)
 
-    def results(self, stream: Tensor, rows: Sequence[Row], asked: AskedPlaces) -> Results:
+    def results(self, stream: Tensor, rows: Rows, asked: AskedPlaces) -> Results:
         """Choose by the stream behind the program at the asked places, (places, hidden)."""
         places, wanted = asked
         last, predicting = stream.split([len(wanted), len(places) - len(wanted)])
@@ -300,18 +304,18 @@ class DynamicPasses(Way):
             start += len(targets)
         return Results(best, logits, scores)
 
-    def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
+    def logits(self, rows: Rows, cache: PagedCache) -> Tensor:
         """Compute one pass; this rank's logits of all tokens."""
         tokens, positions, shared = self.laid_out(rows, cache)
         model = self.model
         return model.ended(model.stream_after(model.embedded(tokens, positions), shared))
 
-    def stream(self, rows: Sequence[Row], cache: PagedCache, places: list[int] | None = None) -> Tensor:
+    def stream(self, rows: Rows, cache: PagedCache, places: list[int] | None = None) -> Tensor:
         """The stream after the program, (tokens, hidden), of the rows' tokens or of those at some places."""
         tokens, positions, shared = self.laid_out(rows, cache)
         return self.model.stream_after(self.model.embedded(tokens, positions), shared, places)
 
-    def laid_out(self, rows: Sequence[Row], cache: PagedCache) -> tuple[Tensor, Index, Pass]:
+    def laid_out(self, rows: Rows, cache: PagedCache) -> tuple[Tensor, Index, Pass]:
         """Lay out rows: their tokens, (tokens,), positions, and what their attentions share."""
         model = self.model
         tokens = torch.tensor(
@@ -325,10 +329,10 @@ class DynamicPasses(Way):
 class HalvedPasses(DynamicPasses):
     """Passes in two halves that take turns."""
 
-    def fits(self, rows: Sequence[Row]) -> bool:
+    def fits(self, rows: Rows) -> bool:
         return halves_of(rows) is not None
 
-    def stream(self, rows: Sequence[Row], cache: PagedCache, places: list[int] | None = None) -> Tensor:
+    def stream(self, rows: Rows, cache: PagedCache, places: list[int] | None = None) -> Tensor:
         halves = halves_of(rows)
         assert halves is not None, "rows without two halves fit no such pass"
         self.model.peers.counts.halved += 1

@@ -4,26 +4,41 @@ Such a pass is a few hundred small calls of the kernels, and between them Python
 Only the texts' newest tokens, positions and places in the cache change, and they lie in few fixed tensors. The first
 pass of a size is recorded while it is computed (kernels/recording.py). Results are the same to the bit.
 
-Shapes: B texts.
+GPUs repeat passes of few fixed shapes from recordings, without Python in between. A static pass computes one token of
+each of its texts at once, with room for a power of two of texts. Passes of a size differ in the contents of one tensor
+of inputs only: token, position and block table of each text. Lines without a text write to a block that nobody reads.
+
+Kernels for GPUs (runtime/kernels/triton) read the cache by block tables, each text as far as it goes. Without them, and
+in rank space, the keys and values of all texts are copied side by side, as many blocks of each as the longest has,
+rounded up to a power of two, and masked. In rank space a fixed buffer takes the copies, another one the keys and values
+made of them; a text's number in the batch says where they lie, so that DeInfer's remapping list needs no list.
+
+Nothing waits for the device until the chosen tokens are read, so that a pass can be recorded as a CUDA graph
+(kernels/recording.py) where collectives can be (`Collectives.capturable`).
+
+Shapes: B texts, W blocks of each, N tokens that are read of each, D head_dim, H heads and K KV heads of a slice, R the
+ranks of k and v together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.sequence import Row
-from surgeon.runtime.batching.windows import power_of_two
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for, power_of_two
+from surgeon.runtime.batching.request import Row, Rows, Wanted
+from surgeon.runtime.comm.collectives import Counts, Sent
 from surgeon.runtime.kernels.functions import Kernels, Runs, Weighting, Window
-from surgeon.runtime.kernels.recording import Arena, Recording, Replay, Span
-from surgeon.runtime.model.paged_cache import PagedCache, runs_of, stretches
-from surgeon.runtime.model.peers import Sent
+from surgeon.runtime.kernels.recording import Arena, GraphRecorder, Recording, Replay, Span
+from surgeon.runtime.kernels.triton import Placing, TextBlocks
+from surgeon.runtime.model.attending import AllAngles, AttendRaw, attention
+from surgeon.runtime.model.paged_cache import PagedCache, angles_at, runs_of, stretches, write_table
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
-from surgeon.runtime.model.rotary import AllAngles
 
 Reading = tuple[int, Window | None]  # a group of the cache, and a window
 NOWHERE = -1  # a place of keys and values that are not kept
@@ -44,12 +59,12 @@ class PassInputs:
         reads: of attentions of a group with a window.
     """
 
-    def __init__(self, rows: Sequence[Row], angles: AllAngles) -> None:
+    def __init__(self, rows: Rows, angles: AllAngles) -> None:
         self.numbers = torch.tensor(_numbers(rows))
         self.angles = angles
         self.reads: dict[Reading, Runs] = {}
 
-    def load(self, rows: Sequence[Row], angles: AllAngles) -> bool:
+    def load(self, rows: Rows, angles: AllAngles) -> bool:
         """Write the inputs of the next pass; False if another recording is needed for it."""
         if angles is not self.angles:
             return False
@@ -62,7 +77,7 @@ class PassInputs:
         self.numbers.numpy()[:] = _numbers(rows)
         return True
 
-    def read(self, rows: Sequence[Row], key: Reading) -> Runs:
+    def read(self, rows: Rows, key: Reading) -> Runs:
         """Runs that such attentions read, with room for some more than now."""
         if key not in self.reads:
             runs, ends = runs_of(rows, *key)
@@ -72,7 +87,7 @@ class PassInputs:
         return self.reads[key]
 
 
-def _numbers(rows: Sequence[Row]) -> list[list[int]]:
+def _numbers(rows: Rows) -> list[list[int]]:
     """Token, position, and place in each group of the cache; in slots of another that knows the token, none."""
     tokens = [row.tokens[0] for row in rows]
     positions = [row.start for row in rows]
@@ -118,16 +133,16 @@ class RecordedDecode(Way):
         self._passes: WeakKeyDictionary[PagedCache, dict[int, RecordedPass]] = WeakKeyDictionary()
         model.angles_up_to(min(model.plan.max_tokens, FIRST_ANGLES))
 
-    def fits(self, rows: Sequence[Row]) -> bool:
+    def fits(self, rows: Rows) -> bool:
         """Tell whether a pass of these rows can be recorded: each adds one token to a text, and none is scored."""
         if len(rows) in self.problems or not all(map(self._model.turns_by_position, rows)):
             return False
         return all(len(row.tokens) == 1 and row.targets is None for row in rows)
 
-    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+    def step(self, rows: Rows, cache: PagedCache) -> Results:
         return Results(*self._model.chosen(self.logits(rows, cache), [row.wanted for row in rows]), [])
 
-    def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
+    def logits(self, rows: Rows, cache: PagedCache) -> Tensor:
         """Compute one pass; this rank's logits of each row, (B, rows of the vocabulary)."""
         model = self._model
         phase = model.peers.counts
@@ -137,16 +152,13 @@ class RecordedDecode(Way):
         if known is None or not known.inputs.load(rows, angles):
             return self._record(rows, cache, PassInputs(rows, angles), passes)
         times = known.replay(bool(known.spans))
-        for collectives in model.peers.groups.values():
-            if (failure := collectives.failure()) is not None:
-                raise failure
         if times and model.watcher is not None:
             model.watcher([(what, times[first], times[end]) for what, first, end in known.spans])
         phase.add(known.sent)
         return known.logits
 
     def _record(
-        self, rows: Sequence[Row], cache: PagedCache, inputs: PassInputs, passes: dict[int, RecordedPass]
+        self, rows: Rows, cache: PagedCache, inputs: PassInputs, passes: dict[int, RecordedPass]
     ) -> Tensor:
         """Compute one as any pass, and record it if it can be."""
         model = self._model
@@ -163,7 +175,7 @@ class RecordedDecode(Way):
             self._kernels.keep(kept, inputs.numbers[PLACE + where], pair)
             return self._kernels.attend(queries, pair, read, weighting)
 
-        with phase.apart() as sent, model.peers.recorded(recording), recording.during():
+        with phase.apart() as sent, recording.during():
             logits = model.next_logits(
                 inputs.numbers[TOKEN], inputs.numbers[POSITION], inputs.angles, attend
             )
@@ -176,3 +188,279 @@ class RecordedDecode(Way):
                 inputs, replay, self._arena.borrowed(logits), sent, recording.spans
             )
         return logits
+
+
+# Columns of the inputs: how many tokens are known (`Row.known`); tables of the cache's groups take all further ones.
+KNOWN = 2
+TABLE = 3
+
+
+class Outputs(NamedTuple):
+    """Results of a static pass, on the device: most likely tokens, (B,), and logits, (B, this rank's rows)."""
+
+    best: Tensor
+    logits: Tensor
+
+
+class PassSize(NamedTuple):
+    """A static pass's room: so many texts, and so many blocks of each."""
+
+    texts: int
+    blocks: int
+
+    @classmethod
+    def of(cls, rows: Rows, most_blocks: int, passes: int = 1) -> PassSize:
+        """The size for these rows, whose texts have `most_blocks` at most, and for further passes behind."""
+        longest = (max(row.start for row in rows) + passes - 1) // BLOCK_TOKENS + 1
+        return cls(power_of_two(len(rows)), min(power_of_two(longest), most_blocks))
+
+
+class View(NamedTuple):
+    """The places that attentions with the same window read, (B * N,), with a mask, (B, 1, 1, N), and their angles."""
+
+    places: Tensor
+    mask: Tensor
+    angles: AllAngles
+
+
+class StaticLayout:
+    """The places of a static pass's texts in the cache, all computed on the device."""
+
+    def __init__(
+        self, inputs: Tensor, cache: PagedCache, angles: AllAngles = (), counters: Tensor | None = None
+    ) -> None:
+        """Read the inputs, (B, 3 + W * groups of the cache)."""
+        self._angles = angles if cache.rebuilds else ()
+        self.positions = inputs[:, POSITION]
+        self._cache = cache
+        self._tables = inputs[:, TABLE:].chunk(len(cache.windows), 1)
+        self._dtype = cache.stored.dtype
+        own = [self._places(group, self.positions[:, None])[:, 0] for group in range(len(cache.windows))]
+        self._own = own
+        self._newly = own
+        if cache.borrowed:  # what others know goes where nobody reads
+            known = inputs[:, KNOWN] > self.positions
+            unread = cache.tokens - BLOCK_TOKENS
+            self._newly = [places.masked_fill(known, unread) for places in own]
+        self._views: dict[tuple[int, Window | None], View] = {}
+        self._texts: list[TextBlocks] = []
+        if counters is not None:
+            self._texts = [TextBlocks(table, self.positions, counters) for table in self._tables]
+
+    def attend_raw(
+        self, slot: int, qkv: Tensor, heads: int, placing: Placing, weighting: Weighting
+    ) -> Tensor:
+        cache = self._cache
+        group = self._cache.group_of[slot]
+        assert cache.triton is not None
+        queries = cache.triton.place(qkv, heads, placing, self._write(slot), cache.pairs[slot])
+        return cache.attend(slot, queries, self._texts[group], weighting)
+
+    def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
+        """Put new keys and values into a slot; queries (B, H, D) to attended values (B, H * D)."""
+        assert not self._texts or slot in self._cache.rebuilds, (
+            "kernels attend where keys and values are cached"
+        )
+        texts, heads, head_dim = queries.shape
+        view = self._view(self._cache.group_of[slot], weighting.window)
+        kv_heads = self._cache.kv_heads[slot]
+        mask = view.mask
+        keys, values = (self._rebuilt if slot in self._cache.rebuilds else self._store)(slot, kept, view)
+        # The heads of one KV group are like several tokens that look at the same keys.
+        grouped = queries.view(texts, kv_heads, heads // kv_heads, head_dim)
+        return attention(grouped, keys, values, weighting, mask).reshape(texts, heads * head_dim)
+
+    def _store(self, slot: int, keys_values: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        """Keys and values of the texts, (B, K, N, D) each, the new ones among them."""
+        cached = self._cache.pairs[slot]
+        texts = len(keys_values)
+        cached.index_copy_(1, self._write(slot), keys_values.transpose(0, 1))
+        read = cached.index_select(1, view.places)
+        keys, values = read.view(2, len(cached) // 2, texts, -1, cached.shape[-1]).transpose(1, 2)
+        return keys, values
+
+    def _rebuilt(self, slot: int, kept: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        cache = self._cache
+        cached = cache.low_rank[slot]
+        cached.index_copy_(0, self._write(slot), kept)
+        room = cache.buffers.for_kept(cache.rebuilds[slot], len(view.places))
+        torch.index_select(cached, 0, view.places, out=room)
+        keys, values = cache.rebuild(slot, room, view.angles)
+        by_text = len(kept), -1
+        return keys.unflatten(0, by_text).transpose(1, 2), values.unflatten(0, by_text).transpose(1, 2)
+
+    def _write(self, slot: int) -> Tensor:
+        return (self._newly if slot in self._cache.borrowed else self._own)[self._cache.group_of[slot]]
+
+    def _places(self, group: int, tokens: Tensor) -> Tensor:
+        """Places of tokens of each text, (B, any), in the cache."""
+        return (
+            self._tables[group].gather(1, tokens // BLOCK_TOKENS) * BLOCK_TOKENS + tokens % BLOCK_TOKENS
+        )
+
+    def _view(self, group: int, window: Window | None) -> View:
+        """Return the places that attentions of a group with this window read.
+
+        A text's newest token stands for missing ones: an unwritten place may hold NaN, and 0 times NaN is NaN.
+        """
+        room = self._tables[group].shape[1] * BLOCK_TOKENS
+        window = Window.within(window, room)
+        key = group, window
+        if key not in self._views:
+            newest = self.positions[:, None]
+            tokens = torch.arange(room if window is None else window.tokens, device=newest.device)[None]
+            if window is not None:
+                size = window.tokens
+                tokens = tokens + (newest // size * size if window.chunked else newest - (size - 1))
+            seen = (tokens >= 0) & (tokens <= newest)
+            read = torch.where(seen, tokens, newest)
+            mask = torch.zeros(seen.shape, dtype=self._dtype, device=newest.device).masked_fill(
+                ~seen, -torch.inf
+            )
+            angles = angles_at(self._angles, read.flatten())
+            self._views[key] = View(self._places(group, read).flatten(), mask[:, None, None], angles)
+        return self._views[key]
+
+
+class StaticPass:
+    """The fixed tensors of passes of one size; inputs are (B, 3 + W * groups of the cache)."""
+
+    def __init__(self, size: PassSize, unread_block: int, cache: PagedCache) -> None:
+        """Allocate all that it writes to."""
+        self._unread_block = unread_block
+        self._blocks = size.blocks
+        columns = TABLE + len(cache.windows) * size.blocks
+        self._host = torch.zeros(
+            size.texts, columns, dtype=torch.long, pin_memory=cache.device.type == "cuda"
+        )
+        self._lines = self._host.numpy()
+        self.inputs = self._host.to(cache.device, copy=True)
+        cache.buffers.reserve(size.texts * size.blocks * BLOCK_TOKENS)
+        self.buffers = cache.buffers.kept, cache.buffers.rebuilt
+        self.counters = None
+        if cache.triton is not None:
+            self.counters = cache.counters(size.texts)
+        # Computes again what was recorded, from what its tensors hold now.
+        self.replay: Callable[[], Outputs] | None = None
+        self.sent: Sent = Counts(), Counts()
+
+    def load(self, rows: Rows) -> None:
+        """Send the rows to the device; the pass before must have ended."""
+        for line, row in zip(self._lines, rows, strict=False):
+            line[TOKEN] = row.tokens[0]
+            line[POSITION] = row.start
+            line[KNOWN] = row.known
+            for group, runs in enumerate(row.runs):
+                table = line[TABLE + group * self._blocks :][: self._blocks]
+                write_table(table, runs, self._unread_block)
+        self._lines[len(rows) :, :TABLE] = 0
+        self._lines[len(rows) :, TABLE :: self._blocks] = self._unread_block
+        self.inputs.copy_(self._host, non_blocking=True)
+
+
+class StaticDecode(Way):
+    """Passes that add one token to each text, in few fixed shapes."""
+
+    spare_blocks = 1
+    holds_caches = True
+
+    def __init__(self, model: RankModel, recorder: GraphRecorder | None) -> None:
+        self._model = model
+        self._recorder = recorder
+        # Angles of all positions, as recordings hold their address.
+        self._angles = model.angles_up_to(model.plan.max_tokens)
+        # By cache, because recordings hold its address.
+        self._passes: WeakKeyDictionary[PagedCache, dict[PassSize, StaticPass]] = WeakKeyDictionary()
+
+    def fits(self, rows: Rows) -> bool:
+        """Tell whether a pass of these rows can be a static one: each adds one token to a text."""
+        continues = all(row.continues and row.targets is None for row in rows)
+        return continues and all(map(self._model.turns_by_position, rows))
+
+    def passes_to_record(self, cache: PagedCache, texts: int) -> Iterator[list[Row]]:
+        """Rows of each size that passes over up to so many texts have where all of these can be as long.
+
+        Sizes of most texts come first: the others use their memory again.
+        """
+        unread = cache.tokens // BLOCK_TOKENS - self.spare_blocks
+        tokens = min(
+            self._model.plan.max_tokens, unread * BLOCK_TOKENS if self.gathers(cache) else BLOCK_TOKENS
+        )
+        if self._recorder is None:
+            counts = []
+        else:
+            counts = [1 << power for power in range((texts - 1).bit_length() + 1)]
+        for count in reversed(counts):
+            end = BLOCK_TOKENS
+            while count * blocks_for(end) <= max(unread, count) and end < 2 * tokens:
+                runs = ([(unread, 1)] * blocks_for(end),) * len(cache.windows)
+                yield [Row(min(end, tokens) - 1, [0], runs, Wanted.BEST)] * count
+                end *= 2
+
+    def step(self, rows: Rows, cache: PagedCache) -> Results:
+        best, own = self._outputs(self._loaded(rows, cache), cache)
+        full = [at for at, row in enumerate(rows) if row.wanted == Wanted.LOGITS]
+        tokens = best.tolist()  # the one time in a pass that this process waits for a GPU
+        wanted = [token for token, row in zip(tokens, rows, strict=False) if row.wanted == Wanted.BEST]
+        return Results(wanted, self._model.vocabulary.gather(own[full]) if full else None, [])
+
+    def several(self, rows: Rows, passes: int, cache: PagedCache) -> list[list[int]]:
+        """Compute passes that add a token to each text; tokens stay on the device until all have been computed."""
+        static = self._loaded(rows, cache, passes)
+        found = list[Tensor]()
+        for _ in range(passes):
+            found.append(self._outputs(static, cache).best.clone())
+            static.inputs[:, TOKEN] = found[-1].clamp(min=0)
+            static.inputs[:, POSITION] += 1
+        tokens: list[list[int]] = torch.stack(found)[:, : len(rows)].tolist()
+        return tokens
+
+    def logits(self, rows: Rows, cache: PagedCache) -> Tensor:
+        """Compute one pass; this rank's logits of each row."""
+        return self._outputs(self._loaded(rows, cache), cache).logits[: len(rows)]
+
+    def _loaded(self, rows: Rows, cache: PagedCache, passes: int = 1) -> StaticPass:
+        """Load a pass of the rows, and of lines without a text; there is room for those of further passes."""
+        blocks = cache.tokens // BLOCK_TOKENS - self.spare_blocks
+        most = blocks
+        if None not in cache.windows:
+            most = sys.maxsize
+        size = PassSize.of(rows, most, passes)
+        if not self.gathers(cache):
+            size = PassSize(size.texts, min(blocks_for(self._model.plan.max_tokens), most))
+        known = self._passes.setdefault(cache, {})
+        if size not in known:
+            known[size] = StaticPass(size, blocks, cache)
+        static = known[size]
+        static.load(rows)
+        return static
+
+    def _outputs(self, static: StaticPass, cache: PagedCache) -> Outputs:
+        """Compute a pass that is loaded; the next one may overwrite it."""
+        if self._recorder is None:
+            return self._compute(static, cache)
+        if static.replay is None:
+
+            def compute() -> Outputs:
+                # A recorder may compute several times.
+                with self._model.peers.counts.apart() as static.sent:
+                    return self._compute(static, cache)
+
+            static.replay = self._recorder(compute)
+        self._model.peers.counts.add(static.sent)
+        return static.replay()
+
+    @staticmethod
+    def gathers(cache: PagedCache) -> bool:
+        """Tell whether keys are copied, as many blocks of each text as the longest has."""
+        return cache.triton is None or bool(cache.rebuilds)
+
+    def _compute(self, static: StaticPass, cache: PagedCache) -> Outputs:
+        layout = StaticLayout(static.inputs, cache, self._angles, static.counters)
+        attend_raw: AttendRaw | None = None
+        if static.counters is not None:
+            attend_raw = layout.attend_raw
+        logits = self._model.next_logits(
+            static.inputs[:, TOKEN], layout.positions, self._angles, layout.attend, attend_raw
+        )
+        return Outputs(self._model.vocabulary.best(logits), logits)

@@ -33,19 +33,22 @@ from surgeon.models.families.positions import (
 )
 from surgeon.models.families.specs import Growth
 from surgeon.models.weights import ModelWeights, require_sliceable
-from surgeon.runtime.plan.balance import Balance, Mixtures, MixtureSize, balance_of
-from surgeon.runtime.plan.division import cached_latent, check_division, shared_units
+from surgeon.runtime.plan.placement import cached_latent, check_division, shared_units
 from surgeon.runtime.plan.specification import (
     OWN_ACTIVATIONS,
     Arithmetic,
+    Balance,
     Decoding,
     HalvesMode,
     KvMode,
     Longer,
     LowRankMode,
+    Mixtures,
+    MixtureSize,
     Plan,
     Rotary,
     Ways,
+    balance_of,
     require_low_rank,
 )
 

@@ -1,22 +1,28 @@
-"""The plan of a model that has tokens drafted by another program over its own weights, or by its first rack's coda.
+"""Plans of more than one program: of a model with a draft, of its first rack with a coda, of a pipeline.
 
 A draft's attention reads the keys and values that the model's program has cached, where that caches on the same rank,
 of the same layer, the same KV heads in the same way; the draft's own tokens there are overwritten when these are
 verified. An attention without such a counterpart (averages of layers, a layer's second time, whole layers or tracks on
 a rank that has slices of the model's) has a slot of its own behind the model's.
+
+In a pipeline each rank has a stretch of the program's nodes, as even as they can be by the numbers of its weights, the
+head and the coda of the first one among them. A program can be cut before any node but a late step. Where codas draft,
+the first stretch is the checkpoint's first rack.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 from surgeon.checkpoint.belongings import CODAS
 from surgeon.checkpoint.codas import INDEX, read_codas
 from surgeon.checkpoint.config import open_stored
+from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.errors import show_value
@@ -28,12 +34,11 @@ from surgeon.models.families import family_of
 from surgeon.models.families.positions import attention_windows
 from surgeon.models.weights import ModelWeights
 from surgeon.named import is_program
-from surgeon.runtime.plan.balance import Mixtures
 from surgeon.runtime.plan.checks import make_plan, mixture_size, places_among, rotaries_by_layer
-from surgeon.runtime.plan.division import check_division
-from surgeon.runtime.plan.memory import Sizes, kv_heads
-from surgeon.runtime.plan.placement import computed_of, work_of
-from surgeon.runtime.plan.specification import CodaPlan, DraftPlan, KvMode, Plan, Ways
+from surgeon.runtime.plan.memory import Sizes, kv_heads, numbers_of
+from surgeon.runtime.plan.placement import check_division, computed_of, work_of
+from surgeon.runtime.plan.specification import CodaPlan, DraftPlan, KvMode, Mixtures, Plan, Ways
+from surgeon.words import plural
 
 # Layers, width, and which of the attentions of these in the program.
 Place = tuple[tuple[int, ...], int | None, int]
@@ -207,3 +212,78 @@ def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
         ),
     )
     return nodes, CodaPlan(file, own)
+
+
+def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
+    """Divide a plan of one rank into stretches for so many; the coda of the first rack may draft, if it has one."""
+    if ranks == 1:
+        return plan
+    if plan.decoding == "static":
+        raise ValueError(
+            "ranks with stretches of the program compute passes as they come, which decoding static cannot; use "
+            "decoding auto or dynamic"
+        )
+    if ranks > plan.layers:
+        raise ValueError(
+            f"{ranks} ranks would have a stretch of layers each, and the model has {plan.layers}; use at most as many "
+            "ranks as layers"
+        )
+    program = Program.parse(plan.program)
+    weights = open_weights(plan.folder, plan.family, plan.head_dim)
+    head = plan.vocabulary * plan.hidden
+    first = 0
+    if drafts and read_codas(plan.folder, check_weights=False) is not None:
+        first, coda = first_rack(plan)
+        arithmetic = replace(plan.arithmetic, rotaries=coda.plan.arithmetic.rotaries)
+        plan = replace(plan, arithmetic=arithmetic, coda=coda)
+    late = [place for place, node in enumerate(program.nodes) if isinstance(node, Step) and node.late]
+    cuts = [place for place in range(max(1, first), len(program)) if place not in late]
+    if len(cuts) < ranks - 1:
+        where = ""
+        if first:
+            where = f" behind the first {first}, which the coda is for"
+        why = ""
+        if late:
+            why = "; a late step reads the stream as it was within the stretch before it"
+        raise ValueError(
+            f"the program's {plural(len(program), 'node')} split into stretches for {plural(len(cuts) + 1, 'rank')} at "
+            f"most{where}, not for {ranks}{why}; use fewer ranks, or the model's own program"
+        )
+    # How many numbers the weights of each node have: the head's with the first, the coda's with its rack's last.
+    costs = [_numbers(plan, weights, Program((node,))) for node in program.nodes]
+    costs[0] += head
+    if plan.coda is not None:
+        own = ModelWeights(TensorFiles(plan.coda.file), plan.coda.plan.family, plan.head_dim)
+        costs[first - 1] += head + _numbers(plan.coda.plan, own, Program.parse(plan.coda.plan.program))
+    return replace(plan, ranks=ranks, stretches=even_stretches(costs, cuts, ranks, first))
+
+
+def even_stretches(
+    costs: Sequence[int], cuts: Sequence[int], ranks: int, first: int = 0
+) -> tuple[int, ...]:
+    """The node after which each stretch ends, so that the most costly one costs least.
+
+    Args:
+        costs: of each node.
+        cuts: after how many nodes there can be an end; of all nodes besides. There are enough of them.
+        first: where the first stretch ends; 0 for wherever is best.
+    """
+    until = [0, *accumulate(costs)]
+    places = [*cuts, len(costs)]
+    # By where a number of stretches ends: the cost of the most costly of them, and where each ends.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {
+        place: (until[place], (place,)) for place in places if place == (first or place)
+    }
+    for _ in range(ranks - 1):
+        longer = dict[int, tuple[int, tuple[int, ...]]]()
+        for place in places:
+            for before, (most, ends) in best.items():
+                if before < place:
+                    found = max(most, until[place] - until[before]), (*ends, place)
+                    longer[place] = min(found, longer.get(place, found))
+        best = longer
+    return best[len(costs)][1]
+
+
+def _numbers(plan: Plan, weights: Sizes, program: Program) -> int:
+    return sum(numbers_of(plan, weights, (sublayer, 1)) for sublayer in program.sublayers())

@@ -8,12 +8,11 @@ and of another few, the many are several groups. Often the best division is none
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
+from typing import NamedTuple
 
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFiles
@@ -23,7 +22,7 @@ from surgeon.machine import free_bytes, show_size
 from surgeon.models.families.specs import unit_bounds
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights
-from surgeon.runtime.batching.windows import (
+from surgeon.runtime.batching.blocks import (
     BLOCK_TOKENS,
     PASS_TOKENS,
     Windows,
@@ -159,108 +158,96 @@ class Footprint:
 Sizes = ModelWeights | ModelShapes  # what says how large matrices are: weights, or a configuration
 
 
+class _Held(NamedTuple):
+    """One rank's bytes, as `Footprint` has those of all."""
+
+    weights: int
+    kept: tuple[int, ...]
+    buffers: int
+    copies: int
+
+    def beside(self, other: _Held) -> _Held:
+        """Add what another program holds, which takes turns in the same buffers."""
+        return _Held(
+            self.weights + other.weights,
+            self.kept + other.kept,
+            max(self.buffers, other.buffers),
+            max(self.copies, other.copies),
+        )
+
+
 def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
     """Count what ranks will hold for a plan, by its checkpoint's sizes if no others are given."""
     source = source or open_weights(plan.folder, plan.family, plan.head_dim)
-    if plan.stretches:
-        each = [footprint(plan.of_rank(rank)[0], source) for rank in range(plan.ranks)]
-        return Footprint(
-            tuple(one.weights[0] for one in each),
-            tuple(one.kept[0] for one in each),
-            tuple(one.buffers[0] for one in each),
-            tuple(one.copies[0] for one in each),
-            cache_groups(plan),
-        )
+    held = [_held(*plan.of_rank(rank), source) for rank in range(plan.ranks)]
+    return Footprint(
+        tuple(one.weights for one in held),
+        tuple(one.kept for one in held),
+        tuple(one.buffers for one in held),
+        tuple(one.copies for one in held),
+        cache_groups(plan),
+    )
+
+
+def _held(plan: Plan, rank: int, source: Sizes) -> _Held:
     matrices = 2
     if plan.tied:
         matrices = 1
     if plan.stretch:
         matrices = 0
     rows = -(-plan.vocabulary // plan.ranks) * matrices + source.position_rows
-    whole = _program_footprint(plan, source, rows)
+    whole = _program_held(plan, rank, source, rows)
     if plan.draft is not None:
         draft = plan.draft.plan
-        more = list[int]()  # the draft's matrices that are not the model's own
-        for rank in range(plan.ranks):
-            known, wanted = (
-                {
-                    (part.sublayer, len(part.sharers))
-                    for work in work_of(one, rank)
-                    for part in work.parts
-                }
-                for one in (plan, draft)
-            )
-            new = (part for part in wanted if part not in known or draft.exchanges(part[0]))
-            more.append(sum(numbers_of(draft, source, part) for part in new) * plan.dtype_bytes)
-        beside = replace(_program_footprint(draft, source, 0), weights=tuple(more))
+        known = _read_by(plan, rank)
+        new = (part for part in _read_by(draft, rank) if part not in known or draft.exchanges(part[0]))
+        weights = sum(numbers_of(draft, source, part) for part in new) * plan.dtype_bytes
+        beside = _program_held(draft, rank, source, 0)._replace(weights=weights)
         if draft.coda is not None:
-            beside = _side_by_side(beside, _coda_footprint(draft.coda))
-        own = (
-            tuple(kept[number] for number in own)
-            for kept, own in zip(beside.kept, plan.draft.own, strict=True)
-        )
-        whole = _side_by_side(whole, replace(beside, kept=tuple(own)))
+            beside = beside.beside(_coda_held(draft.coda, rank))
+        own = tuple(beside.kept[number] for number in plan.draft.own[rank])
+        whole = whole.beside(beside._replace(kept=own))
     if plan.coda is not None:
-        whole = _side_by_side(whole, _coda_footprint(plan.coda))
+        whole = whole.beside(_coda_held(plan.coda, rank))
     return whole
 
 
-def _coda_footprint(coda: CodaPlan) -> Footprint:
+def _read_by(plan: Plan, rank: int) -> set[tuple[Sublayer, int]]:
+    """A rank's parts that have different matrices, each with how many ranks share the sublayer."""
+    return {(part.sublayer, len(part.sharers)) for work in work_of(plan, rank) for part in work.parts}
+
+
+def _coda_held(coda: CodaPlan, rank: int) -> _Held:
     own = ModelWeights(TensorFiles(coda.file), coda.plan.family, coda.plan.head_dim)
     has_head = own.names.own(f"{coda.plan.family.head}.weight") in own.store
     rows = -(-coda.plan.vocabulary // coda.plan.ranks) * has_head
-    return _program_footprint(coda.plan, own, rows)
+    return _program_held(coda.plan, rank, own, rows)
 
 
-def _side_by_side(one: Footprint, other: Footprint) -> Footprint:
-    return replace(
-        one,
-        weights=tuple(map(operator.add, one.weights, other.weights)),
-        kept=tuple(map(operator.add, one.kept, other.kept)),
-        buffers=tuple(map(max, zip(one.buffers, other.buffers, strict=True))),
-        copies=tuple(map(max, zip(one.copies, other.copies, strict=True))),
-    )
-
-
-def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
-    """Count a plan's program, and so many rows as wide as the stream."""
+def _program_held(plan: Plan, rank: int, source: Sizes, rows: int) -> _Held:
+    """Count a rank's part of a plan's program, and so many rows as wide as the stream."""
     block = BLOCK_TOKENS * plan.dtype_bytes  # a number of every token of a block
-    weights = []
-    kept = list[tuple[int, ...]]()
-    buffers = []
-    copies = []
-    for rank in range(plan.ranks):
-        parts = [(work, part) for work in work_of(plan, rank) for part in work.parts]
-        numbers = rows * plan.hidden
-        numbers += sum(
-            map(
-                partial(numbers_of, plan, source),
-                {(part.sublayer, len(part.sharers)) for _, part in parts},
-            )
-        )
-        weights.append(numbers * plan.dtype_bytes)
-        own = list[int]()
-        copied = 0
-        rebuilt = 0
-        read = 0
-        for attention in (
-            computed_of(plan, work, part) for work, part in parts if part.slot is not None
-        ):
-            first, end = kv_heads(plan, source, attention)
-            keys_values = 2 * (end - first) * plan.head_dim
-            columns = plan.kept_factors(attention, end - first)
-            own.append((keys_values if columns is None else sum(columns)) * block)
-            if columns is None:
-                read = max(read, keys_values)
-            else:  # all such attentions read by the same two buffers
-                copied = max(copied, sum(columns))
-                rebuilt = max(rebuilt, keys_values)
-        kept.append(tuple(own))
-        buffers.append((copied + rebuilt) * block)
-        copies.append(
-            read * block * (1 if plan.arithmetic.attention_softcap is None else 2)
-        )  # a product copies them once more
-    return Footprint(tuple(weights), tuple(kept), tuple(buffers), tuple(copies), cache_groups(plan))
+    numbers = rows * plan.hidden
+    numbers += sum(numbers_of(plan, source, part) for part in _read_by(plan, rank))
+    kept = list[int]()
+    copied = 0
+    rebuilt = 0
+    read = 0
+    parts = [(work, part) for work in work_of(plan, rank) for part in work.parts]
+    for attention in (computed_of(plan, work, part) for work, part in parts if part.slot is not None):
+        first, end = kv_heads(plan, source, attention)
+        keys_values = 2 * (end - first) * plan.head_dim
+        columns = plan.kept_factors(attention, end - first)
+        kept.append((keys_values if columns is None else sum(columns)) * block)
+        if columns is None:
+            read = max(read, keys_values)
+        else:  # all such attentions read by the same two buffers
+            copied = max(copied, sum(columns))
+            rebuilt = max(rebuilt, keys_values)
+    copies = read * block
+    if plan.arithmetic.attention_softcap is not None:
+        copies *= 2  # a product copies them once more
+    return _Held(numbers * plan.dtype_bytes, tuple(kept), (copied + rebuilt) * block, copies)
 
 
 def kv_heads(plan: Plan, source: Sizes, attention: Sublayer) -> tuple[int, int]:

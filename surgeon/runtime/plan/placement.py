@@ -3,6 +3,8 @@
 Every system, whatever its name, is placed by two rules (`placed_parts`, `assigned_branches`). A rank's part of a step
 is again a tuple of sublayers, only thinner ones (rank 0 of 2 computes `A4/2:0` of `A4`), so that reading weights,
 caches and arithmetic know slices of sublayers and nothing else. This module knows neither tensors nor processes.
+
+Checks of what ranks have to share, and of the slices that a program names, come last.
 """
 
 from __future__ import annotations
@@ -12,9 +14,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from surgeon.language.program import Fork, Node, Program, Step, ranks_of_branches
-from surgeon.language.sublayer import ATTENTION, Sublayer
-from surgeon.runtime.plan.balance import Balance, WholeExperts, cut_neurons
-from surgeon.runtime.plan.specification import Plan
+from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
+from surgeon.models.families.specs import Latent, Units
+from surgeon.runtime.plan.specification import (
+    NO_MIXTURES,
+    Balance,
+    Mixtures,
+    Plan,
+    WholeExperts,
+    cut_neurons,
+)
 
 Group = tuple[int, ...]  # ranks that share a piece of work, in ascending order
 
@@ -201,3 +210,115 @@ def _visits(nodes: tuple[Node, ...], rank: int, group: Group) -> Iterator[tuple[
             branches, subgroup = assigned_branches(node, rank, group)
             for branch in branches:
                 yield from _visits(branch, rank, subgroup)
+
+
+UnitsOf = Callable[[Sublayer], Units]  # how many heads and KV heads, or neurons, a sublayer has
+
+
+def shared_units(units_of: UnitsOf, latent: Latent | None) -> UnitsOf:
+    """Units that ranks share of sublayers: of latent attentions, heads."""
+
+    def units(sublayer: Sublayer) -> Units:
+        found = units_of(sublayer)
+        if latent is None or sublayer.kind != ATTENTION:
+            return found
+        return {"heads": latent.heads}
+
+    return units
+
+
+def cached_latent(latent: Latent | None) -> Latent | None:
+    """Refuse latent attentions whose values are wider than their keys."""
+    if latent is not None and latent.value > latent.width:
+        raise ValueError(
+            f"v_head_dim {latent.value} in config.json is above the {latent.width} features of a key, which ranks cache"
+        )
+    return latent
+
+
+def check_slices(program: Program, units_of: UnitsOf) -> None:
+    """Refuse slices that a program names and that would not be equal."""
+    from surgeon.models.weights import indivisible  # with torch, which plans do without
+
+    for sublayer in dict.fromkeys(program.sublayers()):
+        if reason := indivisible(sublayer, units_of(sublayer)):
+            raise ValueError(reason)
+
+
+def check_division(program: Program, units_of: UnitsOf, ranks: int, mixtures: Mixtures) -> None:
+    """Refuse slices that would not be equal, and more ranks than a program has heads and neurons."""
+    check_slices(program, units_of)
+    heads = 0
+    neurons = 0
+    for sublayer in dict.fromkeys(program.sublayers()):
+        units = units_of(sublayer)
+        if sublayer.kind == ATTENTION:
+            heads = max(heads, units.get("heads", 0))
+        else:
+            mixture = mixtures.size(sublayer)
+            neurons = max(neurons, units["neurons"] * (1 if mixture is None else mixture.experts))
+    check_ranks(ranks, heads, neurons)
+
+
+def check_ranks(ranks: int, heads: int, neurons: int) -> None:
+    """Refuse more ranks than heads and neurons of a layer together."""
+    if ranks > heads + neurons:
+        raise ValueError(
+            f"{ranks} ranks cannot share this model, whose layers have {heads} heads and {neurons} neurons to share; "
+            f"use at most {heads + neurons}"
+        )
+
+
+def require_equal_heads(plan: Plan, units_of: UnitsOf) -> None:
+    """Refuse ranks that would have unequal parts of an attention; vLLM's ranks have caches of one shape."""
+    for part in (
+        part for rank in range(plan.ranks) for work in work_of(plan, rank) for part in work.parts
+    ):
+        if part.slot is None:
+            continue
+        units = units_of(part.sublayer)
+        heads = units["heads"]
+        kv_heads = units.get("kv_heads", heads)
+        _, count = part.sublayer.piece or (0, 1)
+        if heads % count or (kv_heads % count and count % kv_heads):
+            raise ValueError(
+                f"vLLM has equal parts of an attention on its ranks, and {heads} heads over {kv_heads} KV heads "
+                f"({replace(part.sublayer, piece=None, ranks=())}) do not divide into {count}; set another "
+                "--tensor-parallel-size, or let surgeon serve run it"
+            )
+
+
+def summed_in_rank_space(
+    step: Step, hidden: int, normed: bool, mixtures: Mixtures = NO_MIXTURES
+) -> frozenset[int]:
+    """The sublayers of a step, by their numbers in it, whose parts are summed before their second factor.
+
+    Args:
+        hidden: the stream's width.
+        normed: whether a norm stands behind each of the sublayers, so that they are summed apart in any case.
+        mixtures: whose experts have a second factor each, so that they are summed behind it.
+    """
+    ranks = [
+        next((rank for role, rank in one.ranks if role in WRITING and mixtures.size(one) is None), None)
+        for one in step.sublayers
+    ]
+    if normed:
+        return frozenset(index for index, rank in enumerate(ranks) if rank is not None and rank < hidden)
+    # Together in the stream's space they take its width, however many they are.
+    known = [rank for rank in ranks if rank is not None]
+    if len(known) == len(ranks) and sum(known) < hidden:
+        return frozenset(range(len(ranks)))
+    return frozenset()
+
+
+def summed_apart(step: Step, hidden: int, in_rank_space: frozenset[int], normed: bool) -> dict[int, int]:
+    """Sublayers of a step that are summed by themselves, and how many values of a token; none for one sum of all."""
+    ranks = {
+        index: next(rank for role, rank in step.sublayers[index].ranks if role in WRITING)
+        for index in in_rank_space
+    }
+    return {
+        index: ranks.get(index, hidden)
+        for index in range(len(step.sublayers))
+        if normed or index in ranks
+    }

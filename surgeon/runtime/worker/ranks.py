@@ -77,7 +77,7 @@ class RankProcess(ABC):
 
 
 class StartedRank(RankProcess):
-    """A child process; descriptors are those of its pipes (pipes.py) and of the memory that ranks share."""
+    """A child process; descriptors are those of its pipes (rank.py) and of the memory that ranks share."""
 
     def __init__(
         self,
@@ -285,10 +285,8 @@ class Ranks(AbstractContextManager["Ranks"]):
     def _results(self, notify: Callable[[Any], None] | None) -> list[Any]:
         results: dict[int, Any] = {}
         while len(results) < len(self._processes):
-            for process in _ready(
-                [process for process in self._processes if process.rank not in results], None
-            ):
-                kind, value = _receive(process)
+            missing = [process for process in self._processes if process.rank not in results]
+            for process, kind, value in _messages(missing):
                 if kind == "note" and notify is not None:
                     notify(value)
                 elif kind == "result":
@@ -304,10 +302,8 @@ class Ranks(AbstractContextManager["Ranks"]):
         errors = {process.rank: error}
         deadline = time.monotonic() + GRACE_SECONDS
         while (left := deadline - time.monotonic()) > 0 and len(errors) < len(self._processes):
-            for other in _ready(
-                [process for process in self._processes if process.rank not in errors], left
-            ):
-                kind, value = _receive(other)
+            silent = [process for process in self._processes if process.rank not in errors]
+            for other, kind, value in _messages(silent, left):
                 if kind == "error" and value is None:
                     return other.gone()
                 if kind == "error":
@@ -350,18 +346,14 @@ def early_ranks(options: RankOptions) -> Iterator[Ranks | None]:
         yield started
 
 
-def _ready(processes: list[RankProcess], timeout: float | None) -> list[RankProcess]:
-    """Wait for processes that have sent something or are gone, or until the seconds are over."""
+def _messages(
+    processes: list[RankProcess], seconds: float | None = None
+) -> Iterator[tuple[RankProcess, str, Any]]:
+    """Wait until processes have sent something, which is given, or are gone (the error None), or the time is over."""
     by_connection: dict[object, RankProcess] = {process.connection: process for process in processes}
-    return [
-        by_connection[connection]
-        for connection in wait([process.connection for process in processes], timeout)
-    ]
-
-
-def _receive(process: RankProcess) -> tuple[str, Any]:
-    try:
-        kind, value = pickle.loads(process.connection.recv_bytes())
-        return kind, value
-    except (EOFError, OSError):
-        return "error", None
+    for connection in wait([process.connection for process in processes], seconds):
+        process = by_connection[connection]
+        message: tuple[str, Any] = ("error", None)
+        with suppress(EOFError, OSError):
+            message = pickle.loads(process.connection.recv_bytes())
+        yield process, *message

@@ -25,8 +25,13 @@ from surgeon.errors import Diverged
 from surgeon.machine import gpus_in_turn, threads_per_rank
 from surgeon.processes.children import LIKELY_MEMORY, Child
 from surgeon.processes.rendezvous import serve_store
-from surgeon.processes.sockets import interface_of, interface_variables
-from surgeon.processes.torchrun import HOSTED, VARIABLES, TorchrunEnvironment
+from surgeon.processes.torchrun import (
+    HOSTED,
+    VARIABLES,
+    TorchrunEnvironment,
+    interface_of,
+    interface_variables,
+)
 from surgeon.progress import progress
 from surgeon.quality.text import HeldOutQuality
 from surgeon.training.arguments import share_of_batch

@@ -13,7 +13,7 @@ from surgeon.checkpoint.forms import lay_out
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, restore
 from surgeon.models.families import family_of
-from surgeon.runtime.model.rotary import centre_heads
+from surgeon.runtime.model.attending import centre_heads
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from surgeon.runtime.batching.blocks import GONE, BlockPool, SequenceBlocks
-from surgeon.runtime.batching.request import Request, Sampling, TokenLogprob
+from surgeon.runtime.batching.blocks import GONE, BlockPool, SequenceBlocks, Windows
+from surgeon.runtime.batching.request import Request, Row, Sampling, ScheduledChunk, TokenLogprob, Wanted
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
-from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
-from surgeon.runtime.batching.windows import Windows
 
 END = 3
 

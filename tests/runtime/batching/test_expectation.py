@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surgeon.runtime.batching.request import Request, Sampling
-from surgeon.runtime.batching.sequence import Expectation, Sequence
+from surgeon.runtime.batching.request import Expectation, Request, Sampling, Sequence
 
 
 def text(prompt: int, limit: int, added: int = 0) -> Sequence:

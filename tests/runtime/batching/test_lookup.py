@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from surgeon.runtime.batching.sequence import LONGEST, SHORTEST, Lookup
+from surgeon.runtime.batching.request import LONGEST, SHORTEST, Lookup
 
 
 def searched(text: list[int], most: int) -> list[int]:

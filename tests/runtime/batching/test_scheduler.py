@@ -8,11 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surgeon.runtime.batching.blocks import BlockPool
-from surgeon.runtime.batching.request import UNDEFINED, Request, Sampling, check_length
+from surgeon.runtime.batching.blocks import BlockPool, Windows, text_blocks
+from surgeon.runtime.batching.request import (
+    UNDEFINED,
+    LongTexts,
+    Request,
+    Sampling,
+    Wanted,
+    check_length,
+)
 from surgeon.runtime.batching.scheduler import Limits, Scheduler
-from surgeon.runtime.batching.sequence import LongTexts, Wanted
-from surgeon.runtime.batching.windows import Windows, text_blocks
 from tests.runtime.batching.machine import END, Machine, ask, continued, scores
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surgeon.runtime.batching.windows import longest_text, text_blocks
+from surgeon.runtime.batching.blocks import longest_text, text_blocks
 from tests.runtime.batching.machine import Machine, ask, continued
 
 

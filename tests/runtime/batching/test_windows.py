@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surgeon.runtime.batching.windows import (
+from surgeon.runtime.batching.blocks import (
     BLOCK_TOKENS,
     Windows,
     blocks_for,

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from surgeon.runtime.comm import symmetric_memory
+from surgeon.runtime.comm import shared_memory as symmetric_memory
 from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts, TorchCollectives
-from surgeon.runtime.comm.symmetric_memory import Bound, BySize, SideStream, ways_through_memory
+from surgeon.runtime.comm.shared_memory import Bound, BySize, SideStream, ways_through_memory
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from surgeon.runtime.comm.symmetric_memory import (
+from surgeon.runtime.comm.shared_memory import (
     MOST_BYTES,
     ONE_SHOT_BYTES,
     OPERATIONS,

@@ -23,7 +23,6 @@ from surgeon.runtime.comm.collectives import (
     Unconnected,
 )
 from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SLOTS
-from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.rank import (
     NCCL_SHARES,
@@ -226,7 +225,7 @@ def test_a_rank_without_a_gpu(kind: str, gpus: int, monkeypatch: pytest.MonkeyPa
 
 def test_what_a_cuda_graph_can_hold() -> None:
     nccl = TorchCollectives(0, (0, 1), device=torch.device("cuda", 0))
-    timed = TimedCollectives(nccl, PassRecorder(Figures()))
+    timed = TimedCollectives(nccl, PassRecorder())
     assert all(
         one.capturable
         for one in (Alone(), Unconnected(0, (0, 1)), nccl, Compressed(nccl, "int8"), timed)

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from surgeon.processes.files import cache_folder
-from surgeon.runtime.kernels import build, library, triton
-from surgeon.runtime.kernels.build import SWITCH, find_compiler
-from surgeon.runtime.kernels.library import kernels_used, warn_without_kernels
+from surgeon.runtime.kernels import build
+from surgeon.runtime.kernels.build import SWITCH, find_compiler, kernels_used, warn_without_kernels
 
 COMPILER = find_compiler()
 SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }'
@@ -109,7 +108,7 @@ def test_what_does_not_compile(small_source: Path) -> None:
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build_again() == (None, "there is no C++ compiler (no-such-compiler)")
-    monkeypatch.setattr(library, "load_kernels", build_again)
+    monkeypatch.setattr(build, "load_kernels", build_again)
     with pytest.warns(
         UserWarning, match=r"more than twice as long: there is no C\+\+ compiler \(no-such-compiler\)"
     ):
@@ -119,13 +118,13 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "find_spec", lambda _: None)
+    monkeypatch.setattr(build, "find_spec", lambda _: None)
     with pytest.warns(
         UserWarning, match="copy the keys and values of all texts.*: triton is not installed; SURGEON_"
     ):
         warn_without_kernels("cuda", "bfloat16")
     assert kernels_used("cuda", "bfloat16") == "none (triton is not installed)"
-    monkeypatch.setattr(triton, "find_spec", lambda _: object())
+    monkeypatch.setattr(build, "find_spec", lambda _: object())
     assert kernels_used("cuda", "bfloat16") == "Triton"
 
 
@@ -141,7 +140,7 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsR
     """Nothing is compiled, and nothing said."""
     monkeypatch.setenv(SWITCH, "off")
     assert build_again() == (None, None)
-    monkeypatch.setattr(library, "load_kernels", build_again)
+    monkeypatch.setattr(build, "load_kernels", build_again)
     for device in ("cpu", "cuda"):
         warn_without_kernels(device, "float32")
         assert kernels_used(device, "float32") == "none (SURGEON_KERNELS=off)"

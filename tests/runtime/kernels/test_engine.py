@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from surgeon.machine import torch_threads
-from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import blocks_for
+from surgeon.runtime.batching.blocks import blocks_for
+from surgeon.runtime.batching.request import Row, Wanted
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.kernels import functions
 from surgeon.runtime.kernels.functions import kernels

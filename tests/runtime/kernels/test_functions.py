@@ -21,7 +21,7 @@ from surgeon.runtime.kernels.functions import (
     kernels,
     kernels_for,
 )
-from surgeon.runtime.model.rotary import rotate_
+from surgeon.runtime.model.attending import rotate_
 
 DRAWS = 25
 

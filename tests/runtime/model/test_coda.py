@@ -15,11 +15,11 @@ from surgeon.exports.in_memory import edit, export
 from surgeon.runtime.batching.request import Request, Sampling, Stats
 from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.comm.collectives import Alone
-from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_coda
-from surgeon.runtime.worker.leader import Leader
+from surgeon.runtime.worker.rank import Sender
+from surgeon.runtime.worker.worker import Leader
 from tests.codas import save_codas
 from tests.runtime.model.test_sampling import kept_by_lists
 from tests.tiny_models import VOCABULARY, damage, tiny_model

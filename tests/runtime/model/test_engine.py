@@ -17,12 +17,11 @@ import surgeon
 from surgeon.exports.export import plan_export, write_export
 from surgeon.language.program import Program
 from surgeon.opened import open_model
-from surgeon.runtime.batching.request import UNDEFINED
-from surgeon.runtime.batching.sequence import Row, Targets, Wanted
+from surgeon.runtime.batching.request import UNDEFINED, Row, Targets, Wanted
 from surgeon.runtime.comm.collectives import Alone
+from surgeon.runtime.model.attending import rotation
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import FeedForward
-from surgeon.runtime.model.rotary import rotation
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Rotary
 from tests.runtime.on_ranks import chunked_logits

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surgeon.language.program import Program
-from surgeon.runtime.batching.sequence import LEAST_IN_HALF, Row, Targets, Wanted, halves_of
+from surgeon.runtime.batching.request import LEAST_IN_HALF, Row, Targets, Wanted, halves_of
 from surgeon.runtime.comm.collectives import Alone, Counts, Unconnected
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.linear import laid_out

@@ -22,10 +22,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from surgeon.models.families import FAMILIES
 from surgeon.models.families.specs import Latent
 from surgeon.runtime.kernels.functions import Weighting
-from surgeon.runtime.model.attending import Pass, attention
-from surgeon.runtime.model.latent import LatentMaps
-from surgeon.runtime.model.layers import Attention
-from surgeon.runtime.model.rotary import rotation
+from surgeon.runtime.model.attending import Pass, attention, rotation
+from surgeon.runtime.model.layers import Attention, LatentMaps
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan, Rotary
 from tests.tiny_models import HIDDEN, tiny_model

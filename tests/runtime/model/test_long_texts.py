@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from surgeon.models.edit import edit
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.batching.windows import BLOCK_TOKENS
-from surgeon.runtime.model.rotary import rotate_angles
+from surgeon.runtime.model.attending import rotate_angles
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks

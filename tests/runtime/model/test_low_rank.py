@@ -10,8 +10,8 @@ import pytest
 from surgeon.language.program import Program
 from surgeon.models.families import FAMILIES
 from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.model.outputs import summed_in_rank_space
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.placement import summed_in_rank_space
 from tests.checkpoint.helpers import IDS, plain_logits, relative_error, run_export
 from tests.runtime.model.conftest import Several
 from tests.runtime.on_ranks import logits_as_timed, logits_in_chunks

@@ -21,11 +21,11 @@ from surgeon.runtime.batching.ahead import FEW_MISSED, Ahead
 from surgeon.runtime.batching.request import Request
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.comm.collectives import Alone
-from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft
-from surgeon.runtime.worker.leader import Leader
+from surgeon.runtime.worker.rank import Sender
+from surgeon.runtime.worker.worker import Leader
 from tests.runtime.model.test_coda import GREEDY, PROMPTS, continued, run
 from tests.runtime.model.test_draft import REQUESTS, TRACKS, engine_of, saved
 from tests.tiny_models import tiny_model

@@ -8,12 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import BlockTable
-from surgeon.runtime.batching.sequence import Row, Wanted, asked_of
-from surgeon.runtime.batching.windows import BLOCK_TOKENS
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS, BlockTable
+from surgeon.runtime.batching.request import Row, Wanted, asked_of
 from surgeon.runtime.kernels.functions import Weighting, Window
-from surgeon.runtime.model.paged_cache import PagedCache, stretches
-from surgeon.runtime.model.paged_layout import PagedLayout, as_index
+from surgeon.runtime.model.paged_cache import PagedCache, PagedLayout, as_index, stretches
 
 HEAD_DIM = 8
 BLOCKS = 24
@@ -66,7 +64,7 @@ def check(
     ):
         texts = [torch.randn(2, before + new, kv_heads, HEAD_DIM) for before, new in rows]
         for (before, _), own, text in zip(rows, blocks, texts, strict=True):
-            for kept, given_ in zip(cache.slots[slot], text, strict=True):
+            for kept, given_ in zip(cache.pairs[slot].chunk(2), text, strict=True):
                 kept[:, places_of(own, before)] = given_[:before].transpose(0, 1)
         queries = [torch.randn(new, number, HEAD_DIM) for _, new in rows]
         fresh = torch.cat([text[:, before:] for (before, _), text in zip(rows, texts, strict=True)], 1)
@@ -74,7 +72,7 @@ def check(
         expected = [plain_attention(q, *kv, rule) for q, kv in zip(queries, texts, strict=True)]
         assert torch.allclose(found, torch.cat(expected), atol=1e-5)
         for own, text in zip(blocks, texts, strict=True):  # the new ones are in the cache now
-            for kept, given_ in zip(cache.slots[slot], text, strict=True):
+            for kept, given_ in zip(cache.pairs[slot].chunk(2), text, strict=True):
                 assert torch.equal(kept[:, places_of(own, text.shape[1])], given_.transpose(0, 1))
 
 
@@ -136,7 +134,7 @@ def test_a_sequence_in_one_run_is_read_where_it_lies(
     keys, _ = layout._parts[0].texts[0].read_from(0, first)
     assert keys.shape == (1, 2, seen, HEAD_DIM)
     assert keys.untyped_storage().data_ptr() == cache.stored.untyped_storage().data_ptr()
-    assert keys.data_ptr() == cache.slots[0][0][:, place].data_ptr()
+    assert keys.data_ptr() == cache.pairs[0].chunk(2)[0][:, place].data_ptr()
 
 
 def test_a_rank_without_attentions() -> None:

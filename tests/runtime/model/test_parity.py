@@ -19,14 +19,13 @@ from surgeon.language.execute import Branch
 from surgeon.language.operations import desync, fuse_attention_mlp, pair, repeat, tracks
 from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.models.families import FAMILIES
+from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.leader import Progress
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.runtime.worker.worker import complete, load, unload
+from surgeon.runtime.worker.worker import Progress, complete, load, unload
 from tests.runtime.on_ranks import logits_in_chunks
 from tests.selection import NORMED_BEHIND, RANKED, case
 from tests.tiny_models import VOCABULARY, tiny_model

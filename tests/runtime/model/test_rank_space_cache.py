@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from surgeon.models.families import FAMILIES
-from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.batching.request import Row, Wanted
 from surgeon.runtime.comm.collectives import Alone, Counts
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan

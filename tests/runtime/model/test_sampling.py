@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from surgeon.runtime.batching.request import Choice, Request, Sampling
-from surgeon.runtime.model import filters
+from surgeon.runtime.model import sampling as filters
 from surgeon.runtime.model import sampling as module
-from surgeon.runtime.model.filters import Look, column, filter_probabilities, penalise, pick
-from surgeon.runtime.model.sampling import Sampler
+from surgeon.runtime.model.sampling import Look, Sampler, column, filter_probabilities, penalise, pick
 
 CPU = torch.device("cpu")
 

@@ -22,19 +22,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from surgeon.benchmarks.timing import TimedEngine
 from surgeon.language.program import Program
-from surgeon.runtime.batching.blocks import BlockTable
-from surgeon.runtime.batching.request import Request, Sampling
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS, BlockTable, blocks_for
+from surgeon.runtime.batching.request import Request, Row, Sampling, Targets, Wanted
 from surgeon.runtime.batching.scheduler import Limits, Output
-from surgeon.runtime.batching.sequence import Row, Targets, Wanted
-from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Alone, Collectives, Counts
-from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.kernels import functions
 from surgeon.runtime.kernels.functions import Weighting, Window
 from surgeon.runtime.kernels.recording import WARM_UPS, CudaRecorder
 from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.static_decode import (
+from surgeon.runtime.model.recorded import (
     Outputs,
     PassSize,
     Replay,
@@ -45,10 +42,9 @@ from surgeon.runtime.model.static_decode import (
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Decoding
-from surgeon.runtime.worker.leader import Leader
-from surgeon.runtime.worker.rank import RankOptions
+from surgeon.runtime.worker.rank import RankOptions, Sender
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.runtime.worker.worker import complete, load, unload
+from surgeon.runtime.worker.worker import Leader, complete, load, unload
 from tests.runtime.model.test_paged_cache import places_of, plain_attention
 from tests.runtime.on_ranks import complete_twice
 from tests.selection import case, one_in
@@ -119,7 +115,7 @@ def test_attention_of_any_texts(
     size = PassSize(len(starts) + spare, max(len(table) for table in tables) + spare)
     texts = [torch.randn(2, start + 1, 2, HEAD_DIM) for start in starts]
     for table, text, start in zip(tables, texts, starts, strict=True):
-        for kept, given_ in zip(cache.slots[1], text, strict=True):
+        for kept, given_ in zip(cache.pairs[1].chunk(2), text, strict=True):
             kept[:, places_of(table, start)] = given_[:start].transpose(0, 1)
     static = StaticPass(size, BLOCKS, cache)
     static.load([row(0, start, table) for start, table in zip(starts, tables, strict=True)])
@@ -131,9 +127,9 @@ def test_attention_of_any_texts(
     for query, text, answer in zip(queries, texts, found, strict=False):
         assert torch.allclose(answer, plain_attention(query[None], *text, rule)[0], atol=1e-5)
     for table, text in zip(tables, texts, strict=True):  # the new ones are in the cache now
-        for kept, given_ in zip(cache.slots[1], text, strict=True):
+        for kept, given_ in zip(cache.pairs[1].chunk(2), text, strict=True):
             assert torch.equal(kept[:, places_of(table, len(given_))], given_.transpose(0, 1))
-    assert cache.slots[0][0].isnan().all()
+    assert cache.pairs[0].chunk(2)[0].isnan().all()
 
 
 def row(token: int, start: int, blocks: list[int], wanted: Wanted = Wanted.LOGITS) -> Row:

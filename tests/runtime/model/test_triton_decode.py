@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from surgeon.runtime.batching.sequence import Wanted
+from surgeon.runtime.batching.request import Wanted
 from surgeon.runtime.comm.collectives import Alone
-from surgeon.runtime.kernels import functions, triton
+from surgeon.runtime.kernels import functions
 from surgeon.runtime.kernels.triton.functions import TritonKernels
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.static_decode import StaticDecode
+from surgeon.runtime.model.recorded import StaticDecode
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Decoding
 from tests.runtime.model.test_static_decode import TABLES, row
@@ -82,7 +82,7 @@ def as_on_gpus(kernels: bool = True) -> Iterator[None]:
     """Compute as on GPUs: without kernels for CPUs, with those for GPUs if wanted."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(functions, "kernels", lambda: None)
-        patch.setattr(triton, "used_on", lambda _: kernels)
+        patch.setattr(functions, "used_on", lambda _: kernels)
         yield
 
 

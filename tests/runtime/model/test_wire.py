@@ -27,9 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from surgeon.language.execute import State, land
 from surgeon.models.families import FAMILIES
 from surgeon.models.weights import ModelWeights, NamedTensors
-from surgeon.runtime.comm.collectives import Collectives, Counts
+from surgeon.runtime.comm.collectives import Collectives, Counts, Peers
 from surgeon.runtime.model.attending import Pass
-from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Arithmetic, LowRankMode, Plan

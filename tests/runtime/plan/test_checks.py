@@ -16,7 +16,7 @@ from surgeon.language.operations import desync, tracks
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import FAMILIES
-from surgeon.runtime.batching.sequence import LongTexts
+from surgeon.runtime.batching.request import LongTexts
 from surgeon.runtime.model.layers import ACTIVATIONS
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import OWN_ACTIVATIONS

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from surgeon.runtime.batching.windows import BLOCK_TOKENS
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_coda
 from surgeon.runtime.plan.memory import footprint

@@ -15,12 +15,10 @@ from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import FAMILIES
 from surgeon.models.families.specs import Units, unit_bounds
 from surgeon.models.shapes import ModelShapes
-from surgeon.runtime.plan.balance import Balance, cut_neurons
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.division import require_equal_heads
 from surgeon.runtime.plan.memory import imbalance
-from surgeon.runtime.plan.placement import placed_parts
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.placement import placed_parts, require_equal_heads
+from surgeon.runtime.plan.specification import Balance, Plan, cut_neurons
 from tests.tiny_models import tiny_model
 
 # SmolLM2-135M: 9 heads of 64 features, 3 KV heads, 1,536 neurons, 576 features of the stream.

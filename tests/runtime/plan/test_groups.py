@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surgeon.models.families import FAMILIES
-from surgeon.runtime.batching.windows import text_blocks
+from surgeon.runtime.batching.blocks import text_blocks
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import LEAST_SAVED, MOST_GROUPS, CacheGroups, cache_groups, footprint
 from surgeon.runtime.plan.specification import Plan

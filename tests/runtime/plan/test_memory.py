@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from surgeon.runtime.batching.sequence import Row, Wanted
+from surgeon.runtime.batching.request import Row, Wanted
 from surgeon.runtime.comm.collectives import Alone, Collectives, Unconnected
 from surgeon.runtime.kernels import functions
 from surgeon.runtime.model import linear

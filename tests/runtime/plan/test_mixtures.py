@@ -14,9 +14,9 @@ from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.collectives import Alone, Collectives, Unconnected
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.mixture import Experts, MixtureOfExperts
-from surgeon.runtime.plan.balance import Mixtures, MixtureSize, WholeExperts
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
+from surgeon.runtime.plan.specification import Mixtures, MixtureSize, WholeExperts
 from tests.tiny_models import VOCABULARY, tiny_model
 
 

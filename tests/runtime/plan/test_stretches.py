@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.drafts import even_stretches, with_stretches
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.plan.stretches import even_stretches, with_stretches
-from surgeon.runtime.worker.pipeline import StretchEngine
+from surgeon.runtime.worker.worker import StretchEngine
 from tests.codas import save_codas
 from tests.tiny_models import tiny_model
 

@@ -17,13 +17,12 @@ import torch
 from surgeon.runtime.batching.request import Request, Sampling, Stats
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.comm.collectives import Alone, Link
-from surgeon.runtime.comm.pipes import Ring
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.drafts import with_stretches
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.plan.stretches import with_stretches
-from surgeon.runtime.worker.leader import Account, Report
-from surgeon.runtime.worker.pipeline import PipelineLeader, StretchEngine, relay
+from surgeon.runtime.worker.rank import Ring
+from surgeon.runtime.worker.worker import Account, PipelineLeader, Report, StretchEngine, relay
 from tests.codas import save_codas
 from tests.runtime.model.test_coda import run as run_alone
 from tests.tiny_models import VOCABULARY, damage, tiny_model

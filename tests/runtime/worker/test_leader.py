@@ -12,8 +12,8 @@ from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker import leader as leader_module
-from surgeon.runtime.worker.leader import Leader
+from surgeon.runtime.worker import worker as leader_module
+from surgeon.runtime.worker.worker import Leader
 from tests.tiny_models import tiny_model
 
 LENGTHS = (9, 14, 20)

@@ -20,11 +20,11 @@ from unittest.mock import MagicMock
 
 import torch
 
+from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
-from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Alone, Compressed, Unconnected
-from surgeon.runtime.kernels import triton
+from surgeon.runtime.kernels import build
 from surgeon.runtime.kernels.recording import CudaRecorder
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.worker.worker import ENGINE, complete
@@ -238,7 +238,7 @@ def parts() -> dict[str, Part]:
             for way in WAYS
         }
     found |= {f"launches of {way} passes": partial(launches, way=way) for way in ("dynamic", "static")}
-    if triton.reason_without() is None:
+    if build.reason_without() is None:
         found["launches of static passes, by kernels"] = partial(launches, way="static", kernels=True)
         for name in ("dense", "ladder", "low rank"):
             found[f"{name}: captured passes, by kernels"] = partial(

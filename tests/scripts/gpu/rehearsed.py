@@ -15,11 +15,11 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
-from surgeon.runtime.batching.sequence import Row, Wanted
-from surgeon.runtime.batching.windows import blocks_for
-from surgeon.runtime.comm import symmetric_memory
+from surgeon.runtime.batching.blocks import blocks_for
+from surgeon.runtime.batching.request import Row, Wanted
+from surgeon.runtime.comm import shared_memory as symmetric_memory
 from surgeon.runtime.comm.collectives import Collectives, Compressed, TorchCollectives
-from surgeon.runtime.comm.symmetric_memory import Operation
+from surgeon.runtime.comm.shared_memory import Operation
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.memory import cache_groups
 from surgeon.runtime.plan.specification import Plan

@@ -24,7 +24,7 @@ from scripts.gpu.sides import (
     judge_tokens,
 )
 from scripts.gpu.sixteen_bits import kernels_in_16_bits, rows_in_16_bits
-from surgeon.runtime.kernels.library import kernels_used
+from surgeon.runtime.kernels.build import kernels_used
 from surgeon.runtime.kernels.triton.functions import TritonKernels
 from surgeon.runtime.worker.rank import Rank
 from tests import warm

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from surgeon.runtime.model.static_decode import StaticLayout
+from surgeon.runtime.model.recorded import StaticLayout
 from tests.pretended import OnGpu
 from tests.scripts.gpu.rehearsal import FAMILIES, parts, passes
 from tests.scripts.gpu.stage import PROGRAMS, Stage

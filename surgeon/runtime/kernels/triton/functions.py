@@ -6,13 +6,12 @@ Shapes: T tokens of a pass, B texts, H heads and K KV heads of a slice, D head_d
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from surgeon.runtime.kernels import triton
+from surgeon.runtime.kernels.triton import Placing, TextBlocks
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -31,7 +30,6 @@ MOST_PARTS = 64  # of the keys of a text
 PROGRAMS_PER_PROCESSOR = 2  # that attention is divided into, where texts and heads are fewer
 COLUMNS = 1024  # of a program of `gate`
 HEADS_AT_ONCE = 16  # of a program of `place`, where there are programs enough
-FEW = 2  # tokens; for more of them cuBLAS is as fast (an H100, 4 tokens)
 # At a time, where they divide inputs; else the last ones
 FEW_COLUMNS = (2048, 1024)
 FEW_WARPS = (2, 4)
@@ -40,36 +38,6 @@ ROWS = 2
 INTERPRETED_ROWS = 256
 PART = 2048  # numbers of which a program of `highest_of_parts` finds the highest
 OVERLAPS_FROM = 9  # compute capability whose kernels can start while others end
-
-
-class TextBlocks(NamedTuple):
-    """Blocks of a cache that one token of each of some texts reads.
-
-    Attributes:
-        tables: numbers of blocks, (B, any).
-        newest: position of the token, (B,).
-        arrived: (B * K) zeros or more, int32; zeros again when attention has ended.
-    """
-
-    tables: Tensor
-    newest: Tensor
-    arrived: Tensor
-
-
-class Placing(NamedTuple):
-    """Norms and turns of queries and keys before they are compared.
-
-    Attributes:
-        gain: of the norms of heads, if any, (H + K, D) of one piece.
-        epsilon: of these.
-        angles: cosine and signed sine of the tokens, if any, (T, 1, up to D) each.
-        squares: mean squares of all queries' features, and of all keys', (T, 2), where norms are not of each head.
-    """
-
-    gain: Tensor | None
-    epsilon: float
-    angles: tuple[Tensor, Tensor] | None
-    squares: Tensor | None = None
 
 
 class TritonKernels:
@@ -344,18 +312,6 @@ class TritonKernels:
             return y
 
         return gate
-
-
-@cache
-def _kernels() -> TritonKernels:
-    return TritonKernels()
-
-
-def triton_kernels_for(tensor: Tensor) -> TritonKernels | None:
-    """Give the kernels, if they compute with tensors like this one."""
-    if triton.used_on(tensor.device.type) and tensor.is_floating_point():
-        return _kernels()
-    return None
 
 
 def _next_power_of_two(number: int) -> int:

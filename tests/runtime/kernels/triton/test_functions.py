@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from surgeon.runtime.kernels.triton.functions import ACTIVATIONS, FEW, Placing, TextBlocks, TritonKernels
-from surgeon.runtime.model.rotary import rotate_
+from surgeon.runtime.kernels.functions import FEW
+from surgeon.runtime.kernels.triton import Placing, TextBlocks
+from surgeon.runtime.kernels.triton.functions import ACTIVATIONS, TritonKernels
+from surgeon.runtime.model.attending import rotate_
 
 pytest.importorskip("triton", reason="triton is not installed")
 # Numpy's, where it is infinite.
