@@ -49,8 +49,7 @@ from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Plan
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import SPACES, parse_spaces
-from surgeon.training.racks.build import require_known
-from surgeon.training.racks.model import tensors_of
+from surgeon.training.racks.model import require_known, tensors_of
 from surgeon.training.racks.partition import Racks, allowed_cuts
 from surgeon.training.scope import BYTES, shapes_to_train, training_bytes
 from surgeon.training.settings import SCOPES, TrainSettings

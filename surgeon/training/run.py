@@ -18,8 +18,11 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
+from surgeon.checkpoint.codas import Coda
 from surgeon.checkpoint.stored import read_json
 from surgeon.errors import needs_extra, show_value
+from surgeon.exports.in_memory import export, export_with_codas
+from surgeon.exports.prove import Proof
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of
 from surgeon.models.lora import LoraLayer, PeftModel
@@ -40,6 +43,7 @@ from surgeon.training.checkpoints import (
 )
 from surgeon.training.distiller import Distiller
 from surgeon.training.head_loss import LossParts
+from surgeon.training.racks.partition import Racks
 from surgeon.training.scope import choose_or_adapt
 from surgeon.training.settings import TrainSettings
 from surgeon.training.teacher_logits import TeacherLogits
@@ -215,6 +219,71 @@ class Trained:
             self.model.merge_and_unload() if isinstance(self.model, PeftModel) else self.model
         )
         return found
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model that was trained as one, or rack by rack.
+
+    Attributes:
+        whole: the result as if it had been trained as one, with the model in memory.
+        folder: of the run.
+        method: for people.
+        racks: None where it was trained as one.
+        codas: of every rack but the last.
+        results: of every rack, by its coda's prediction; the last one's are the whole model's.
+    """
+
+    whole: Trained
+    folder: Path
+    method: str
+    racks: Racks | None = None
+    codas: tuple[Coda, ...] = ()
+    results: tuple[Trained, ...] = ()
+
+    def lines(self) -> Iterator[str]:
+        if self.racks is None:
+            return
+        for rack, one in zip(self.racks.texts[:-1], self.results, strict=False):
+            before = one.before.perplexity
+            after = one.after.perplexity
+            yield f"rack {rack}: perplexity by its coda {before:.4g} before, {after:.4g} after"
+
+    def record(self, texts: TrainTexts, settings: TrainSettings) -> dict[str, Any]:
+        entries = {
+            "method": self.method,
+            **texts.record(),
+            "window": texts.training.window,
+            "settings": settings.to_json(),
+            "steps": self.whole.steps,
+            "tokens": self.whole.tokens,
+            "seconds": self.whole.seconds,
+        }
+        if self.racks is not None:
+            each = zip(self.racks.texts, self.results, strict=True)
+            entries["racks"] = {
+                "coda": self.racks.depth,
+                "each": [{"layers": text} | one.to_json() for text, one in each],
+            }
+        return entries
+
+    def write(self, output: Path, **options: Any) -> Proof:
+        """Write a checkpoint, with adapters merged and codas beside it.
+
+        Args:
+            options: as `surgeon.export` takes them.
+
+        Raises:
+            NotProven: if what was written is not the model, or its program not the one that was trained.
+            OSError, ValueError: as `surgeon.export`.
+        """
+        model = self.whole.merged()
+        racks = self.racks
+        if racks is None:
+            return export(model, output, **options)
+        return export_with_codas(
+            model, output, racks.texts, racks.ends, racks.depth, self.codas, **options
+        )
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from surgeon.checkpoint.describe import describe
 from surgeon.exports.export import why_kept
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of
-from surgeon.training.racks.build import assemble, rack_of
-from surgeon.training.racks.model import RackModel
+from surgeon.training.racks.model import RackModel, assemble, rack_of
 from surgeon.training.racks.partition import Racks
 from tests.codas import coda_logits
 from tests.tiny_models import save_checkpoint, tiny_model

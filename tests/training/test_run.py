@@ -19,7 +19,7 @@ from surgeon.opened import open_edited
 from surgeon.quality.data import Windows, digest_of
 from surgeon.quality.text import HeldOutQuality, logits_of, text_quality
 from surgeon.training.distiller import Distillation
-from surgeon.training.heal import student_of
+from surgeon.training.model import student_of
 from surgeon.training.run import Trained, train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import RunOrder, TrainingText, TrainTexts

@@ -29,11 +29,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch does export it
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -51,20 +51,21 @@ from surgeon.training.checkpoints import (
     naming_ended_process,
     remove_checkpoint,
 )
-from surgeon.training.racks.exchange import PATIENCE, RackExchange, RackStreams
 from surgeon.training.racks.model import open_rack
-from surgeon.training.racks.rack_log import RackLog, paced_loss
-from surgeon.training.racks.run_files import (
+from surgeon.training.racks.run import (
     PROCESS_FILE,
     RESULT_FILE,
     RacksPlan,
     parse_averaging,
     rack_folder,
+    rack_task,
     read_texts,
     start_file,
+    stream_bytes,
     teacher_file,
+    train_rack,
 )
-from surgeon.training.racks.task import rack_task, train_rack
+from surgeon.training.racks.streams import PATIENCE, RackExchange, RackLog, paced_loss
 
 FAILED = 1  # exit statuses
 DIVERGED = 4
@@ -72,7 +73,7 @@ Address = tuple[str, int]
 
 
 def open_store(meet: Address, index: int, is_held: bool, away: float) -> Store:
-    """Open the store in which racks find each other, on rack 0's machine.
+    """Open the store in which racks find each other, on rack 0's machine; all else goes by the interface towards it.
 
     Args:
         index: of this process's rack: the first one's holds the store.
@@ -80,10 +81,18 @@ def open_store(meet: Address, index: int, is_held: bool, away: float) -> Store:
         away: seconds to wait for the other racks.
     """
     host, port = meet
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    except socket.gaierror as error:
+        raise OSError(
+            f"{host} cannot be found from here ({error.strerror}); --meet names rack 0's machine"
+        ) from None
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        os.environ.update(interface_variables(interface_of(probe.getsockname()[0])))
     place = TorchrunEnvironment(index, index + 1, 0, 1, host, port, patience=away)
     if index == 0 and not is_held:
         try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             listening = socket.create_server((host, port), family=family)
         except OSError as error:
             raise OSError(
@@ -99,19 +108,6 @@ def open_store(meet: Address, index: int, is_held: bool, away: float) -> Store:
         ) from None
 
 
-def interface_to(meet: Address) -> str | None:
-    """Name the network interface towards an address, such as eth0; None if unknown."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(*meet, type=socket.SOCK_DGRAM)[0]
-    except socket.gaierror as error:
-        raise OSError(
-            f"{meet[0]} cannot be found from here ({error.strerror}); --meet names rack 0's machine"
-        ) from None
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        return interface_of(probe.getsockname()[0])
-
-
 def agree(store: Store, run: Path, index: int, racks: int, first: bool, away: float) -> bool:
     """Have all racks resume from the newest checkpoint that every one of them has; later ones are removed.
 
@@ -124,11 +120,20 @@ def agree(store: Store, run: Path, index: int, racks: int, first: bool, away: fl
     Returns:
         Whether all racks are done.
     """
+
+    def wait_for(key: str, rack: int) -> bytes:
+        try:
+            return bytes(store.get(key))
+        except RuntimeError:
+            raise OSError(
+                f"rack {rack} has not come within {away:g} s; start it, then the same command goes on"
+            ) from None
+
     folder = rack_folder(run, index)
     if first:
         done = (folder / RESULT_FILE).is_file()
         store.set(f"checkpoints of {index}", json.dumps([done, list_whole_checkpoints(folder)]))
-    said = [json.loads(_wait_for(store, f"checkpoints of {rack}", rack, away)) for rack in range(racks)]
+    said = [json.loads(wait_for(f"checkpoints of {rack}", rack)) for rack in range(racks)]
     all_done = all(done for done, _ in said)
     if first:
         if not all_done:
@@ -138,17 +143,8 @@ def agree(store: Store, run: Path, index: int, racks: int, first: bool, away: fl
                 if step > common:
                     remove_checkpoint(path)
         store.set(f"{index} is ready", "")
-    _wait_for(store, f"{index} is ready", index, away)
+    wait_for(f"{index} is ready", index)
     return all_done
-
-
-def _wait_for(store: Store, key: str, rack: int, away: float) -> bytes:
-    try:
-        return bytes(store.get(key))
-    except RuntimeError:
-        raise OSError(
-            f"rack {rack} has not come within {away:g} s; start it, then the same command goes on"
-        ) from None
 
 
 def list_whole_checkpoints(folder: Path) -> list[int]:
@@ -159,14 +155,6 @@ def list_whole_checkpoints(folder: Path) -> list[int]:
 def find_newest_common(steps: Sequence[Sequence[int]]) -> int:
     """The last step that all have a checkpoint of; 0, the beginning, without one."""
     return max(set.intersection(*map(set, steps)), default=0)
-
-
-def average_codas(codas: list[Tensor]) -> Tensor:
-    """Average the racks' codas, (numbers,) each, summed in the order of the racks, so that all get the same."""
-    total = codas[0].clone()
-    for coda in codas[1:]:
-        total += coda
-    return total / len(codas)
 
 
 @dataclass(eq=False)
@@ -183,12 +171,11 @@ class RackKeeper(TrainerCallback):
     """
 
     exchange: RackExchange
-    log: RackLog
     parameters: Callable[[], Mapping[str, nn.Parameter]]
     every: int | None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.log.begin_computing()
+        self.exchange.log.begin_computing()
 
     @torch.no_grad()
     def on_step_end(
@@ -199,7 +186,7 @@ class RackKeeper(TrainerCallback):
         if self.every is not None and state.global_step % self.every == 0:
             coda = [one for _, one in sorted(self.parameters().items())]
             own = torch.cat([gather_whole(one).flatten().cpu() for one in coda])
-            mean = average_codas(self.exchange.gather(state.global_step, own))
+            mean = self.exchange.average(state.global_step, own)
             for one, part in zip(coda, mean.split([one.numel() for one in coda]), strict=True):
                 set_whole(one, part.view(one.shape))
         if control.should_save:
@@ -207,7 +194,7 @@ class RackKeeper(TrainerCallback):
 
     def on_save(self, *_: Any, **__: Any) -> None:
         self.exchange.checkpoint_saved()
-        self.log.write()
+        self.exchange.log.write()
 
 
 def run_rack(run: Path, index: int, meet: Address, is_held: bool) -> None:
@@ -222,50 +209,48 @@ def run_rack(run: Path, index: int, meet: Address, is_held: bool) -> None:
         ValueError, OSError: as `train`; and if another rack does not come, or ends, a disk is full, or a port is taken.
     """
     plan = RacksPlan.read(run)
+    options = plan.options
+    settings = plan.settings
     if not 0 <= index < plan.racks:
         raise ValueError(f"{run} has racks 0 to {plan.racks - 1}, and no rack {index}")
-    wanted = plan.options.replicas
     there = int(os.environ.get("WORLD_SIZE", "1"))
     replica = int(os.environ.get("RANK", "0"))
-    if there != wanted:
-        if wanted == 1:
-            how = "without torchrun"
-        else:
-            how = f"with torchrun --standalone --nproc-per-node {wanted}"
+    if there != options.replicas:
+        how = "without torchrun"
+        if options.replicas > 1:
+            how = f"with torchrun --standalone --nproc-per-node {options.replicas}"
         raise ValueError(
-            f"a rack of this run has {wanted} processes, and this one has {there}; start it {how}"
+            f"a rack of this run has {options.replicas} processes, and this one has {there}; start it {how}"
         )
     folder = rack_folder(run, index, replica)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / PROCESS_FILE, {"process": os.getpid()})
-    if not is_held:
-        os.environ.update(interface_variables(interface_to(meet)))
-    away = plan.options.away
-    store = open_store(meet, index, is_held or replica > 0, away)
-    if agree(store, run, index, plan.racks, replica == 0, away):
+    store = open_store(meet, index, is_held or replica > 0, options.away)
+    if agree(store, run, index, plan.racks, replica == 0, options.away):
         return
-    log = RackLog(folder)
-    ahead = plan.options.ahead * share_of_batch(plan.settings, plan.options.replicas)
-    exchange = RackExchange(
-        PrefixStore(str(replica), store), index, plan.racks, ahead, plan.options.link, log
-    )
     PartialState(cpu=plan.device == "cpu", timeout=PATIENCE)
     rack = open_rack(start_file(run, index))
-    texts = read_texts(run)
-    settings = plan.settings
-    streams = RackStreams(
-        settings.batch, None if rack.is_first else exchange, None if rack.is_last else exchange
-    )
     teacher = None
     if settings.distillation is not None:
-        teacher = open_rack(teacher_file(run, rack.index))
+        teacher = open_rack(teacher_file(run, index))
+    texts = read_texts(run)
+    log = RackLog(folder)
+    exchange = RackExchange(
+        PrefixStore(str(replica), store),
+        index,
+        plan.racks,
+        options.ahead * share_of_batch(settings, options.replicas),
+        stream_bytes(rack, texts, settings),
+        options.link,
+        log,
+    )
     held_out = HeldOutQuality(texts.held_out, None)
-    task = rack_task(rack, held_out, streams, teacher, settings.distillation)
-    every = parse_averaging(plan.options.average)
-    task = replace(task, callbacks=[RackKeeper(exchange, log, rack.coda_parameters, every)])
-    if plan.options.pace:
+    task = rack_task(rack, held_out, settings, exchange, exchange, teacher)
+    every = parse_averaging(options.average)
+    task = replace(task, callbacks=[RackKeeper(exchange, rack.coda_parameters, every)])
+    if options.pace:
         assert task.towards is not None
-        task = replace(task, towards=paced_loss(task.towards, plan.options.pace[rack.index], log))
+        task = replace(task, towards=paced_loss(task.towards, options.pace[index], log))
     train_rack(rack, task, texts, settings, run, plan.identity, plan.device)
     exchange.finish()
     log.write()
@@ -301,15 +286,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with naming_ended_process():
             run_rack(given.run, given.rack, given.meet, is_held=given.child)
-    except Diverged as error:
-        _fail(given.rack, first_line(error), DIVERGED)
     except (ValueError, OSError) as error:
-        _fail(given.rack, first_line(error))
-
-
-def _fail(rack: int, said: str, status: int = FAILED) -> NoReturn:
-    print(f"error: rack {rack}: {said}", file=sys.stderr, flush=True)
-    os._exit(status)  # threads may still wait for other racks
+        print(f"error: rack {given.rack}: {first_line(error)}", file=sys.stderr, flush=True)
+        # What was asked of other racks may never come.
+        os._exit(DIVERGED if isinstance(error, Diverged) else FAILED)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from surgeon.models.families import FAMILIES
 from surgeon.named import is_recipe, on_disk
 from surgeon.quality.data import DEFAULT_WINDOW
 from surgeon.training.arguments import read_trainer_argument
-from surgeon.training.model import RackOptions
+from surgeon.training.racks.run import RackOptions
 from surgeon.training.scratch.tracks import WIDTH_STEP, layer_of_each_width
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import check_texts

@@ -13,8 +13,14 @@ from transformers import PreTrainedModel
 
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of
-from surgeon.training.racks.build import assemble, rack_of
-from surgeon.training.racks.model import RackModel, SilentEmbedding, open_rack, save_rack
+from surgeon.training.racks.model import (
+    RackModel,
+    SilentEmbedding,
+    assemble,
+    open_rack,
+    rack_of,
+    save_rack,
+)
 from surgeon.training.racks.partition import Racks
 from tests.tiny_models import DENSE_FAMILIES, tiny_model
 from tests.training.racks.reference import forward

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from surgeon.training.racks.process import RackKeeper, average_codas, parse_averaging
-from surgeon.training.racks.rack_log import RackLog
+from surgeon.training.racks.process import RackKeeper, parse_averaging
 from tests.selection import case
 from tests.training.racks.local_run import SETTINGS, TWO, in_processes, in_step, require_close
 from tests.training.racks.test_exchange import connected
@@ -22,11 +21,6 @@ def test_when_codas_are_averaged() -> None:
     for wrong in ("0", "often", -2, "1.5"):
         with pytest.raises(ValueError, match=r"never, always, or every N steps with N from 1, not '?"):
             parse_averaging(wrong)
-
-
-def test_the_mean_is_that_of_all() -> None:
-    codas = list(torch.randn(3, 5))
-    assert torch.allclose(average_codas(codas), torch.stack(codas).mean(0))
 
 
 Codas = list[dict[str, torch.nn.Parameter]]
@@ -59,7 +53,7 @@ def test_all_have_the_mean_afterwards(tmp_path: Path) -> None:
     codas: Codas = [coda(3) for _ in range(3)]
     before = [{name: one.detach().clone() for name, one in each.items()} for each in codas]
     with connected(tmp_path, 3) as exchanges:
-        averaging = [RackKeeper(exchanges[rack], RackLog(), codas[rack].copy, 2) for rack in range(3)]
+        averaging = [RackKeeper(exchanges[rack], codas[rack].copy, 2) for rack in range(3)]
         assert make_steps(averaging, 1) == []
         assert all(
             torch.equal(codas[rack][name], one)
@@ -77,7 +71,7 @@ def test_all_have_the_mean_afterwards(tmp_path: Path) -> None:
 def test_codas_of_other_shapes(tmp_path: Path) -> None:
     codas = [coda(3), coda(3), coda(2)]
     with connected(tmp_path, 3) as exchanges:
-        averaging = [RackKeeper(exchanges[rack], RackLog(), codas[rack].copy, 1) for rack in range(3)]
+        averaging = [RackKeeper(exchanges[rack], codas[rack].copy, 1) for rack in range(3)]
         failed = make_steps(averaging, 1)
     assert len(failed) == 3
     assert any(
