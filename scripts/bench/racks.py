@@ -49,6 +49,7 @@ from surgeon.language.program import Program
 from surgeon.models.edit import edit
 from surgeon.runtime.comm.collectives import Link
 from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.process import train_in_processes
 from surgeon.training.racks.run import (
     PLAN_FILE,
     RESULT_FILE,
@@ -57,7 +58,6 @@ from surgeon.training.racks.run import (
     rack_folder,
 )
 from surgeon.training.racks.streams import TIMELINE_FILE, TRAFFIC_FILE, RackPace
-from surgeon.training.racks.supervisor import train_in_processes
 from surgeon.training.texts import TrainTexts
 
 HIDDEN = 64

@@ -106,8 +106,7 @@ def settings_of(
 ) -> TrainSettings:
     """The preset's settings, which a line names, and over them the user's."""
     from surgeon.training import settings as known
-    from surgeon.training.arguments import parse_trainer_arguments
-    from surgeon.training.distiller import Distillation
+    from surgeon.training.settings import Distillation, parse_trainer_arguments
 
     given: dict[str, Any] = {**flags}
     if train is not None or by_racks:
@@ -355,7 +354,6 @@ def heal(
     from surgeon.exports.plan import check_storage
     from surgeon.findings.heal import HealRun
     from surgeon.quality.data import window_for
-    from surgeon.training.arguments import join_processes
     from surgeon.training.model import (
         announce,
         check_adapter,
@@ -374,6 +372,7 @@ def heal(
     )
     from surgeon.training.run import check_settings_kept, run_folder
     from surgeon.training.self_text import SelfText
+    from surgeon.training.settings import join_processes
     from surgeon.training.texts import load_texts, parse_texts, with_chat_template
     from surgeon.training.token_store import SELF
 
@@ -486,8 +485,7 @@ def _settings(
 ) -> TrainSettings:
     """Settings of a run; on a text of its own towards the original's predictions, of racks also its streams."""
     from surgeon.errors import show_value
-    from surgeon.training.distiller import Distillation
-    from surgeon.training.settings import TrainSettings, preset
+    from surgeon.training.settings import Distillation, TrainSettings, preset
 
     how = asked
     if asked is None:

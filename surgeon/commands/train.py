@@ -95,7 +95,6 @@ def train(
     from surgeon.findings.training import ScratchRun
     from surgeon.opened import open_model
     from surgeon.provenance import provenance
-    from surgeon.training.arguments import join_processes, parse_trainer_arguments
     from surgeon.training.model import announce, finish, say, say_proof, say_stages, train_model
     from surgeon.training.run import run_folder
     from surgeon.training.scratch.build import blueprint
@@ -106,6 +105,7 @@ def train(
         read_config_file,
         scale_config,
     )
+    from surgeon.training.settings import join_processes, parse_trainer_arguments
     from surgeon.training.texts import parse_texts
 
     target = Path(output)

@@ -31,13 +31,12 @@ from surgeon.models.edited_layers import EditedLayers
 from surgeon.named import hub_name
 from surgeon.opened import EditedModel, Model, open_edited
 from surgeon.quality.summary import Quality
-from surgeon.training.arguments import describe_devices
-from surgeon.training.racks.model import require_known, tensors_of
+from surgeon.training.racks.model import require_known
+from surgeon.training.racks.process import commands_by_hand, prepare, train_in_processes
 from surgeon.training.racks.run import RackOptions, RacksToTrain, finish_racks, train_in_turn
-from surgeon.training.racks.supervisor import commands_by_hand, prepare, train_in_processes
 from surgeon.training.run import TrainedModel, finish_run, train
 from surgeon.training.scope import adapter_targets, shapes_to_train
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import TrainSettings, describe_devices
 from surgeon.training.texts import TrainingText, TrainTexts
 from surgeon.training.token_store import IGNORED
 
@@ -129,7 +128,7 @@ def check_shapes(
         return
     shapes_to_train(model, edited.program, settings)
     if racks is not None:
-        require_known(tensors_of(original_model(model, buffers=False)[0]))
+        require_known(original_model(model, buffers=False)[0])
     if form is not None:
         layout_of(model, edited.program, form)
 

@@ -31,7 +31,6 @@ from surgeon.processes.files import lock, make_folder, write_json
 from surgeon.progress import progress
 from surgeon.quality.summary import Quality
 from surgeon.quality.text import HeldOutQuality
-from surgeon.training.arguments import join_processes, share_of_batch, training_arguments
 from surgeon.training.checkpoints import (
     EarlyEnd,
     RunLog,
@@ -41,12 +40,11 @@ from surgeon.training.checkpoints import (
     remove_checkpoint,
     remove_partial,
 )
-from surgeon.training.distiller import Distiller
+from surgeon.training.distiller import Distiller, TeacherLogits
 from surgeon.training.head_loss import LossParts
 from surgeon.training.racks.partition import Racks
 from surgeon.training.scope import choose_or_adapt
-from surgeon.training.settings import TrainSettings
-from surgeon.training.teacher_logits import TeacherLogits
+from surgeon.training.settings import TrainSettings, join_processes, share_of_batch, training_arguments
 from surgeon.training.texts import TrainTexts
 from surgeon.training.trainer import Measure, ModelTrainer
 
@@ -368,7 +366,7 @@ def train(
         if settings.lora is not None:
             torch.manual_seed(settings.seed)  # adapters begin with random numbers
         trained: Any = choose_or_adapt(model, program, settings)
-        task = task or _make_task(original, program, texts, settings, folder, known, trained, arguments)
+        task = task or _make_task(original, program, texts, settings, folder, trained, arguments)
         if task.uses_all and arguments.ddp_find_unused_parameters is None:
             arguments.ddp_find_unused_parameters = False
         trainer = ModelTrainer(trained, arguments, text, task.measure, task.towards)
@@ -423,7 +421,6 @@ def _make_task(
     texts: TrainTexts,
     settings: TrainSettings,
     folder: Path,
-    known: dict[str, Any],
     student: nn.Module,
     arguments: TrainingArguments,
 ) -> TrainingTask:
@@ -443,16 +440,6 @@ def _make_task(
         if not (arguments.torch_compile or arguments.neftune_noise_alpha):
             distiller.share(student)
         return replace(task, towards=distiller.loss)
-    text = texts.training
-    stored = TeacherLogits(
-        folder / TEACHER_FOLDER,
-        model_hash=str(known.get("original")),
-        dtype=str(original.dtype).removeprefix("torch."),
-        data=text.digest,
-        windows=len(text),
-        window=text.window,
-        kept=wanted.kept,
-        temperature=wanted.temperature,
-    )
-    stored.make(original, text)
+    stored = TeacherLogits(folder / TEACHER_FOLDER, texts.training, wanted.kept, wanted.temperature)
+    stored.make(original)
     return replace(task, towards=Distiller(wanted, program, stored).loss)

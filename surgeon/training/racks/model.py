@@ -102,7 +102,7 @@ def build_stretch(
         watched: as `StretchLayers` has it.
 
     Raises:
-        ValueError: if a tensor is missing, of another shape, or none of the model's.
+        ValueError: if a tensor is missing, or none of the model's.
     """
     family = family_of(config)
     weights = ModelWeights(NamedTensors(dict(tensors)), family, family.head_dim(config))
@@ -116,36 +116,20 @@ def build_stretch(
             setattr(
                 model.get_submodule(parent), name, SilentEmbedding(int(model.config.hidden_size), dtype)
             )
-    _fill(model, tensors, family)
+    unknown = model.load_state_dict(dict(tensors), strict=False, assign=True).unexpected_keys
+    if unknown:
+        raise ValueError(f"there is no tensor {unknown[0]} in a model of its configuration")
+    model.tie_weights()
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        raise ValueError(
+            f"the tensor {missing[0]} is missing: a model is cut by depth into layers, embeddings, final norm and head"
+        )
     edit(model, program, StretchLayers)
     layers = stretch_layers(model)
     layers.embeds = embeds
     layers.watched = watched
     return model
-
-
-def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], family: Family) -> None:
-    places = dict(model.named_parameters())
-    for name, tensor in tensors.items():
-        if name not in places or places[name].shape != tensor.shape:
-            if name in places:
-                what = f"of shape {tuple(places[name].shape)}"
-            else:
-                what = "in a model of its configuration"
-            raise ValueError(
-                f"there is no tensor {name} {what}; found one of shape {tuple(tensor.shape)}"
-            )
-    model.load_state_dict(dict(tensors), strict=False, assign=True)
-    model.tie_weights()
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if missing:
-        known = (family.layers, *family.embeddings, family.final_norm, family.head)
-        if any(missing[0].startswith(f"{path}.") for path in known):
-            raise ValueError(f"the tensor {missing[0]} is missing")
-        raise ValueError(
-            f"{missing[0]} lies outside the layers, the embeddings, the final norm and the head; a model with such a "
-            "tensor cannot be cut by depth"
-        )
 
 
 def stretch_layers(model: nn.Module) -> StretchLayers:
@@ -390,7 +374,7 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
     """
     found = tensors_of(whole)
     layers_by_recipe(racks.program, found.program)
-    require_known(found)
+    require_known(whole)
     family = found.family
     nodes = found.program.nodes
     own, private = (
@@ -423,8 +407,9 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
     return RackModel(racks, index, build_stretch(config, program, numbers, index == 0, len(own)))
 
 
-def require_known(found: ModelTensors) -> None:
+def require_known(model: PreTrainedModel) -> None:
     """Refuse a model with tensors that no rack would have."""
+    found = tensors_of(model)
     family = found.family
     known = found.outside(*family.embeddings, family.final_norm, family.head)
     if (name := next((one for one in found.others if one not in known), None)) is not None:

@@ -4,7 +4,7 @@ Racks in processes of their own leave
 
 RUN/racks.json            `RacksPlan`
 RUN/texts.arrow           the training text, in windows
-RUN/texts.safetensors     the held-out text, in windows, and names of both
+RUN/texts.pt              the held-out text, in windows, and names of both
 RUN/start/rack-R.safetensors   the rack as it begins
 RUN/start/teacher-R.safetensors   its part of the original, where racks are distilled
 RUN/rack-R/               the rack's own run, as every run's folder: run.json, training.csv, held_out.csv, checkpoints
@@ -23,7 +23,6 @@ for the first one, and in RUN/rack-R/replica-1/, ... for others.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -35,8 +34,6 @@ import datasets
 import torch
 from accelerate import PartialState
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -44,13 +41,12 @@ from surgeon.checkpoint.stored import read_json
 from surgeon.language.program import Program
 from surgeon.models.families import family_of
 from surgeon.processes.files import whole_file, write_json
-from surgeon.quality.data import Windows, digest_of
+from surgeon.quality.data import Windows
 from surgeon.quality.summary import Quality
 from surgeon.quality.text import HeldOutQuality, logits_of
 from surgeon.runtime.comm.collectives import Link
 from surgeon.training.checkpoints import HELD_OUT_FILE, TRAINING_FILE, checkpoints_of
 from surgeon.training.distiller import (
-    Distillation,
     ask_teacher,
     counterparts,
     distilled_loss,
@@ -76,7 +72,7 @@ from surgeon.training.run import (
     open_run,
     train,
 )
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts, model_inputs
 from surgeon.training.token_store import write_rows
 from surgeon.words import plural
@@ -113,7 +109,7 @@ class RackOptions:
             its windows' streams to the replica of its number in the next rack.
         link: emulated between all racks, on one machine.
         pace: of each rack, to make some slower; empty for none.
-        away: seconds that racks wait for each other to begin.
+        away: seconds that racks wait for each other to begin; None for ten minutes.
         threads: of each process; None for the cores shared out.
     """
 
@@ -127,7 +123,7 @@ class RackOptions:
     replicas: Annotated[int, Strict(), Field(ge=1)] = 1
     link: Link | None = None
     pace: tuple[RackPace, ...] = ()
-    away: float = 600.0
+    away: float | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -224,7 +220,7 @@ def check_settings(settings: TrainSettings) -> None:
 
 PLAN_FILE = "racks.json"
 PROCESS_FILE = "process.json"
-TEXTS_FILE = "texts.safetensors"
+TEXTS_FILE = "texts.pt"
 TRAINING_TEXT_FILE = "texts.arrow"
 RACK_FILE = "rack.safetensors"
 RESULT_FILE = "result.json"
@@ -287,35 +283,27 @@ def teacher_file(run: Path, index: int) -> Path:
 
 def write_texts(run: Path, texts: TrainTexts) -> None:
     """Write both texts as tokens, whole or not at all."""
-    write_rows(run / TRAINING_TEXT_FILE, texts.training.rows)
     training = texts.training
-    parts = json.dumps(training.parts)
+    held_out = texts.held_out
+    write_rows(run / TRAINING_TEXT_FILE, training.rows)
     said = {
-        "training": training.source,
-        "held_out": texts.held_out.source,
-        "digest": training.digest,
-        "parts": parts,
+        "training": {"source": training.source, "digest": training.digest, "parts": training.parts},
+        "held_out": {
+            "source": held_out.source,
+            "digest": held_out.digest,
+            "ids": held_out.ids.clone(),  # without what it may be a part of
+            "answers": held_out.answers,
+        },
     }
-    held_out = {"held_out": texts.held_out.ids, "answers": texts.held_out.answers}
     with whole_file(run / TEXTS_FILE) as beside:
-        tensors = {name: tensor.contiguous() for name, tensor in held_out.items() if tensor is not None}
-        save_file(tensors, beside, metadata=said)
+        torch.save(said, beside)
 
 
 def read_texts(run: Path) -> TrainTexts:
     """Read both texts."""
-    with safe_open(run / TEXTS_FILE, framework="pt") as file:
-        said = file.metadata()
-        ids = file.get_tensor("held_out")
-        answers = file.get_tensor("answers") if "answers" in file.keys() else None  # noqa: SIM118 - no mapping
-    parts = tuple((windows, weight) for windows, weight in json.loads(said["parts"]))
-    training = TrainingText(
-        datasets.Dataset.from_file(str(run / TRAINING_TEXT_FILE)),
-        said["training"],
-        said["digest"],
-        parts=parts,
-    )
-    return TrainTexts(training, Windows(ids, said["held_out"], digest_of(ids), answers=answers))
+    said = torch.load(run / TEXTS_FILE, weights_only=True)
+    rows = datasets.Dataset.from_file(str(run / TRAINING_TEXT_FILE))
+    return TrainTexts(TrainingText(rows, **said["training"]), Windows(**said["held_out"]))
 
 
 def is_done(run: Path, index: int) -> bool:

@@ -19,7 +19,7 @@ from surgeon.language.program import Program
 from surgeon.models.edit import check_layers, edit, recipe_program
 from surgeon.models.families import FAMILIES, Family, family_of
 from surgeon.quality.tokens import tokenizer_digest
-from surgeon.training.racks.model import require_known, tensors_of
+from surgeon.training.racks.model import require_known
 from surgeon.training.racks.run import check_settings
 from surgeon.training.scope import choose_or_adapt
 from surgeon.training.scratch.config import ScratchConfig
@@ -160,7 +160,7 @@ def blueprint(config: ScratchConfig) -> Blueprint:
     if config.racks is not None:
         with config.under("racks"):
             config.racks.cut(program)
-            require_known(tensors_of(model))
+            require_known(model)
         with config.under("training"):
             check_settings(config.settings)
     parameters = sum(each.numel() for each in model.parameters())

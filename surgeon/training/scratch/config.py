@@ -26,10 +26,9 @@ from surgeon.language.yaml import line_of
 from surgeon.models.families import FAMILIES
 from surgeon.named import is_recipe, on_disk
 from surgeon.quality.data import DEFAULT_WINDOW
-from surgeon.training.arguments import read_trainer_argument
 from surgeon.training.racks.run import RackOptions
 from surgeon.training.scratch.tracks import WIDTH_STEP, layer_of_each_width
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import TrainSettings, read_trainer_argument
 from surgeon.training.texts import check_texts
 from surgeon.training.token_store import documents_of
 
@@ -137,7 +136,10 @@ class ScratchConfig:
         if self.program is not None:
             lines.append(_format_line("program", str(Program.parse(self.program))))
         sections = {"tracks": self.tracks, "racks": self.racks}
-        lines += [f"{key}: {in_braces(vars(one))}" for key, one in sections.items() if one is not None]
+        for key, one in sections.items():
+            if one is not None:
+                entries = {name: value for name, value in vars(one).items() if value not in (None, ())}
+                lines.append(f"{key}: {in_braces(entries)}")
         if isinstance(self.data, str):
             lines.append(_format_line("data", name(self.data)))
         else:

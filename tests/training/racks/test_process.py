@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from surgeon.runtime.comm.collectives import Link
 from surgeon.training.checkpoints import write_manifest
-from surgeon.training.racks.process import agree, main
+from surgeon.training.racks.process import agree, main, prepare
 from surgeon.training.racks.run import (
     RackOptions,
     RacksPlan,
@@ -28,7 +28,6 @@ from surgeon.training.racks.run import (
     train_in_turn,
 )
 from surgeon.training.racks.streams import RackPace
-from surgeon.training.racks.supervisor import prepare
 from surgeon.training.settings import TrainSettings
 from tests import warm
 from tests.processes.test_torchrun import free_port

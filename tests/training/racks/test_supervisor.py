@@ -19,7 +19,8 @@ import torch
 
 from surgeon.errors import Diverged
 from surgeon.models.edit import edit
-from surgeon.training.racks import supervisor
+from surgeon.training.racks import process
+from surgeon.training.racks.process import train_in_processes
 from surgeon.training.racks.run import (
     RacksPlan,
     RacksToTrain,
@@ -29,7 +30,6 @@ from surgeon.training.racks.run import (
     rack_folder,
     train_in_turn,
 )
-from surgeon.training.racks.supervisor import train_in_processes
 from tests import warm
 from tests.selection import case
 from tests.tiny_models import tiny_model
@@ -245,10 +245,10 @@ def test_racks_have_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     started: list[Any] = []
-    monkeypatch.setattr(supervisor, "Child", lambda *_, environment: started.append(environment))
+    monkeypatch.setattr(process, "Child", lambda *_, environment: started.append(environment))
     plan = RacksPlan(2, {}, SETTINGS, rack_options(replicas=2), "cuda")
     for device in ("cuda", "cpu"):
-        supervisor._Processes(tmp_path, replace(plan, device=device))
+        process._Processes(tmp_path, replace(plan, device=device))
     said = [(own.get("CUDA_VISIBLE_DEVICES"), own["LOCAL_RANK"]) for own in started]
     on_cpu = [(None, "0"), (None, "1")]
     assert said == [("0,1", "0"), ("0,1", "1"), ("2,0", "0"), ("2,0", "1"), *on_cpu, *on_cpu]
@@ -259,4 +259,4 @@ def test_processes_of_a_rack_need_a_gpu_each(tmp_path: Path, monkeypatch: pytest
     model = whole()
     asked = RacksToTrain(model, racks_of(model, TWO), TEXTS, SETTINGS, tmp_path, device="cuda")
     with pytest.raises(ValueError, match="2 processes of a rack need a GPU each, and there are 1"):
-        supervisor.train_in_processes(asked, rack_options(replicas=2))
+        process.train_in_processes(asked, rack_options(replicas=2))

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from surgeon.models.edit import edit, program_of
-from surgeon.training.distiller import Distillation
 from surgeon.training.head_loss import LossParts
 from surgeon.training.racks.model import RackModel, rack_of
 from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.process import train_in_processes
 from surgeon.training.racks.run import RacksToTrain, distilled_rack_loss, teacher_of, train_in_turn
 from surgeon.training.racks.streams import ItemKey, RackStreams
-from surgeon.training.racks.supervisor import train_in_processes
+from surgeon.training.settings import Distillation
 from tests.tiny_models import tiny_model
 from tests.training.racks.local_run import SETTINGS, TEXTS, rack_options, weights
 from tests.training.racks.reference import forward

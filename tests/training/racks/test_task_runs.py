@@ -14,14 +14,13 @@ from torch import Tensor, nn
 import surgeon
 from surgeon.models.edit import edit, program_of
 from surgeon.quality.text import logits_of, text_quality
-from surgeon.training.distiller import Distillation
 from surgeon.training.racks import run
 from surgeon.training.racks.model import open_rack, rack_of, save_rack
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.run import RacksToTrain, TrainedModel, rack_folder, train_in_turn
 from surgeon.training.racks.streams import ItemKey, ItemKind, KeptStreams, RackStreams
 from surgeon.training.run import train
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
 from tests.tiny_models import tiny_model
 from tests.training.racks.reference import forward, train_together
