@@ -51,14 +51,8 @@ from surgeon.training.texts import TrainingText, model_inputs
 from surgeon.training.token_store import IGNORED
 
 _FILE_BYTES = 16 << 20  # no more is lost in a kill
-
-
 _MOST_WINDOWS = 128  # in a file
-
-
 _LOCK = ".lock"
-
-
 UNREADABLE = (OSError, SafetensorError)
 
 

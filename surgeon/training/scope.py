@@ -36,8 +36,6 @@ from surgeon.training.settings import (
 )
 
 TRAINED = 4  # numbers for each parameter that is trained: itself, its gradient, and AdamW's two moments
-
-
 BYTES = 4  # of each: weights are trained in 32 bits
 
 

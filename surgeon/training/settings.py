@@ -28,23 +28,11 @@ from surgeon.training.token_store import ALL_TOKENS
 from surgeon.words import plural
 
 SCOPES = ("edited", "all", "norms", "edited-norms", "routers")
-
-
 ROUTERS = ("trained", "frozen")
-
-
 DEFAULT_STEPS = 1000
-
-
 Count = Annotated[int, Strict()]  # of at least 1
-
-
 LEARNING_RATE = 1e-4
-
-
 LORA_LEARNING_RATE = 1e-3
-
-
 _ALONE = """
     optim weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm lr_scheduler_kwargs neftune_noise_alpha
     bf16 fp16 tf32 activation_checkpointing gradient_checkpointing torch_compile torch_compile_backend
@@ -52,8 +40,6 @@ _ALONE = """
     save_total_limit dataloader_num_workers accelerator_config ddp_find_unused_parameters ddp_bucket_cap_mb
     ddp_static_graph fsdp deepspeed
 """
-
-
 # Arguments of TrainingArguments that have an effect here, each with others of which one has to be given, too.
 TAKEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_ALONE.split(), ()),
@@ -63,8 +49,6 @@ TAKEN: dict[str, tuple[str, ...]] = {
     "run_name": ("report_to",),
     "fsdp_config": ("fsdp",),
 }
-
-
 # Those that the run decides, with surgeon's own option.
 DECIDED = {
     "output_dir": "output",
@@ -551,8 +535,6 @@ def describe_devices(processes: PartialState, where: str) -> str:
 
 # Variables that accelerate launch sets for FSDP.
 LAUNCHED, ON_ONE = "ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"
-
-
 _TAKEN = {"version", "reshard_after_forward", "cpu_offload", "state_dict_type"}
 
 

@@ -294,25 +294,14 @@ class RackModel:
         output = found.outside(family.final_norm, family.head)
         return Coda(config, renumber_layers(nodes), output | named_layers(family, found.layers[first:]))
 
-    def coda_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of its coda, by names that are the same in every rack; the last rack's are the model's own.
-
-        Names are `layers.0...`, in the coda's own numbers (or with a slice in place of the number), `norm...` and
-        `head...`.
-        """
+    def coda_parameters(self) -> list[nn.Parameter]:
+        """List parameters of its coda, in an order that is the same in every rack; the last rack's are the model's."""
         layers = self.layers
         family = family_of(self.model.config)
         nodes = Program(layers.program.nodes[len(layers.program) - len(self.racks.coda) :])
-        found: dict[str, nn.Parameter] = {}
-        for own, shared in zip(nodes.sublayers(), renumber_layers(nodes.nodes).sublayers(), strict=True):
-            derived = layers.is_derived(own)
-            place = str(shared) if derived else str(shared.layers[0])
-            for name, parameter in layers.owner(own).named_parameters():
-                found[f"layers.{place}.{name}"] = parameter
-        for path, called in ((family.final_norm, "norm"), (family.head, "head")):
-            module = self.model.get_submodule(path)
-            found |= {f"{called}.{name}": parameter for name, parameter in module.named_parameters()}
-        return found
+        modules = [layers.owner(one) for one in nodes.sublayers()]
+        modules += [self.model.get_submodule(path) for path in (family.final_norm, family.head)]
+        return list({id(one): one for module in modules for one in module.parameters()}.values())
 
 
 def save_rack(rack: RackModel, path: Path) -> None:

@@ -29,7 +29,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -83,19 +83,13 @@ from surgeon.training.racks.run import (
     write_texts,
 )
 from surgeon.training.racks.streams import PATIENCE, RackExchange, RackLog, paced_loss
-from surgeon.training.run import TrainedModel, lock_run, open_run
+from surgeon.training.run import TrainedModel, lock_run
 from surgeon.training.scope import gather_whole, set_whole
 from surgeon.training.settings import share_of_batch
 
 FAILED = 1  # exit statuses
-
-
 DIVERGED = 4
-
-
 AWAY = 600.0  # seconds
-
-
 Address = tuple[str, int]
 
 
@@ -192,13 +186,13 @@ class RackKeeper(TrainerCallback):
 
     Args:
         exchange: with the other racks.
-        parameters: gives those of this rack's coda, by names that are the same in all racks; sharding replaces them
-            before the first step.
+        parameters: gives those of this rack's coda, in the same order in all racks; sharding replaces them before the
+            first step.
         every: steps, after which a coda is set to the mean of all racks', waiting for the slowest; None for never.
     """
 
     exchange: RackExchange
-    parameters: Callable[[], Mapping[str, nn.Parameter]]
+    parameters: Callable[[], Sequence[nn.Parameter]]
     every: int | None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -211,7 +205,7 @@ class RackKeeper(TrainerCallback):
         """Average codas, and wait for the others before a checkpoint is written, and the oldest one removed."""
         del args
         if self.every is not None and state.global_step % self.every == 0:
-            coda = [one for _, one in sorted(self.parameters().items())]
+            coda = self.parameters()
             own = torch.cat([gather_whole(one).flatten().cpu() for one in coda])
             mean = self.exchange.average(state.global_step, own)
             for one, part in zip(coda, mean.split([one.numel() for one in coda]), strict=True):
@@ -299,9 +293,7 @@ def prepare(asked: RacksToTrain, options: RackOptions) -> RacksPlan:
     share_of_batch(settings, options.replicas)
     if options.pace and len(options.pace) != len(racks):
         raise ValueError(f"there are {len(racks)} racks, and the pace of {len(options.pace)} is given")
-    averaged = {"processes": True, "average": str(options.average), "replicas": options.replicas}
-    identity = asked.identity_of_racks() | averaged
-    open_run(folder, identity | asked.settings_and_text())
+    identity = asked.open(processes=True, average=str(options.average), replicas=options.replicas)
     if not (folder / PLAN_FILE).is_file():
         (folder / START).mkdir(exist_ok=True)
         for index in range(len(racks)):
@@ -329,17 +321,9 @@ def commands_by_hand(folder: Path, plan: RacksPlan) -> list[str]:
 
 
 _HOST = "127.0.0.1"
-
-
 _OTHERS_SECONDS = 1.0  # within which those that end because another one did can be told from that one
-
-
 _LOOK_SECONDS = 0.1
-
-
 _PROGRESS_SECONDS = 1.0
-
-
 _VAIN_STARTS = 3  # in a row that end before another checkpoint
 
 

@@ -187,16 +187,20 @@ class RacksToTrain:
         if self.settings.distillation is not None and self.original is None:
             raise ValueError("there is no original to distil from; name it as the teacher")
 
-    def identity_of_racks(self) -> dict[str, Any]:
+    def open(self, **options: Any) -> dict[str, Any]:
+        """Begin or resume the run; returns the identity of each rack's, with those of these options.
+
+        Raises:
+            ValueError, OSError: as `open_run`.
+        """
         distillation = self.settings.distillation
         distilled = {} if distillation is None else {"distillation": asdict(distillation)}
         cut = {"racks": self.racks.texts, "coda": self.racks.depth, "coda_seed": self.seed}
-        return {**self.identity} | cut | distilled
-
-    def settings_and_text(self) -> dict[str, Any]:
-        """Entries that `train` adds to the identity of a run."""
+        identity = {**self.identity} | cut | distilled | options
+        settings = replace(self.settings, distillation=None).to_json()
         texts = {"data": self.texts.training.digest, "held_out": self.texts.held_out.digest}
-        return {"settings": replace(self.settings, distillation=None).to_json()} | texts
+        open_run(self.folder, identity | {"settings": settings} | texts)
+        return identity
 
 
 def check_settings(settings: TrainSettings) -> None:
@@ -506,9 +510,8 @@ def train_in_turn(asked: RacksToTrain) -> TrainedModel:
     run = asked.folder
     texts = asked.texts
     settings = asked.settings
-    identity = asked.identity_of_racks()
     with lock_run(run, asked.device):
-        open_run(run, identity | asked.settings_and_text())
+        identity = asked.open()
         for index in range(len(asked.racks)):
             folder = rack_folder(run, index)
             before = rack_folder(run, index - 1) / STREAMS

@@ -126,36 +126,34 @@ class ScratchConfig:
         Args:
             name: maps the names of texts and of the tokenizer.
         """
-        lines = [
-            f"surgeon: {FORMAT}",
-            f"model: {in_braces(self.model)}",
-            _format_line("tokenizer", name(self.tokenizer)),
-        ]
+        data = self.data
+        if isinstance(data, dict):
+            data = {name(text): weight for text, weight in data.items()}
+        else:
+            data = name(data)
+        written = {
+            "tokenizer": name(self.tokenizer),
+            "data": data,
+            "program": self.program and str(Program.parse(self.program)),
+            "eval_data": self.eval_data and name(self.eval_data),
+        }
+        lines = [f"surgeon: {FORMAT}"]
+        for key in _PLAIN:
+            value = written.get(key, getattr(self, key))
+            if isinstance(value, TracksSection | RackOptions):
+                value = {name: each for name, each in vars(value).items() if each not in (None, ())}
+            if value is not None:
+                lines.append(
+                    f"{key}: {in_braces(value) if isinstance(value, dict) else json.dumps(value, ensure_ascii=False)}"
+                )
         if self.operations:
             lines += ["operations:", *(f"  - {operation.to_yaml()}" for operation in self.operations)]
-        if self.program is not None:
-            lines.append(_format_line("program", str(Program.parse(self.program))))
-        sections = {"tracks": self.tracks, "racks": self.racks}
-        for key, one in sections.items():
-            if one is not None:
-                entries = {name: value for name, value in vars(one).items() if value not in (None, ())}
-                lines.append(f"{key}: {in_braces(entries)}")
-        if isinstance(self.data, str):
-            lines.append(_format_line("data", name(self.data)))
-        else:
-            lines.append(
-                _format_line("data", {name(text): weight for text, weight in self.data.items()})
-            )
-        if self.eval_data is not None:
-            lines.append(_format_line("eval_data", name(self.eval_data)))
-        plain = ("eval_tokens", "tokens", "window", "separator", "documents")
-        given = {key: value for key in plain if (value := getattr(self, key)) is not None}
-        lines += [_format_line(key, value) for key, value in given.items()]
-        entries = {key: value for key, value in vars(self.settings).items() if key not in _OF_HEALING}
-        lines.append(
-            f"training: {in_braces({key: value for key, value in entries.items() if value not in (None, {})})}"
-        )
-        return "\n".join(lines) + "\n"
+        settings = {
+            key: value
+            for key, value in vars(self.settings).items()
+            if key not in _OF_HEALING and value not in (None, {})
+        }
+        return "\n".join([*lines, f"training: {in_braces(settings)}", ""])
 
 
 _NO_KEYS = ("settings", "operations", "source", "lines")  # fields that are read apart
@@ -232,10 +230,6 @@ def _read_numbers(value: Any) -> Any:
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         return float(value)
     return value
-
-
-def _format_line(key: str, value: Any) -> str:
-    return f"{key}: {json.dumps(value, ensure_ascii=False)}"
 
 
 SHORTEST_WINDOW = 128
