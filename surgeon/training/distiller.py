@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from surgeon.language.program import Program, steps_of
 from surgeon.language.sublayer import Sublayer
-from surgeon.models.edit import decoder_layers, edit, edited_layers, program_of
+from surgeon.models.edit import edit, edited_layers, program_of
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
 from surgeon.models.weights.store import dense
@@ -105,6 +105,13 @@ class TeacherLogits:
                     f"{path} cannot be read any more ({error}); start again, and it is made again"
                 ) from error
         return TopLogits.join(rows)
+
+    def loss(
+        self, distillation: Distillation, model: nn.Module, batch: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Compute a student's loss as `Distiller.loss`; `index` of a batch, (windows,), numbers training windows."""
+        taught = TeacherOutput(self.read(batch["index"]), {})
+        return distilled_loss(distillation, model, batch, (), 0, lambda _: taught)
 
     def make(self, teacher: PreTrainedModel) -> None:
         """Run the teacher on every training window that is missing; of several processes one does, the others wait.
@@ -300,46 +307,35 @@ class TeacherOutput(NamedTuple):
 class Distiller:
     """Computes the loss of a student.
 
-    The teacher's parameters need no gradients, it stays in evaluation mode, and moves to the device of the student's
-    batches. Where streams are compared or shared, it is edited to run its dense program.
+    The teacher's parameters need no gradients, it stays in evaluation mode, is edited to run its dense program, and
+    moves to the device of the student's batches.
 
     Attributes:
         shared: number of nodes after which the teacher's pass begins, with the student's stream (`share`).
 
     Args:
         program: the student's, in the numbers of the original's layers.
-        teacher: the unedited original; or its logits on disk.
+        teacher: the unedited original.
 
     Raises:
         ValueError: if the teacher runs an edited program.
     """
 
-    def __init__(
-        self, distillation: Distillation, program: Program, teacher: PreTrainedModel | TeacherLogits
-    ) -> None:
+    def __init__(self, distillation: Distillation, program: Program, teacher: PreTrainedModel) -> None:
+        own = require_unedited_teacher(teacher)
         self.distillation = distillation
         self.program = program
-        self.teacher = teacher if isinstance(teacher, PreTrainedModel) else None
-        self.stored = teacher if isinstance(teacher, TeacherLogits) else None
+        self.teacher = edit(teacher, own)
+        self.teacher.eval().requires_grad_(False)
         self.counterparts: dict[int, int] = {}
         self.shared = 0
-        if self.teacher is not None:
-            own = require_unedited_teacher(self.teacher)
-            self.teacher.eval().requires_grad_(False)
-            if distillation.hidden:
-                steps = family_of(self.teacher.config).steps_per_layer
-                self.counterparts = counterparts(program, len(own) // steps)
-                self._edit_teacher()
-
-    def _edit_teacher(self) -> None:
-        if self.teacher is not None and not isinstance(decoder_layers(self.teacher), EditedLayers):
-            edit(self.teacher, program_of(self.teacher))
+        if distillation.hidden:
+            layers = len(own) // family_of(teacher.config).steps_per_layer
+            self.counterparts = counterparts(program, layers)
 
     def share(self, student: nn.Module) -> None:
         """Let the teacher begin where a student, as it is and will be trained, leaves it (`shared_prefix`)."""
-        if self.teacher is not None:
-            self._edit_teacher()
-            self.shared = shared_prefix(student, self.teacher, self.program)
+        self.shared = shared_prefix(student, self.teacher, self.program)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute the loss of a micro-batch, a mean over its predicted tokens, and its parts.
@@ -347,8 +343,7 @@ class Distiller:
         Args:
             model: the student or a wrapper of it (DDP, FSDP, peft); it is called once.
             batch: `input_ids` and `labels`, (windows, tokens), the latter -100 where nothing is predicted (a window's
-                first token is never predicted); `position_ids` of documents that are apart; and `index`, (windows,),
-                numbers of the training windows, if logits are kept on disk.
+                first token is never predicted); and `position_ids` of documents that are apart.
 
         Returns:
             `loss`, with its gradient; and those of `logits` (times T^2), `hidden` and `text` that have a weight,
@@ -362,17 +357,14 @@ class Distiller:
         return distilled_loss(self.distillation, model, batch, nodes, len(self.program), ask)
 
     def _ask(self, batch: Mapping[str, Tensor], streams: Mapping[int, Tensor]) -> TeacherOutput:
-        """Ask the teacher, or read its logits; it begins with the student's stream where it shares that."""
-        if self.stored is not None:
-            return TeacherOutput(self.stored.read(batch["index"]), {})
-        assert self.teacher is not None
-        windows = model_inputs(batch)
-        if not self.shared:
-            return ask_teacher(self.teacher, windows, self.counterparts, self.distillation)
+        """Ask the teacher; it begins with the student's stream where it shares that."""
         layers = edited_layers(self.teacher)
-        layers.begins = (self.shared, streams[self.shared].detach())
+        if self.shared:
+            layers.begins = (self.shared, streams[self.shared].detach())
         try:
-            return ask_teacher(self.teacher, windows, self.counterparts, self.distillation, self.shared)
+            return ask_teacher(
+                self.teacher, model_inputs(batch), self.counterparts, self.distillation, self.shared
+            )
         finally:
             layers.begins = None
 

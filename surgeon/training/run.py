@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -442,4 +443,4 @@ def _make_task(
         return replace(task, towards=distiller.loss)
     stored = TeacherLogits(folder / TEACHER_FOLDER, texts.training, wanted.kept, wanted.temperature)
     stored.make(original)
-    return replace(task, towards=Distiller(wanted, program, stored).loss)
+    return replace(task, towards=partial(stored.loss, wanted))

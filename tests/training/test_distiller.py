@@ -280,11 +280,10 @@ def test_logits_from_disk(tmp_path: Path) -> None:
     text = TrainingText.of(Windows(batch["input_ids"], "", ""))
     kept = TeacherLogits(tmp_path, text, VOCABULARY, 2.0)
     kept.make(teacher)
-    distiller = Distiller(settings, surgeon.program_of(student), kept)
     for some in (slice(0, 4), slice(2, 3)):
         wanted = live.loss(student, rows(batch, some))
         slopes = gradients(student, wanted["loss"])
-        found = distiller.loss(student, rows(batch, some))
+        found = kept.loss(settings, student, rows(batch, some))
         assert_close(found, wanted)
         assert_close(gradients(student, found["loss"]), slopes)
 

@@ -285,14 +285,12 @@ class RackModel:
         if self.is_last:
             raise ValueError("the last rack has no coda of its own: its prediction is the model's")
         found = self.tensors()
-        own = len(self.racks.ranges[self.index].nodes)  # before the coda
-        nodes = self.layers.program.nodes[own:]
-        first = 1 + max(layers_in(self.layers.program.nodes[:own]))
-        family = found.family
+        nodes = self.layers.program.nodes[len(self.racks.ranges[self.index].nodes) :]
         sources = layers_in(nodes)
         config = config_for(found.config, sources or [0], tied=False)
-        output = found.outside(family.final_norm, family.head)
-        return Coda(config, renumber_layers(nodes), output | named_layers(family, found.layers[first:]))
+        layers = named_layers(found.family, [found.layers[source] for source in sources])
+        output = found.outside(found.family.final_norm, found.family.head)
+        return Coda(config, renumber_layers(nodes), output | layers)
 
     def coda_parameters(self) -> list[nn.Parameter]:
         """List parameters of its coda, in an order that is the same in every rack; the last rack's are the model's."""
