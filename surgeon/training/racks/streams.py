@@ -250,6 +250,8 @@ class RackExchange:
         """Send streams of windows, (tokens, width) each, to the next rack; waits where that is too far behind."""
         with self.log.waiting("wait_room", items[0][0]):
             for key, stream in items:
+                while len(self._outgoing) >= _UNDER_WAY:
+                    self._end_sending()
                 due = 0.0
                 if self._line is not None:
                     due = self._line.send(stream.nbytes)
@@ -259,13 +261,10 @@ class RackExchange:
                 self.log.count("sent", key.kind, stream.nbytes)
 
     def _send(self, head: list[int], numbers: Tensor, key: ItemKey | None, due: float) -> None:
-        while len(self._outgoing) >= _UNDER_WAY:
-            self._end_sending()
         left = torch.empty(self._room - numbers.numel(), dtype=torch.uint8)
         message = torch.cat([torch.tensor(head).view(torch.uint8), numbers, left])
-        begun = time.monotonic()
         work = self._group.send([message], self.index + 1, 0)
-        self._outgoing.append(_Sent(work, message, key, numbers.numel(), begun, due))
+        self._outgoing.append(_Sent(work, message, key, numbers.numel(), time.monotonic(), due))
 
     def _end_sending(self) -> None:
         sent = self._outgoing.popleft()

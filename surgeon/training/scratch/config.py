@@ -139,6 +139,8 @@ class ScratchConfig:
         }
         lines = [f"surgeon: {FORMAT}"]
         for key in _PLAIN:
+            if key == "data" and self.operations:  # which stand behind model and tokenizer
+                lines += ["operations:", *(f"  - {one.to_yaml()}" for one in self.operations)]
             value = written.get(key, getattr(self, key))
             if isinstance(value, TracksSection | RackOptions):
                 value = {name: each for name, each in vars(value).items() if each not in (None, ())}
@@ -146,8 +148,6 @@ class ScratchConfig:
                 lines.append(
                     f"{key}: {in_braces(value) if isinstance(value, dict) else json.dumps(value, ensure_ascii=False)}"
                 )
-        if self.operations:
-            lines += ["operations:", *(f"  - {operation.to_yaml()}" for operation in self.operations)]
         settings = {
             key: value
             for key, value in vars(self.settings).items()
