@@ -66,6 +66,7 @@ from surgeon.training.racks.run import (
     PROCESS_FILE,
     RESULT_FILE,
     START,
+    TEXTS_FILE,
     RackOptions,
     RacksPlan,
     RacksToTrain,
@@ -294,7 +295,7 @@ def prepare(asked: RacksToTrain, options: RackOptions) -> RacksPlan:
     if options.pace and len(options.pace) != len(racks):
         raise ValueError(f"there are {len(racks)} racks, and the pace of {len(options.pace)} is given")
     identity = asked.open(processes=True, average=str(options.average), replicas=options.replicas)
-    if not (folder / PLAN_FILE).is_file():
+    if not all((folder / name).is_file() for name in (PLAN_FILE, TEXTS_FILE)):
         (folder / START).mkdir(exist_ok=True)
         for index in range(len(racks)):
             save_rack(rack_of(asked.whole, racks, index, asked.seed), start_file(folder, index))
@@ -407,8 +408,9 @@ class _Processes:
             Diverged, ChildProcessError: if one has failed by itself, with its last words.
         """
         try:
-            while any(child.poll() is None for child in self.children.values()):
-                if any(child.poll() for child in self.children.values()):
+            while True:
+                codes = [child.poll() for child in self.children.values()]
+                if any(codes) or None not in codes:
                     break
                 look()
                 time.sleep(_LOOK_SECONDS)
