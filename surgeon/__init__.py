@@ -46,17 +46,16 @@ if TYPE_CHECKING:
     from surgeon.opened import Model
     from surgeon.opened import open_model as open
     from surgeon.searches.search import SurgerySampler
-    from surgeon.training.distiller import Distillation
-    from surgeon.training.model import RackOptions
-    from surgeon.training.settings import TrainSettings
+    from surgeon.training.racks.run import RackOptions
+    from surgeon.training.settings import Distillation, TrainSettings
 
 # Where names come from; those that are not here are commands, with a file of their own. A colon: its name there.
 _ELSEWHERE = {
-    "Distillation": "surgeon.training.distiller",
+    "Distillation": "surgeon.training.settings",
     "Fork": "surgeon.language.program",
     "Model": "surgeon.opened",
     "Program": "surgeon.language.program",
-    "RackOptions": "surgeon.training.model",
+    "RackOptions": "surgeon.training.racks.run",
     "Recipe": "surgeon.language.recipe",
     "SearchProblem": "surgeon.commands.search_problem",
     "Step": "surgeon.language.program",

@@ -14,8 +14,7 @@ from surgeon.checkpoint.codas import Coda, write_codas
 from surgeon.models.edit import program_of
 from surgeon.models.families import family_of
 from surgeon.quality.head import OutputHead
-from surgeon.training.racks.build import rack_of
-from surgeon.training.racks.model import build_stretch, feed_stream
+from surgeon.training.racks.model import build_stretch, feed_stream, rack_of
 from surgeon.training.racks.partition import Racks
 
 

@@ -21,7 +21,7 @@ from surgeon.machine import (
     gpu_with_room,
     gpus_in_turn,
 )
-from surgeon.training.arguments import join_processes
+from surgeon.training.settings import join_processes
 from tests.training.runs import run
 
 GIGABYTE = 1 << 30

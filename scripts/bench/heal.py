@@ -48,9 +48,8 @@ from surgeon.quality.data import DEMO, load_windows
 from surgeon.quality.sources import DEMO_TRAINING
 from surgeon.quality.summary import Values, interval
 from surgeon.quality.text import HeldOutQuality
-from surgeon.training.distiller import Distillation
 from surgeon.training.run import finish_run, train
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.texts import load_texts
 
 LAYERS = 16

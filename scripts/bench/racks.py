@@ -49,15 +49,15 @@ from surgeon.language.program import Program
 from surgeon.models.edit import edit
 from surgeon.runtime.comm.collectives import Link
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.rack_log import TIMELINE_FILE, TRAFFIC_FILE, RackPace
-from surgeon.training.racks.run_files import (
+from surgeon.training.racks.process import train_in_processes
+from surgeon.training.racks.run import (
     PLAN_FILE,
     RESULT_FILE,
-    ProcessOptions,
+    RackOptions,
     RacksToTrain,
     rack_folder,
 )
-from surgeon.training.racks.supervisor import train_in_processes
+from surgeon.training.racks.streams import TIMELINE_FILE, TRAFFIC_FILE, RackPace
 from surgeon.training.texts import TrainTexts
 
 HIDDEN = 64
@@ -231,7 +231,7 @@ def figures_of_racks(cell: Cell, folder: Path) -> Figures:
     ranks = []
     for rank in range(cell.ranks):
         traffic = read_json(rack_folder(folder, rank) / TRAFFIC_FILE)
-        sent = traffic["sent"]["forward"].get("training", {"bytes": 0})["bytes"]
+        sent = traffic["sent"].get("training", {"bytes": 0})["bytes"]
         rows = timeline(rack_folder(folder, rank) / TIMELINE_FILE)
         waits = rows[rows["what"].isin(WAITING) & (rows["kind"] == "training")]
         measured = waits[waits["step"] > WARM]
@@ -295,7 +295,9 @@ def run_racks(job: Job, model: PreTrainedModel, texts: TrainTexts, folder: Path)
     program = Program.dense(layers)
     racks = Racks.parse([f"{span.start}:{span.stop}" for span in cut(layers, job.ranks)], program, CODA)
     paces = [RackPace(job.factor(rank), paced_seconds(job, rank)) for rank in range(job.ranks)]
-    options = ProcessOptions(ahead=AHEAD, link=job.link, pace=tuple(paces), threads=1)
+    options = RackOptions(
+        racks.texts, CODA, True, ahead=AHEAD, link=job.link, pace=tuple(paces), threads=1
+    )
     whole = edit(copy.deepcopy(model), program)
     settings = job.optimisation.settings()
     train_in_processes(

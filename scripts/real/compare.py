@@ -38,8 +38,7 @@ from surgeon.findings.tasks import scores
 from surgeon.processes.files import write_table, write_text
 from surgeon.quality.data import DEMO
 from surgeon.quality.summary import Quality
-from surgeon.training.distiller import Distillation
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import Distillation, TrainSettings
 
 HARDWARE = "h100-sxm"
 METHODS = {  # and their spaces, for speed and for size

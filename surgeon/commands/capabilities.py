@@ -48,8 +48,7 @@ from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Plan
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import SPACES, parse_spaces
-from surgeon.training.racks.build import require_known
-from surgeon.training.racks.model import tensors_of
+from surgeon.training.racks.model import require_known
 from surgeon.training.racks.partition import Racks, allowed_cuts
 from surgeon.training.scope import BYTES, shapes_to_train, training_bytes
 from surgeon.training.settings import SCOPES, TrainSettings
@@ -334,7 +333,7 @@ class Capabilities:
         cuts = allowed_cuts(program)
         middle = cuts[len(cuts) // 2] if cuts else 1
         Racks.parse([f"0:{middle}", f"{middle}:{self.model.num_layers}"], program)
-        require_known(tensors_of(restore(self.skeleton)))
+        require_known(restore(self.skeleton))
         return f"they may begin at {plural(len(cuts), 'layer')}"
 
     def _over(self, name: str, ask: Callable[[Program], object]) -> Verdict:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from surgeon.findings.heal import HealRun
     from surgeon.language.recipe import Recipe
     from surgeon.opened import EditedModel, Model
-    from surgeon.training.model import RackOptions
+    from surgeon.training.racks.run import RackOptions
     from surgeon.training.settings import TrainSettings
 
 # Weight of the streams beside the logits: in three of three edits it left a lower divergence than 1.
@@ -106,8 +106,7 @@ def settings_of(
 ) -> TrainSettings:
     """The preset's settings, which a line names, and over them the user's."""
     from surgeon.training import settings as known
-    from surgeon.training.arguments import parse_trainer_arguments
-    from surgeon.training.distiller import Distillation
+    from surgeon.training.settings import Distillation, parse_trainer_arguments
 
     given: dict[str, Any] = {**flags}
     if train is not None or by_racks:
@@ -182,7 +181,7 @@ def racks_of(
     by_hand: bool,
 ) -> RackOptions | None:
     """The cut into racks, and their training; None without racks."""
-    from surgeon.training.model import RackOptions
+    from surgeon.training.racks.run import RackOptions
 
     processes = rack_processes or by_hand
     if not racks and coda is not None:
@@ -355,20 +354,25 @@ def heal(
     from surgeon.exports.plan import check_storage
     from surgeon.findings.heal import HealRun
     from surgeon.quality.data import window_for
-    from surgeon.training.arguments import join_processes
-    from surgeon.training.heal import (
+    from surgeon.training.model import (
+        announce,
         check_adapter,
         check_shapes,
+        finish,
         identity_of,
         open_to_heal,
         program_to_heal,
         record_of,
+        say,
+        say_proof,
+        say_stages,
         student_of,
+        train_model,
         training_of,
     )
-    from surgeon.training.model import announce, say, say_proof, say_stages, train_model
     from surgeon.training.run import check_settings_kept, run_folder
     from surgeon.training.self_text import SelfText
+    from surgeon.training.settings import join_processes
     from surgeon.training.texts import load_texts, parse_texts, with_chat_template
     from surgeon.training.token_store import SELF
 
@@ -383,8 +387,7 @@ def heal(
     folder = run_folder(target)
     edited, original = open_to_heal(model, program, teacher)
     runs = program_to_heal(edited)
-    cut = None if racks is None else racks.cut(runs)
-    check_shapes(edited, how, cut, None if keep_adapter else form)
+    check_shapes(edited, how, racks, None if keep_adapter else form)
     size = window_for(edited.model.config, window)
     tokenizer = with_chat_template(edited.model.tokenizer, chat_template)
     own = None
@@ -403,7 +406,7 @@ def heal(
             temperature=self_temperature,
             device=where,
         )
-        if cut is None:  # which takes longest
+        if racks is None:  # which takes longest
             check_settings_kept(folder, how)
     texts = load_texts(
         tokenizer,
@@ -435,8 +438,7 @@ def heal(
         program=runs,
         identity=identity_of(edited, original),
         original=None if original is None else lambda: original.load("cpu", packed).float(),
-        racks=cut,
-        processes=None if racks is None else racks.process_options,
+        racks=racks,
         by_hand=racks_by_hand,
         device=where,
     )
@@ -459,7 +461,7 @@ def heal(
         training = training_of(edited, record)
         proof = found.write(target, form=form, dtype=stored, overwrite=overwrite, training=training)
         say_proof(proof, "the recipe's")
-    found.finish(record)
+    finish(found, record)
     return replace(HealRun.read(folder), files=(target,))
 
 
@@ -483,8 +485,7 @@ def _settings(
 ) -> TrainSettings:
     """Settings of a run; on a text of its own towards the original's predictions, of racks also its streams."""
     from surgeon.errors import show_value
-    from surgeon.training.distiller import Distillation
-    from surgeon.training.settings import TrainSettings, preset
+    from surgeon.training.settings import Distillation, TrainSettings, preset
 
     how = asked
     if asked is None:

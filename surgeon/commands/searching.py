@@ -83,8 +83,7 @@ from surgeon.searches.winners import (
     compared_by,
 )
 from surgeon.searches.workers import interruptible, worker_processes
-from surgeon.training.distiller import Distillation
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.token_store import SELF
 
 if TYPE_CHECKING:

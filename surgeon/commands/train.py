@@ -95,8 +95,7 @@ def train(
     from surgeon.findings.training import ScratchRun
     from surgeon.opened import open_model
     from surgeon.provenance import provenance
-    from surgeon.training.arguments import join_processes, parse_trainer_arguments
-    from surgeon.training.model import announce, say, say_proof, say_stages, train_model
+    from surgeon.training.model import announce, finish, say, say_proof, say_stages, train_model
     from surgeon.training.run import run_folder
     from surgeon.training.scratch.build import blueprint
     from surgeon.training.scratch.config import (
@@ -106,6 +105,7 @@ def train(
         read_config_file,
         scale_config,
     )
+    from surgeon.training.settings import join_processes, parse_trainer_arguments
     from surgeon.training.texts import parse_texts
 
     target = Path(output)
@@ -135,7 +135,6 @@ def train(
     what = f"{plan.family.name} of {seeded}, program {program}"
     announce(processes, where, what, texts, plan.config.settings, plan.tokenizer, show_row)
     folder = run_folder(target)
-    racks = plan.config.racks
     found = train_model(
         plan.build(),
         texts,
@@ -143,8 +142,7 @@ def train(
         folder,
         program=plan.program,
         identity=plan.identity(),
-        racks=plan.racks,
-        processes=None if racks is None else racks.process_options,
+        racks=plan.config.racks,
         seed=plan.config.settings.seed,
         device=where,
     )
@@ -170,13 +168,14 @@ def train(
     )
     say_proof(proof, "the configuration's")
     written = open_model(target)
-    found.finish(
+    finish(
+        found,
         provenance(
             str(target),
             written.hash,
             seed=plan.config.settings.seed,
             parameters=written.parameters,
             **story,
-        )
+        ),
     )
     return replace(ScratchRun.read(folder), files=(target,))

@@ -5,39 +5,185 @@ The loss has three weighted parts, each a mean over the predicted tokens:
     logits   T^2 KL(softmax(t / T) || softmax(s / T)) over the vocabulary (Hinton et al. 2015, arXiv 1503.02531)
     hidden   |s - t|^2 / |t|^2 of the stream, averaged over the places that the two programs share
     text     the negative log-likelihood of the text
+
+A teacher's largest log-probabilities on every training window may be kept in a folder: the teacher is run once. Each
+safetensors file has some windows and is whole or not there, so that making them resumes after a kill; the run's
+record says of which teacher and text they are.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgeon.language.program import Program, steps_of
 from surgeon.language.sublayer import Sublayer
-from surgeon.models.edit import EditedLayers, decoder_layers, edit, edited_layers, program_of
+from surgeon.models.edit import EditedLayers, edit, edited_layers, program_of
 from surgeon.models.families import family_of
-from surgeon.models.families.specs import SublayerSpec
 from surgeon.models.weights.store import dense
+from surgeon.processes.files import HALF_WRITTEN, lock_file, make_folder, whole_file
+from surgeon.progress import progress
 from surgeon.quality.head import OutputHead
 from surgeon.training.head_loss import (
     LogitsTask,
     TeacherStream,
     TeacherTarget,
+    TopLogits,
     loss_at_head,
     next_tokens,
 )
-from surgeon.training.teacher_logits import TeacherLogits
-from surgeon.training.texts import model_inputs
+from surgeon.training.scope import modules_of
+from surgeon.training.settings import Distillation
+from surgeon.training.texts import TrainingText, model_inputs
 from surgeon.training.token_store import IGNORED
+
+_FILE_BYTES = 16 << 20  # no more is lost in a kill
+_MOST_WINDOWS = 128  # in a file
+_LOCK = ".lock"
+UNREADABLE = (OSError, SafetensorError)
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherLogits:
+    """A folder of kept logits, which a run alone has; `make` fills it.
+
+    Attributes:
+        text: all training windows.
+        kept: tokens of the vocabulary that are kept for each token.
+        temperature: divides the logits.
+    """
+
+    folder: Path
+    text: TrainingText
+    kept: int
+    temperature: float
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of a window: an id (int32) and a log-probability (float32) each, and the rest's."""
+        return 4 * self.text.window * (2 * self.kept + 1)
+
+    @property
+    def files(self) -> list[range]:
+        at_once = max(1, min(_MOST_WINDOWS, _FILE_BYTES // self.window_bytes))
+        count = len(self.text)
+        return [range(first, min(first + at_once, count)) for first in range(0, count, at_once)]
+
+    def read(self, index: Tensor) -> TopLogits:
+        """Read the logits of some windows, one after the other.
+
+        Args:
+            index: (windows,), numbers of training windows.
+
+        Raises:
+            OSError: if a file is gone or damaged.
+        """
+        files = self.files
+        rows = []
+        for window in map(int, index):
+            windows = files[window // len(files[0])]
+            path = self._path(windows)
+            try:
+                with safe_open(path, "pt") as file:
+                    row = window - windows.start
+                    rows.append(TopLogits(*(file.get_slice(name)[row] for name in TopLogits._fields)))
+            except UNREADABLE as error:
+                raise OSError(
+                    f"{path} cannot be read any more ({error}); start again, and it is made again"
+                ) from error
+        return TopLogits.join(rows)
+
+    def loss(
+        self, distillation: Distillation, model: nn.Module, batch: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Compute a student's loss as `Distiller.loss`; `index` of a batch, (windows,), numbers training windows."""
+        taught = TeacherOutput(self.read(batch["index"]), {})
+        return distilled_loss(distillation, model, batch, (), 0, lambda _: taught)
+
+    def make(self, teacher: PreTrainedModel) -> None:
+        """Run the teacher on every training window that is missing; of several processes one does, the others wait.
+
+        Args:
+            teacher: unedited; it is left in evaluation mode.
+
+        Raises:
+            ValueError: if the teacher's logits are not finite, or fewer than are to be kept.
+            OSError: if the disk is full; files that are whole stay.
+        """
+        make_folder(self.folder)
+        if any(not self._is_whole(windows) for windows in self.files):
+            with lock_file(self.folder / _LOCK):
+                for part in self.folder.glob(HALF_WRITTEN):  # of a process that was killed
+                    part.unlink()
+                missing = [windows for windows in self.files if not self._is_whole(windows)]
+                if missing:  # or another process has made them meanwhile
+                    self._write(teacher, missing)
+
+    def _write(self, teacher: PreTrainedModel, missing: list[range]) -> None:
+        total = len(self.text)
+        left = sum(map(len, missing))
+        teacher.eval()
+        with progress("the teacher's logits", total, "windows", total - left) as advance:
+            for windows in missing:
+                parts = []
+                for window in windows:
+                    parts.append(self._top_of(teacher, window))
+                    advance(1)
+                shaped = {
+                    name: tensor.unflatten(0, (len(windows), -1))
+                    for name, tensor in TopLogits.join(parts)._asdict().items()
+                }
+                try:
+                    with whole_file(self._path(windows)) as beside:
+                        save_file(shaped, beside)
+                except UNREADABLE as error:
+                    size = total * self.window_bytes / 2**20
+                    raise OSError(
+                        f"the teacher's logits cannot be written to {self.folder} ({error}); they take {size:,.0f}MB "
+                        "in all: make room and start again, which goes on from here, or keep fewer than "
+                        f"{self.kept} for each token"
+                    ) from error
+
+    @torch.inference_mode()
+    def _top_of(self, teacher: PreTrainedModel, window: int) -> TopLogits:
+        row = model_inputs(self.text.rows.with_format("torch")[window : window + 1])
+        inputs = {name: one.to(teacher.device) for name, one in row.items()}
+        stream = teacher.base_model(**inputs, use_cache=False).last_hidden_state[0]
+        head = OutputHead(teacher)
+        blocks = stream.to(head.weight.device).split(head.rows(len(stream)))
+        parts = [TopLogits.of(head.logits(block), self.kept, self.temperature) for block in blocks]
+        top = TopLogits(*(each.cpu() for each in TopLogits.join(parts)))
+        if not top.log_p.isfinite().all():
+            raise ValueError(
+                f"the teacher's logits are not finite in training window {window}; are its weights damaged?"
+            )
+        return top._replace(ids=top.ids.int())
+
+    def _is_whole(self, windows: range) -> bool:
+        path = self._path(windows)
+        if not path.is_file():
+            return False
+        try:
+            with safe_open(path, "pt"):
+                return True
+        except UNREADABLE as error:
+            warnings.warn(f"{path} is damaged ({error}); it is made again", stacklevel=2)
+            return False
+
+    def _path(self, windows: range) -> Path:
+        return self.folder / f"windows-{windows.start:07}.safetensors"
 
 
 def counterparts(program: Program, num_layers: int) -> dict[int, int]:
@@ -128,14 +274,6 @@ def _before_layers(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: one for name, one in model.named_parameters() if not name.startswith(behind)}
 
 
-def modules_of(
-    layers: EditedLayers, sublayer: Sublayer, paths: Callable[[SublayerSpec], Iterable[str]]
-) -> list[nn.Module]:
-    """List modules of a program's sublayer, by some of its paths."""
-    spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
-    return [layers.owner(sublayer).get_submodule(path) for path in paths(spec)]
-
-
 def _parameters(layers: EditedLayers, sublayer: Sublayer) -> dict[str, Tensor]:
     return {
         f"{index}.{name}": one
@@ -149,59 +287,6 @@ def _same_and_frozen(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) ->
         return False
     pairs = ((dense(one), dense(theirs[name])) for name, one in own.items())
     return all(one.shape == other.shape and torch.equal(one.to(other), other) for one, other in pairs)
-
-
-PARTS = ("logits", "hidden", "text")
-
-
-@dataclass(frozen=True)
-class Distillation:
-    """Weights of what an edited model learns from its original.
-
-    Attributes:
-        logits: weight of the divergence from the original's predictions.
-        hidden: weight of the relative error of the stream.
-        text: weight of the text's negative log-likelihood.
-        temperature: divides both models' logits for their divergence.
-        kept: number of the original's logits that are kept on disk for each token, instead of an original in memory;
-            None for the latter.
-
-    Raises:
-        ValueError: if nothing is taken from the original, a weight is negative, the temperature is not above 0, or
-            hidden streams are asked for where only logits are kept.
-    """
-
-    logits: float = 1.0
-    hidden: float = 0.0
-    text: float = 0.0
-    temperature: float = 1.0
-    kept: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in PARTS:
-            weight = getattr(self, name)
-            if not (math.isfinite(weight) and weight >= 0):
-                raise ValueError(f"the weight of {name} must be a number from 0 on, not {weight}")
-        if not self.logits and not self.hidden:
-            raise ValueError(
-                "distillation needs a weight above 0 for logits or hidden; without, train on text alone"
-            )
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ValueError(f"the temperature must be a number above 0, not {self.temperature}")
-        if self.kept is None:
-            return
-        if self.kept < 1:
-            raise ValueError(
-                f"at least 1 of the original's logits has to be kept for each token, not {self.kept}"
-            )
-        if self.hidden:
-            raise ValueError(
-                "hidden streams need the original in memory; keep no logits on disk, or give hidden 0"
-            )
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return tuple(name for name in PARTS if getattr(self, name))
 
 
 class TeacherOutput(NamedTuple):
@@ -221,58 +306,35 @@ class TeacherOutput(NamedTuple):
 class Distiller:
     """Computes the loss of a student.
 
-    The teacher's parameters need no gradients, it stays in evaluation mode, and moves to the device of the student's
-    batches. Where streams are compared or shared, it is edited to run its dense program.
+    The teacher's parameters need no gradients, it stays in evaluation mode, is edited to run its dense program, and
+    moves to the device of the student's batches.
 
     Attributes:
         shared: number of nodes after which the teacher's pass begins, with the student's stream (`share`).
 
     Args:
         program: the student's, in the numbers of the original's layers.
-        teacher: the unedited original; or its logits on disk.
+        teacher: the unedited original.
 
     Raises:
-        ValueError: if the teacher runs an edited program, or the kept logits are not those that are asked for.
+        ValueError: if the teacher runs an edited program.
     """
 
-    def __init__(
-        self, distillation: Distillation, program: Program, teacher: PreTrainedModel | TeacherLogits
-    ) -> None:
+    def __init__(self, distillation: Distillation, program: Program, teacher: PreTrainedModel) -> None:
+        own = require_unedited_teacher(teacher)
         self.distillation = distillation
         self.program = program
-        self.teacher = teacher if isinstance(teacher, PreTrainedModel) else None
-        self.stored = teacher if isinstance(teacher, TeacherLogits) else None
+        self.teacher = edit(teacher, own)
+        self.teacher.eval().requires_grad_(False)
         self.counterparts: dict[int, int] = {}
         self.shared = 0
-        if self.stored is not None:
-            for name in ("kept", "temperature"):
-                stored = getattr(self.stored, name)
-                asked = getattr(distillation, name)
-                if stored != asked:
-                    raise ValueError(
-                        f"{self.stored.folder} was made with {name} {stored}, not {asked}; make the logits again"
-                    )
-        if self.teacher is not None:
-            if distillation.kept is not None:
-                raise ValueError(
-                    "the distillation asks for kept logits; give a TeacherLogits in place of a model"
-                )
-            own = require_unedited_teacher(self.teacher)
-            self.teacher.eval().requires_grad_(False)
-            if distillation.hidden:
-                steps = family_of(self.teacher.config).steps_per_layer
-                self.counterparts = counterparts(program, len(own) // steps)
-                self._edit_teacher()
-
-    def _edit_teacher(self) -> None:
-        if self.teacher is not None and not isinstance(decoder_layers(self.teacher), EditedLayers):
-            edit(self.teacher, program_of(self.teacher))
+        if distillation.hidden:
+            layers = len(own) // family_of(teacher.config).steps_per_layer
+            self.counterparts = counterparts(program, layers)
 
     def share(self, student: nn.Module) -> None:
         """Let the teacher begin where a student, as it is and will be trained, leaves it (`shared_prefix`)."""
-        if self.teacher is not None:
-            self._edit_teacher()
-            self.shared = shared_prefix(student, self.teacher, self.program)
+        self.shared = shared_prefix(student, self.teacher, self.program)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute the loss of a micro-batch, a mean over its predicted tokens, and its parts.
@@ -280,8 +342,7 @@ class Distiller:
         Args:
             model: the student or a wrapper of it (DDP, FSDP, peft); it is called once.
             batch: `input_ids` and `labels`, (windows, tokens), the latter -100 where nothing is predicted (a window's
-                first token is never predicted); `position_ids` of documents that are apart; and `index`, (windows,),
-                numbers of the training windows, if logits are kept on disk.
+                first token is never predicted); and `position_ids` of documents that are apart.
 
         Returns:
             `loss`, with its gradient; and those of `logits` (times T^2), `hidden` and `text` that have a weight,
@@ -295,17 +356,14 @@ class Distiller:
         return distilled_loss(self.distillation, model, batch, nodes, len(self.program), ask)
 
     def _ask(self, batch: Mapping[str, Tensor], streams: Mapping[int, Tensor]) -> TeacherOutput:
-        """Ask the teacher, or read its logits; it begins with the student's stream where it shares that."""
-        if self.stored is not None:
-            return TeacherOutput(self.stored.read(batch["index"]), {})
-        assert self.teacher is not None
-        windows = model_inputs(batch)
-        if not self.shared:
-            return ask_teacher(self.teacher, windows, self.counterparts, self.distillation)
+        """Ask the teacher; it begins with the student's stream where it shares that."""
         layers = edited_layers(self.teacher)
-        layers.begins = (self.shared, streams[self.shared].detach())
+        if self.shared:
+            layers.begins = (self.shared, streams[self.shared].detach())
         try:
-            return ask_teacher(self.teacher, windows, self.counterparts, self.distillation, self.shared)
+            return ask_teacher(
+                self.teacher, model_inputs(batch), self.counterparts, self.distillation, self.shared
+            )
         finally:
             layers.begins = None
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
+from surgeon.checkpoint.codas import Coda
 from surgeon.checkpoint.stored import read_json
 from surgeon.errors import needs_extra, show_value
+from surgeon.exports.in_memory import export, export_with_codas
+from surgeon.exports.prove import Proof
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of
 from surgeon.models.lora import LoraLayer, PeftModel
@@ -28,7 +32,6 @@ from surgeon.processes.files import lock, make_folder, write_json
 from surgeon.progress import progress
 from surgeon.quality.summary import Quality
 from surgeon.quality.text import HeldOutQuality
-from surgeon.training.arguments import join_processes, share_of_batch, training_arguments
 from surgeon.training.checkpoints import (
     EarlyEnd,
     RunLog,
@@ -38,11 +41,11 @@ from surgeon.training.checkpoints import (
     remove_checkpoint,
     remove_partial,
 )
-from surgeon.training.distiller import Distiller
+from surgeon.training.distiller import Distiller, TeacherLogits
 from surgeon.training.head_loss import LossParts
+from surgeon.training.racks.partition import Racks
 from surgeon.training.scope import choose_or_adapt
-from surgeon.training.settings import TrainSettings
-from surgeon.training.teacher_logits import TeacherLogits
+from surgeon.training.settings import TrainSettings, join_processes, share_of_batch, training_arguments
 from surgeon.training.texts import TrainTexts
 from surgeon.training.trainer import Measure, ModelTrainer
 
@@ -218,6 +221,71 @@ class Trained:
 
 
 @dataclass(frozen=True)
+class TrainedModel:
+    """A model that was trained as one, or rack by rack.
+
+    Attributes:
+        whole: the result as if it had been trained as one, with the model in memory.
+        folder: of the run.
+        method: for people.
+        racks: None where it was trained as one.
+        codas: of every rack but the last.
+        results: of every rack, by its coda's prediction; the last one's are the whole model's.
+    """
+
+    whole: Trained
+    folder: Path
+    method: str
+    racks: Racks | None = None
+    codas: tuple[Coda, ...] = ()
+    results: tuple[Trained, ...] = ()
+
+    def lines(self) -> Iterator[str]:
+        if self.racks is None:
+            return
+        for rack, one in zip(self.racks.texts[:-1], self.results, strict=False):
+            before = one.before.perplexity
+            after = one.after.perplexity
+            yield f"rack {rack}: perplexity by its coda {before:.4g} before, {after:.4g} after"
+
+    def record(self, texts: TrainTexts, settings: TrainSettings) -> dict[str, Any]:
+        entries = {
+            "method": self.method,
+            **texts.record(),
+            "window": texts.training.window,
+            "settings": settings.to_json(),
+            "steps": self.whole.steps,
+            "tokens": self.whole.tokens,
+            "seconds": self.whole.seconds,
+        }
+        if self.racks is not None:
+            each = zip(self.racks.texts, self.results, strict=True)
+            entries["racks"] = {
+                "coda": self.racks.depth,
+                "each": [{"layers": text} | one.to_json() for text, one in each],
+            }
+        return entries
+
+    def write(self, output: Path, **options: Any) -> Proof:
+        """Write a checkpoint, with adapters merged and codas beside it.
+
+        Args:
+            options: as `surgeon.export` takes them.
+
+        Raises:
+            NotProven: if what was written is not the model, or its program not the one that was trained.
+            OSError, ValueError: as `surgeon.export`.
+        """
+        model = self.whole.merged()
+        racks = self.racks
+        if racks is None:
+            return export(model, output, **options)
+        return export_with_codas(
+            model, output, racks.texts, racks.ends, racks.depth, self.codas, **options
+        )
+
+
+@dataclass(frozen=True)
 class TrainingTask:
     """Loss and measure of a training.
 
@@ -299,7 +367,7 @@ def train(
         if settings.lora is not None:
             torch.manual_seed(settings.seed)  # adapters begin with random numbers
         trained: Any = choose_or_adapt(model, program, settings)
-        task = task or _make_task(original, program, texts, settings, folder, known, trained, arguments)
+        task = task or _make_task(original, program, texts, settings, folder, trained, arguments)
         if task.uses_all and arguments.ddp_find_unused_parameters is None:
             arguments.ddp_find_unused_parameters = False
         trainer = ModelTrainer(trained, arguments, text, task.measure, task.towards)
@@ -354,7 +422,6 @@ def _make_task(
     texts: TrainTexts,
     settings: TrainSettings,
     folder: Path,
-    known: dict[str, Any],
     student: nn.Module,
     arguments: TrainingArguments,
 ) -> TrainingTask:
@@ -374,16 +441,6 @@ def _make_task(
         if not (arguments.torch_compile or arguments.neftune_noise_alpha):
             distiller.share(student)
         return replace(task, towards=distiller.loss)
-    text = texts.training
-    stored = TeacherLogits(
-        folder / TEACHER_FOLDER,
-        model_hash=str(known.get("original")),
-        dtype=str(original.dtype).removeprefix("torch."),
-        data=text.digest,
-        windows=len(text),
-        window=text.window,
-        kept=wanted.kept,
-        temperature=wanted.temperature,
-    )
-    stored.make(original, text)
-    return replace(task, towards=Distiller(wanted, program, stored).loss)
+    stored = TeacherLogits(folder / TEACHER_FOLDER, texts.training, wanted.kept, wanted.temperature)
+    stored.make(original)
+    return replace(task, towards=partial(stored.loss, wanted))

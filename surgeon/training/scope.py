@@ -1,14 +1,23 @@
-"""Choice of trained parameters: of edited sublayers, all, norms or routers; or adapters on matrices."""
+"""Trained parameters: of edited sublayers, all, norms or routers; adapters on matrices; and how processes share them.
+
+Sharded parameters (FSDP2) are in the groups in which a program calls them.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -17,9 +26,13 @@ from surgeon.exports.prove import original_model
 from surgeon.language.program import Program, steps_of
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.models.edit import EditedLayers, edit, edited_layers
+from surgeon.models.families.specs import SublayerSpec
 from surgeon.opened import Model
-from surgeon.training.distiller import modules_of
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import (
+    TrainSettings,
+    check_fsdp_version,
+    is_launched_sharded,
+)
 
 TRAINED = 4  # numbers for each parameter that is trained: itself, its gradient, and AdamW's two moments
 BYTES = 4  # of each: weights are trained in 32 bits
@@ -242,3 +255,145 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
             else find_edited(model, program)
         ):
             yield from modules_of(layers, sublayer, lambda spec: spec.norms.values())
+
+
+def modules_of(
+    layers: EditedLayers, sublayer: Sublayer, paths: Callable[[SublayerSpec], Iterable[str]]
+) -> list[nn.Module]:
+    """List modules of a program's sublayer, by some of its paths."""
+    spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
+    return [layers.owner(sublayer).get_submodule(path) for path in paths(spec)]
+
+
+# Names of accelerate's sharded folder and whole file in a checkpoint.
+_SHARES, _WHOLE_FILE = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"
+
+
+class ProgramSharding(FullyShardedDataParallelPlugin):  # type: ignore[misc] # accelerate is untyped
+    """accelerate's FSDP2, with groups of modules that follow from a program.
+
+    accelerate groups by classes of modules, usually whole layers, which an edited model never calls. Nor can classes
+    tell an MLP's linear modules from an output head, or say which slices have a norm between them.
+    """
+
+    _prepared = False
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Shard the sublayers' modules; embedding, head and the rest are left to accelerate.
+
+        accelerate calls this twice: before it has noted which parameters the optimiser has, and after that.
+        """
+        self.auto_wrap_policy = None
+        if self._prepared:
+            for group in group_modules(model):
+                fully_shard(
+                    group,
+                    reshard_after_forward=self.reshard_after_forward,
+                    offload_policy=self.cpu_offload,
+                    mp_policy=self.mixed_precision_policy or MixedPrecisionPolicy(),
+                )
+        self._prepared = not self._prepared
+
+
+def group_modules(model: nn.Module) -> list[list[nn.Module]]:
+    """Group modules by calls: those of a sublayer, and of all that share a parameter with it.
+
+    Modules of layers that the program does not call are groups, too, which are never gathered.
+
+    Args:
+        model: runs a program, or wraps a model that does.
+    """
+    layers = next(module for module in model.modules() if isinstance(module, EditedLayers))
+    dense = Program.dense(len(layers.original[0]), layers.family.steps_per_layer)
+    placed = [(layers.owner(one), one) for one in dict.fromkeys(layers.program.sublayers())]
+    placed += [(layers.layer(one.layers[0]), one) for one in dense.sublayers()]
+    groups: list[list[nn.Module]] = []
+    for owner, sublayer in placed:
+        spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
+        called = [owner.get_submodule(path) for path in spec.modules]
+        group = [module for module in called if any(True for _ in module.parameters())]
+        parameters = _parameters(group)
+        beside = [other for other in groups if parameters & _parameters(other)]
+        groups = [other for other in groups if other not in beside]
+        groups.append(list(dict.fromkeys([*(module for other in beside for module in other), *group])))
+    return [group for group in groups if group]
+
+
+def _parameters(modules: list[nn.Module]) -> set[int]:
+    return {id(parameter) for module in modules for parameter in module.parameters()}
+
+
+@torch.no_grad()
+def gather_whole(parameter: Tensor) -> Tensor:
+    """A parameter in one piece; where it is sharded, all processes ask at the same time."""
+    if isinstance(parameter, DTensor):
+        return parameter.full_tensor()
+    return parameter.detach()
+
+
+@torch.no_grad()
+def set_whole(parameter: Tensor, numbers: Tensor) -> None:
+    """Set a parameter to numbers that every process has; of a sharded one each takes its own."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        numbers = distribute_tensor(
+            numbers.to(parameter.device), mesh, parameter.placements, src_data_rank=None
+        )
+    parameter.copy_(numbers)
+
+
+def shard_parameters(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool:
+    """Have an accelerator shard parameters by the program; on CPUs, too, where it would replicate.
+
+    Args:
+        asked: arguments of accelerate's plugin; None for those of accelerate launch.
+
+    Returns:
+        Whether it shards.
+
+    Raises:
+        ValueError: if accelerate launch asks for another version than FSDP2, or to divide more than the batch.
+    """
+    state = accelerator.state
+    if accelerator.parallelism_config is not None:
+        raise ValueError(
+            "a parallelism_config of accelerate divides what is trained in other ways than among all processes; leave "
+            "it out, and share parameters out by FSDP2 alone"
+        )
+    if not (asked is not None or is_launched_sharded()) or state.distributed_type not in (
+        DistributedType.MULTI_CPU,
+        DistributedType.MULTI_GPU,
+        DistributedType.FSDP,
+    ):
+        return False
+    plugin = ProgramSharding(**(asked or {}))
+    check_fsdp_version(plugin.fsdp_version)
+    if plugin.activation_checkpointing:
+        raise ValueError(
+            "fsdp_activation_checkpointing does not know programs; use gradient_checkpointing"
+        )
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    state.fsdp_plugin = plugin
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    return True
+
+
+def follow_checkpoint(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Have a run write its checkpoints like the one it resumes from, whole or in shards."""
+    kinds = {
+        "SHARDED_STATE_DICT": (checkpoint / _SHARES).is_dir(),
+        "FULL_STATE_DICT": (checkpoint / _WHOLE_FILE).is_file(),
+    }
+    there = [kind for kind, is_there in kinds.items() if is_there]
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if sharded != bool(there):
+        was, now = ("with", "without") if there else ("without", "with")
+        raise ValueError(
+            f"{checkpoint} is of a run {was} FSDP, and this one is {now}; go on {was} it, or choose another output"
+        )
+    if sharded:
+        plugin = accelerator.state.fsdp_plugin
+        # The configurations of the kind asked for before do not fit another kind.
+        plugin.state_dict_config = plugin.optim_state_dict_config = None
+        plugin.set_state_dict_type(there[0])

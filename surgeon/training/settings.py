@@ -1,16 +1,29 @@
-"""Settings of training: of what, towards what, for how long."""
+"""Settings of training: of what, towards what, for how long; and transformers' TrainingArguments that follow."""
 
 from __future__ import annotations
 
+import copy
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import os
+from argparse import ArgumentError, Namespace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+from accelerate import PartialState
+from accelerate.utils import str_to_bool
 from pydantic import ConfigDict, Field, Strict
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.training_args import OptimizerNames
 
-from surgeon.errors import did_you_mean
-from surgeon.training.distiller import Distillation
+from surgeon.checkpoint.stored import read_json
+from surgeon.errors import did_you_mean, first_line
+from surgeon.machine import avoid_cudnn_attention, describe_gpu
+from surgeon.opened import choose_device
 from surgeon.training.token_store import ALL_TOKENS
 from surgeon.words import plural
 
@@ -126,6 +139,59 @@ def preset(name: str) -> PaperPreset:
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}; {did_you_mean(name, PRESETS)}")
     return PRESETS[name]
+
+
+PARTS = ("logits", "hidden", "text")
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Weights of what an edited model learns from its original.
+
+    Attributes:
+        logits: weight of the divergence from the original's predictions.
+        hidden: weight of the relative error of the stream.
+        text: weight of the text's negative log-likelihood.
+        temperature: divides both models' logits for their divergence.
+        kept: number of the original's logits that are kept on disk for each token, instead of an original in memory;
+            None for the latter.
+
+    Raises:
+        ValueError: if nothing is taken from the original, a weight is negative, the temperature is not above 0, or
+            hidden streams are asked for where only logits are kept.
+    """
+
+    logits: float = 1.0
+    hidden: float = 0.0
+    text: float = 0.0
+    temperature: float = 1.0
+    kept: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in PARTS:
+            weight = getattr(self, name)
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ValueError(f"the weight of {name} must be a number from 0 on, not {weight}")
+        if not self.logits and not self.hidden:
+            raise ValueError(
+                "distillation needs a weight above 0 for logits or hidden; without, train on text alone"
+            )
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ValueError(f"the temperature must be a number above 0, not {self.temperature}")
+        if self.kept is None:
+            return
+        if self.kept < 1:
+            raise ValueError(
+                f"at least 1 of the original's logits has to be kept for each token, not {self.kept}"
+            )
+        if self.hidden:
+            raise ValueError(
+                "hidden streams need the original in memory; keep no logits on disk, or give hidden 0"
+            )
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(name for name in PARTS if getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -269,3 +335,232 @@ class TrainSettings:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"arguments": dict(self.arguments), "learning_rate": self.rate}
+
+
+_OF_OPTIMISERS = ("optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+class OneDevice(TrainingArguments):
+    """Arguments of a process that computes on one device, however many there are.
+
+    transformers' own replicate the model on all devices (nn.DataParallel), take the batch of each for the batch, and
+    lose hooks on the model's streams. Several devices take a process each.
+    """
+
+    @property
+    def n_gpu(self) -> int:
+        return min(1, int(super().n_gpu))
+
+
+def parse_trainer_arguments(texts: Iterable[str] | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Parse arguments of TrainingArguments from texts like "gradient_checkpointing=true"; a mapping is copied.
+
+    Raises:
+        ValueError: if one has no "=", is unknown, is not taken (`check_taken`), or its value cannot be read.
+    """
+    if isinstance(texts, Mapping):
+        return dict(texts)
+    found: dict[str, Any] = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"the trainer argument {text!r} has no value; write it as NAME=VALUE")
+        name = name.strip().lstrip("-").replace("-", "_")
+        found[name] = read_trainer_argument(name, value.strip())
+    check_trainer_arguments(found)
+    return found
+
+
+def read_trainer_argument(name: str, value: str) -> Any:
+    """Read the value of one of TrainingArguments' arguments from its text, by the argument's type.
+
+    Raises:
+        ValueError: if there is no such argument, it is not taken, or the value cannot be read.
+    """
+    check_taken(name)
+    kind: Any = TrainingArguments
+    parser = HfArgumentParser(kind, allow_abbrev=False, exit_on_error=False)
+    try:
+        given: Namespace = parser.parse_args(["--output_dir", ".", f"--{name}", value])
+    except (ArgumentError, ValueError) as error:
+        raise ValueError(f"{name}={value} cannot be read ({first_line(error)})") from error
+    return {"true": True, "false": False}.get(value.lower(), getattr(given, name))
+
+
+def training_arguments(
+    settings: TrainSettings,
+    folder: Path,
+    steps: int,
+    micro_batch: int,
+    device: str = "cpu",
+) -> TrainingArguments:
+    """Make the arguments of a run.
+
+    Args:
+        folder: of the run.
+        steps: of the optimiser.
+        micro_batch: windows per forward pass of one process.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ValueError: if an argument is not accepted.
+    """
+    given: dict[str, Any] = {
+        "logging_steps": 10,
+        "save_total_limit": 2,
+        "max_grad_norm": 1.0,
+        "report_to": [],
+        "weight_decay": 0.0,
+        **settings.arguments,
+    }
+    decided: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "per_device_train_batch_size": micro_batch,
+        "learning_rate": settings.rate,
+        "lr_scheduler_type": settings.schedule,
+        "warmup_steps": settings.warmup,
+        "seed": settings.seed,
+        "eval_strategy": "steps",
+        "eval_steps": settings.evaluate_every,
+        "save_strategy": "steps",
+        "save_steps": settings.save_every,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
+        "logging_nan_inf_filter": False,
+        "disable_tqdm": True,
+        "use_cpu": device == "cpu",
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+        "dataloader_drop_last": True,
+        "dataloader_pin_memory": device != "cpu",
+        "train_sampling_strategy": "sequential",  # the windows come in the run's own order
+    }
+    if settings.patience is not None:
+        decided |= {"load_best_model_at_end": True, "save_steps": settings.evaluate_every}
+    try:
+        if given.get("fsdp"):
+            processes = PartialState(cpu=device == "cpu").num_processes
+            given["fsdp_config"] = check_sharding(
+                _read_configuration(given.get("fsdp_config")), processes
+            )
+        if "accelerator_config" in given:
+            config = given["accelerator_config"] = _read_configuration(given["accelerator_config"])
+            of_steps = config.get("gradient_accumulation_kwargs") or {}
+            # What else it has would change which windows a step is made on.
+            odd = {*config} - {"non_blocking", "gradient_accumulation_kwargs"} | {*of_steps} - {
+                "sync_each_batch"
+            }
+            if odd:
+                raise ValueError(
+                    f"accelerator_config: {min(odd)} is decided by the run; what is taken is non_blocking, and "
+                    "sync_each_batch of gradient_accumulation_kwargs"
+                )
+        arguments = OneDevice(**given | decided)
+        # With this config ZeRO 3 would shard every model that is read, an original, too.
+        unset_hf_deepspeed_config()
+    except (ImportError, TypeError) as error:
+        raise ValueError(f"transformers does not take these arguments ({first_line(error)})") from error
+    if arguments.mixed_precision == "fp16" and device == "cpu":
+        raise ValueError("fp16 does nothing on a CPU; use bf16, or leave it out")
+    _require_effect(arguments, settings.arguments)
+    arguments.gradient_accumulation_steps = settings.batch // (micro_batch * arguments.world_size)
+    return arguments
+
+
+def _require_effect(arguments: TrainingArguments, given: Mapping[str, Any]) -> None:
+    """Refuse arguments that do nothing with the chosen optimiser."""
+    defaults = {each.name: each.default for each in fields(TrainingArguments) if each.init}
+    for name in [name for name in _OF_OPTIMISERS if name in given]:
+        others = copy.copy(arguments)
+        setattr(others, name, defaults[name])
+        if getattr(arguments, name) == getattr(others, name):
+            continue
+        try:
+            found, without = (Trainer.get_optimizer_cls_and_kwargs(each) for each in (arguments, others))
+        except (ImportError, ValueError):
+            continue  # one that asks for a model, or for a package, is heard or refused later
+        if found == without:
+            raise ValueError(
+                f"{name} does nothing with the optimiser {OptimizerNames(arguments.optim).value}; leave it out"
+            )
+
+
+def _read_configuration(given: Any) -> dict[str, Any]:
+    if isinstance(given, str):
+        given = json.loads(given) if given.startswith("{") else read_json(Path(given))
+    return dict(given or {})
+
+
+def share_of_batch(settings: TrainSettings, processes: int) -> int:
+    """Number of windows of a batch that one process has, or the micro-batch if that is given."""
+    if settings.batch % processes:
+        raise ValueError(
+            f"{processes} processes cannot share a batch of {settings.batch} windows; change the batch"
+        )
+    share = min(settings.batch // processes, settings.micro_batch or settings.batch)
+    if settings.batch % (share * processes):
+        raise ValueError(
+            f"{processes} processes of {share} windows each do not divide a batch of {settings.batch}; change the "
+            "batch or the micro-batch"
+        )
+    return share
+
+
+def join_processes(device: str) -> tuple[PartialState, str]:
+    """Join the processes of a run, one or those of accelerate or torchrun, and choose their device.
+
+    Args:
+        device: "cpu", "cuda", or "auto" for the latter where there is one.
+    """
+    avoid_cudnn_attention()
+    if is_launched_sharded():
+        # Every process reads all weights: each needs an original, and accelerate fills only the first's.
+        os.environ[ON_ONE] = "false"
+    where = choose_device(device)
+    return PartialState(cpu=where == "cpu"), where
+
+
+def describe_devices(processes: PartialState, where: str) -> str:
+    """Describe the devices of a run for people; empty for a CPU."""
+    if where == "cpu":
+        return ""
+    if processes.num_processes > 1:
+        return f"on {processes.num_processes} GPUs, one for each process"
+    on_gpu = f"on {describe_gpu(torch.device('cuda', 0))}"
+    if torch.cuda.device_count() == 1:
+        return on_gpu
+    return f"{on_gpu}; accelerate launch or torchrun trains on several, CUDA_VISIBLE_DEVICES chooses another one"
+
+
+# Variables that accelerate launch sets for FSDP.
+LAUNCHED, ON_ONE = "ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"
+_TAKEN = {"version", "reshard_after_forward", "cpu_offload", "state_dict_type"}
+
+
+def check_sharding(config: Mapping[str, Any], processes: int) -> dict[str, Any]:
+    """Convert FSDP's configuration for TrainingArguments."""
+    if processes == 1:
+        raise ValueError(
+            "fsdp shares parameters out among processes, and there is one; start several with torchrun or accelerate "
+            "launch, or leave fsdp out"
+        )
+    found = {name.removeprefix("fsdp_"): value for name, value in config.items()}
+    if odd := sorted(found.keys() - _TAKEN):
+        raise ValueError(
+            f"fsdp_config: {odd[0]} has no effect here; what is gathered together follows from the program, and what "
+            f"is taken is {', '.join(sorted(_TAKEN))}"
+        )
+    check_fsdp_version(found.get("version", 2))
+    return found
+
+
+def is_launched_sharded() -> bool:
+    """Tell whether accelerate launch asks for FSDP."""
+    return bool(str_to_bool(os.environ.get(LAUNCHED, "false")))
+
+
+def check_fsdp_version(version: Any) -> None:
+    """Refuse FSDP1."""
+    if int(version) != 2:
+        raise ValueError(f"fsdp_version {version} does not know programs; use 2")

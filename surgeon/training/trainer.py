@@ -25,7 +25,6 @@ from surgeon.models.edit import ASKS_FOR_ROUTERS, EditedLayers
 from surgeon.models.lora import PeftModel
 from surgeon.processes.files import show_bytes
 from surgeon.quality.summary import Quality
-from surgeon.training.arguments import follow_checkpoint, shard_parameters
 from surgeon.training.checkpoints import (
     RunCheckpoints,
     checkpoint_bytes,
@@ -34,7 +33,7 @@ from surgeon.training.checkpoints import (
     write_trained,
 )
 from surgeon.training.head_loss import LossParts, text_loss
-from surgeon.training.scope import routers_of
+from surgeon.training.scope import follow_checkpoint, routers_of, shard_parameters
 from surgeon.training.texts import RunOrder, TrainingText, TrainingWindows
 from surgeon.training.token_store import IGNORED, attends_across
 from surgeon.words import first_few, plural
@@ -392,18 +391,14 @@ def balance_loss(logits: Sequence[Tensor], top_k: int) -> Tensor:
     Returns:
         A number, whose gradient is that of the scores.
     """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
     by_experts = defaultdict[int, list[Tensor]](list)
     for each in logits:
         by_experts[each.shape[-1]].append(each)
     total = torch.zeros((), device=logits[0].device)
     for experts, layers in by_experts.items():
-        sent, scored = (torch.zeros(experts, device=total.device) for _ in range(2))
-        for each in layers:
-            scores = each.to(total.device).softmax(-1).float()
-            sent = sent + torch.bincount(
-                scores.topk(min(top_k, experts)).indices.flatten(), minlength=experts
-            )
-            scored = scored + scores.sum(0)
-        tokens = sum(len(each) for each in layers)
-        total = total + len(layers) * experts * (sent / tokens * scored / tokens).sum()
+        together: Any = tuple(layers)
+        loss: Any = load_balancing_loss_func(together, experts, min(top_k, experts))
+        total = total + len(layers) * loss.to(total.device)
     return total / len(logits)

@@ -15,8 +15,7 @@ from surgeon.checkpoint.describe import describe
 from surgeon.exports.export import why_kept
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of
-from surgeon.training.racks.build import assemble, rack_of
-from surgeon.training.racks.model import RackModel
+from surgeon.training.racks.model import RackModel, assemble, rack_of
 from surgeon.training.racks.partition import Racks
 from tests.codas import coda_logits
 from tests.tiny_models import save_checkpoint, tiny_model
@@ -32,7 +31,7 @@ def written(
     """A checkpoint with codas of changed numbers; returns the racks."""
     racks = Racks.parse("0:2,2:4", program_of(whole), depth)
     cut = [rack_of(whole, racks, index) for index in range(2)]
-    for parameter in cut[0].coda_parameters().values():
+    for parameter in cut[0].coda_parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     surgeon.export(assemble(whole, racks, cut), folder)
     ends = [rack.nodes.stop for rack in racks.ranges]

@@ -31,9 +31,9 @@ from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import parse_spaces
-from surgeon.training.model import RackOptions
-from surgeon.training.racks.build import rack_of
+from surgeon.training.racks.model import rack_of
 from surgeon.training.racks.partition import Racks, allowed_cuts
+from surgeon.training.racks.run import RackOptions
 from surgeon.training.scope import add_adapters, choose_parameters
 from surgeon.training.settings import TrainSettings
 from tests.checkpoint.helpers import IDS, logits_of

@@ -12,7 +12,7 @@ import surgeon
 from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.models.weights import ListedUnits, RandomUnits
-from surgeon.training.model import RackOptions
+from surgeon.training.racks.run import RackOptions
 
 TEXT: dict[str, Any] = {"tokens": 128, "window": 32}
 

@@ -15,7 +15,7 @@ from surgeon.errors import NotProven
 from surgeon.exports import in_memory
 from surgeon.exports.in_memory import export_with_codas
 from surgeon.language.program import Program
-from surgeon.training.racks.build import rack_of
+from surgeon.training.racks.model import rack_of
 from surgeon.training.racks.partition import Racks
 from tests.tiny_models import tiny_model
 

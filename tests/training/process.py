@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 from surgeon.checkpoint.stored import read_json
 from surgeon.models.edit import edit
 from surgeon.quality.tokens import Tokens
-from surgeon.training.distiller import Distillation
 from surgeon.training.run import train
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
 from surgeon.training.token_store import Packer, as_table, columns
 from surgeon.training.trainer import ModelTrainer

@@ -9,14 +9,14 @@ import torch
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
-from surgeon.training.arguments import (
+from surgeon.training.settings import (
+    TrainSettings,
     describe_devices,
     join_processes,
     parse_trainer_arguments,
     share_of_batch,
     training_arguments,
 )
-from surgeon.training.settings import TrainSettings
 
 
 def test_values_have_the_types_of_the_arguments() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from surgeon.models.edit import edit
-from surgeon.training.racks.run_files import read_texts, write_texts
+from surgeon.training.racks.run import read_texts, write_texts
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts, load_texts, with_chat_template

@@ -17,8 +17,9 @@ import surgeon
 from surgeon.models.families import FAMILIES
 from surgeon.quality.head import OutputHead
 from surgeon.training import head_loss
-from surgeon.training.distiller import Distillation, Distiller
+from surgeon.training.distiller import Distiller
 from surgeon.training.head_loss import LogitsTask, TeacherStream, loss_of_stream, next_tokens, text_loss
+from surgeon.training.settings import Distillation
 from surgeon.training.token_store import IGNORED
 from tests.tiny_models import HIDDEN, VOCABULARY, tiny_model
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import surgeon
 from surgeon.models.edit import edit
-from surgeon.training.arguments import follow_checkpoint, group_modules, shard_parameters
+from surgeon.training.scope import follow_checkpoint, group_modules, shard_parameters
 from surgeon.training.settings import TrainSettings
 from tests.processes.test_torchrun import free_port
 from tests.processes.together import REPOSITORY, together

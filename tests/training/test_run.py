@@ -18,10 +18,9 @@ from surgeon.models.weights.quantised import PackedTensor
 from surgeon.opened import open_edited
 from surgeon.quality.data import Windows, digest_of
 from surgeon.quality.text import HeldOutQuality, logits_of, text_quality
-from surgeon.training.distiller import Distillation
-from surgeon.training.heal import student_of
+from surgeon.training.model import student_of
 from surgeon.training.run import Trained, train
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.texts import RunOrder, TrainingText, TrainTexts
 from tests.checkpoint.helpers import save_source
 from tests.quantised import quantise_folder

@@ -9,8 +9,9 @@ import torch
 
 import surgeon
 from surgeon.language.program import Program
-from surgeon.training.distiller import Distillation, Distiller, shared_prefix
+from surgeon.training.distiller import Distiller, shared_prefix
 from surgeon.training.scope import add_adapters, choose_parameters
+from surgeon.training.settings import Distillation
 from tests.tiny_models import VOCABULARY, tiny_model
 
 PAIRED = "A0 F0 A1 F1 [A2 A3] [F2 F3]"

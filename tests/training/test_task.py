@@ -13,10 +13,9 @@ from transformers import TrainerCallback
 
 from surgeon.quality.summary import Quality
 from surgeon.quality.text import HeldOutQuality
-from surgeon.training.distiller import Distillation
 from surgeon.training.head_loss import text_loss
 from surgeon.training.run import Trained, TrainingTask, train
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.texts import RunOrder
 from tests.training.runs import TEXTS, run, same, student, weights
 

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -17,24 +16,23 @@ import torch
 from torch import Tensor
 
 from surgeon.quality.data import Windows
-from surgeon.training import teacher_logits
-from surgeon.training.teacher_logits import TeacherLogits
+from surgeon.training import distiller
+from surgeon.training.distiller import TeacherLogits
 from surgeon.training.texts import TrainingText
 from tests import tiny_models as models
 from tests import warm
 from tests.waiting import PATIENCE
 
 WINDOWS, WINDOW, KEPT, TEMPERATURE = 7, 12, 5, 1.5
-LOGITS = TeacherLogits(Path(), "0" * 64, "float32", "d" * 64, WINDOWS, WINDOW, KEPT, TEMPERATURE)
 # Three windows a file; killed while the teacher runs on the window of this number.
 MAKE = """
 import os, signal, sys
 from pathlib import Path
-from surgeon.training import teacher_logits
+from surgeon.training import distiller
 from tests.training import test_teacher_logits as this
 
 folder, killed_at = Path(sys.argv[1]), int(sys.argv[2])
-teacher_logits._MOST_WINDOWS = 3
+distiller._MOST_WINDOWS = 3
 teacher = this.CountedTeacher()
 teacher.before = lambda: teacher.calls == killed_at and os.kill(os.getpid(), signal.SIGKILL)
 this.make(teacher, folder)
@@ -61,9 +59,9 @@ def text() -> Tensor:
     )
 
 
-def make(teacher: CountedTeacher, folder: Path, logits: TeacherLogits = LOGITS) -> TeacherLogits:
-    made = replace(logits, folder=folder)
-    made.make(teacher.model, TrainingText.of(Windows(text(), "random", "")))
+def make(teacher: CountedTeacher, folder: Path, kept: int = KEPT) -> TeacherLogits:
+    made = TeacherLogits(folder, TrainingText.of(Windows(text(), "random", "")), kept, TEMPERATURE)
+    made.make(teacher.model)
     return made
 
 
@@ -74,7 +72,7 @@ def teacher() -> CountedTeacher:
 
 @pytest.fixture(autouse=True)
 def three_windows_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teacher_logits, "_MOST_WINDOWS", 3)
+    monkeypatch.setattr(distiller, "_MOST_WINDOWS", 3)
 
 
 @torch.no_grad()
@@ -95,7 +93,7 @@ def test_what_is_kept(teacher: CountedTeacher, tmp_path: Path) -> None:
     assert torch.allclose(found.rest.exp() + found.log_p.exp().sum(-1), torch.ones(len(wanted)))
     sizes = [path.stat().st_size for path in (tmp_path / "kept").glob("*.safetensors")]
     assert len(sizes) == 3
-    assert sum(sizes) < WINDOWS * LOGITS.window_bytes + 3000  # headers
+    assert sum(sizes) < WINDOWS * kept.window_bytes + 3000  # headers
 
 
 def test_once_is_enough(teacher: CountedTeacher, tmp_path: Path) -> None:
@@ -121,38 +119,9 @@ def test_killed_it_goes_on(teacher: CountedTeacher, tmp_path: Path) -> None:
     assert all(map(torch.equal, kept.read(every), at_once.read(every)))
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"model_hash": "1" * 64}, "logits of another teacher \\(model_hash 000"),
-        ({"data": "e" * 64}, "another text"),
-        ({"dtype": "bfloat16"}, "a teacher in another dtype \\(dtype float32, not bfloat16\\)"),
-        ({"kept": 6}, "another number of tokens \\(kept 5, not 6\\)"),
-        (
-            {"temperature": 1.0},
-            "another temperature \\(temperature 1.5, not 1.0\\); use another folder, or remove",
-        ),
-    ],
-)
-def test_other_ones_are_refused(
-    teacher: CountedTeacher, tmp_path: Path, change: dict[str, Any], reason: str
-) -> None:
-    make(teacher, tmp_path)
-    with pytest.raises(ValueError, match=reason):
-        make(teacher, tmp_path, replace(LOGITS, **change))
-
-
-def test_what_makes_no_sense(teacher: CountedTeacher, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="kept logits of 8 windows of 12 tokens cannot be made from 7 x 12"
-    ):
-        make(teacher, tmp_path, replace(LOGITS, windows=8))
-    with pytest.raises(ValueError, match="at least 1 of the teacher's logits"):
-        replace(LOGITS, kept=0)
+def test_more_than_there_are(teacher: CountedTeacher, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="vocabulary has 97 tokens; keep at most as many, not 98"):
-        make(teacher, tmp_path, replace(LOGITS, kept=98))
-    with pytest.raises(ValueError, match="windows 0 to 6, not of window 7"):
-        make(teacher, tmp_path).read(torch.tensor([7]))
+        make(teacher, tmp_path, 98)
 
 
 def test_a_broken_teacher(teacher: CountedTeacher, tmp_path: Path) -> None:

@@ -15,9 +15,15 @@ import transformers
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-from surgeon.training.arguments import check_sharding, parse_trainer_arguments, training_arguments
 from surgeon.training.checkpoints import checkpoints_of
-from surgeon.training.settings import DECIDED, TAKEN, TrainSettings
+from surgeon.training.settings import (
+    DECIDED,
+    TAKEN,
+    TrainSettings,
+    check_sharding,
+    parse_trainer_arguments,
+    training_arguments,
+)
 from surgeon.training.trainer import ModelTrainer
 from tests.training.runs import TEXTS, run, same, student, tables, weights
 

@@ -26,7 +26,7 @@ def trainer_of(model: Any, folder: Path) -> ModelTrainer:
     """What a run makes of a model, with no step taken."""
     from surgeon.quality.data import Windows, digest_of
     from surgeon.quality.text import HeldOutQuality
-    from surgeon.training.arguments import training_arguments
+    from surgeon.training.settings import training_arguments
     from surgeon.training.texts import TrainingText
 
     arguments = training_arguments(TrainSettings(scope="all"), folder, 1, 4)

@@ -1,4 +1,4 @@
-"""One rack: a stretch of a model's program, and a private coda that predicts from its end.
+"""Racks cut out of a whole model: a stretch of its program each, and a private coda that predicts from its end.
 
 The loss is that of the coda's prediction; the stream that is handed on has no gradient, so that nothing comes back from
 later racks (`papers/block-wise-local-training.txt`). The last rack's coda is the end of the model itself.
@@ -28,7 +28,7 @@ from surgeon.exports.in_memory import stock_model
 from surgeon.exports.on_demand import build_empty
 from surgeon.language.program import Node, Program
 from surgeon.language.sublayer import Sublayer
-from surgeon.models.edit import EditedLayers, ModelMachine, edit
+from surgeon.models.edit import EditedLayers, ModelMachine, edit, restore
 from surgeon.models.families import Family, family_of
 from surgeon.models.weights import ModelWeights, NamedTensors, make_room
 from surgeon.processes.files import whole_file
@@ -101,7 +101,7 @@ def build_stretch(
         watched: as `StretchLayers` has it.
 
     Raises:
-        ValueError: if a tensor is missing, of another shape, or none of the model's.
+        ValueError: if a tensor is missing, or none of the model's.
     """
     family = family_of(config)
     weights = ModelWeights(NamedTensors(dict(tensors)), family, family.head_dim(config))
@@ -115,36 +115,20 @@ def build_stretch(
             setattr(
                 model.get_submodule(parent), name, SilentEmbedding(int(model.config.hidden_size), dtype)
             )
-    _fill(model, tensors, family)
+    unknown = model.load_state_dict(dict(tensors), strict=False, assign=True).unexpected_keys
+    if unknown:
+        raise ValueError(f"there is no tensor {unknown[0]} in a model of its configuration")
+    model.tie_weights()
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        raise ValueError(
+            f"the tensor {missing[0]} is missing: a model is cut by depth into layers, embeddings, final norm and head"
+        )
     edit(model, program, StretchLayers)
     layers = stretch_layers(model)
     layers.embeds = embeds
     layers.watched = watched
     return model
-
-
-def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], family: Family) -> None:
-    places = dict(model.named_parameters())
-    for name, tensor in tensors.items():
-        if name not in places or places[name].shape != tensor.shape:
-            if name in places:
-                what = f"of shape {tuple(places[name].shape)}"
-            else:
-                what = "in a model of its configuration"
-            raise ValueError(
-                f"there is no tensor {name} {what}; found one of shape {tuple(tensor.shape)}"
-            )
-    model.load_state_dict(dict(tensors), strict=False, assign=True)
-    model.tie_weights()
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if missing:
-        known = (family.layers, *family.embeddings, family.final_norm, family.head)
-        if any(missing[0].startswith(f"{path}.") for path in known):
-            raise ValueError(f"the tensor {missing[0]} is missing")
-        raise ValueError(
-            f"{missing[0]} lies outside the layers, the embeddings, the final norm and the head; a model with such a "
-            "tensor cannot be cut by depth"
-        )
 
 
 def stretch_layers(model: nn.Module) -> StretchLayers:
@@ -300,34 +284,21 @@ class RackModel:
         if self.is_last:
             raise ValueError("the last rack has no coda of its own: its prediction is the model's")
         found = self.tensors()
-        own = len(self.racks.ranges[self.index].nodes)  # before the coda
-        nodes = self.layers.program.nodes[own:]
-        first = 1 + max(layers_in(self.layers.program.nodes[:own]))
-        family = found.family
+        nodes = self.layers.program.nodes[len(self.racks.ranges[self.index].nodes) :]
         sources = layers_in(nodes)
         config = config_for(found.config, sources or [0], tied=False)
-        output = found.outside(family.final_norm, family.head)
-        return Coda(config, renumber_layers(nodes), output | named_layers(family, found.layers[first:]))
+        layers = named_layers(found.family, [found.layers[source] for source in sources])
+        output = found.outside(found.family.final_norm, found.family.head)
+        return Coda(config, renumber_layers(nodes), output | layers)
 
-    def coda_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of its coda, by names that are the same in every rack; the last rack's are the model's own.
-
-        Names are `layers.0...`, in the coda's own numbers (or with a slice in place of the number), `norm...` and
-        `head...`.
-        """
+    def coda_parameters(self) -> list[nn.Parameter]:
+        """List parameters of its coda, in an order that is the same in every rack; the last rack's are the model's."""
         layers = self.layers
         family = family_of(self.model.config)
         nodes = Program(layers.program.nodes[len(layers.program) - len(self.racks.coda) :])
-        found: dict[str, nn.Parameter] = {}
-        for own, shared in zip(nodes.sublayers(), renumber_layers(nodes.nodes).sublayers(), strict=True):
-            derived = layers.is_derived(own)
-            place = str(shared) if derived else str(shared.layers[0])
-            for name, parameter in layers.owner(own).named_parameters():
-                found[f"layers.{place}.{name}"] = parameter
-        for path, called in ((family.final_norm, "norm"), (family.head, "head")):
-            module = self.model.get_submodule(path)
-            found |= {f"{called}.{name}": parameter for name, parameter in module.named_parameters()}
-        return found
+        modules = [layers.owner(one) for one in nodes.sublayers()]
+        modules += [self.model.get_submodule(path) for path in (family.final_norm, family.head)]
+        return list({id(one): one for module in modules for one in module.parameters()}.values())
 
 
 def save_rack(rack: RackModel, path: Path) -> None:
@@ -370,3 +341,103 @@ def open_rack(path: Path) -> RackModel:
             f"{path} is not the file of a rack ({first_line(error)}); begin the run again"
         ) from error
     return RackModel(racks, index, build_stretch(config, program, tensors, index == 0, nodes))
+
+
+def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None = None) -> RackModel:
+    """Copy one rack out of a model.
+
+    A rack has its own layers, a coda's, a final norm and a head; the first one the embeddings, too. Where the model's
+    head is its embedding, every rack's head begins as a copy of that.
+
+    Args:
+        whole: edited or not; it is left as it is.
+        racks: of its program, in the numbers of the layers that it was edited from.
+        seed: of the coda's first random numbers, as of a new model, but for a head that was the embedding; None copies
+            the model's last layers, norm and head.
+
+    Raises:
+        ValueError: if the model runs another program, or has tensors that no rack is to have.
+    """
+    found = tensors_of(whole)
+    layers_by_recipe(racks.program, found.program)
+    require_known(whole)
+    family = found.family
+    nodes = found.program.nodes
+    own, private = (
+        [nodes[place] for place in part] for part in (racks.ranges[index].nodes, racks.private(index))
+    )
+    tied = bool(found.config.tie_word_embeddings)
+    first = layers_in(own)
+    behind = layers_in(private)
+    coda = named_layers(family, [found.layers[source] for source in behind], len(first))
+    tensors = named_layers(family, [found.layers[source] for source in first])
+    tensors |= found.outside(family.final_norm, family.head)
+    if seed is not None and index != racks.last:
+        config_of_coda = config_for(found.config, behind or [0], tied=False)
+        dtype = next(iter(found.others.values())).dtype
+        with torch.random.fork_rng([]):
+            torch.manual_seed((seed << 20) + index + 1)
+            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config_of_coda)]
+            model = model_class._from_config(config_of_coda, dtype=dtype)
+        fresh = tensors_of(model)
+        ends = [family.final_norm]
+        if not tied:
+            ends.append(family.head)
+        coda = named_layers(family, fresh.layers if behind else [], len(first)) | fresh.outside(*ends)
+    tensors |= coda
+    if index == 0:
+        tensors |= found.outside(*family.embeddings)
+    config = config_for(found.config, [*first, *behind], tied and len(racks) == 1)
+    numbers = {name: one.clone(memory_format=torch.contiguous_format) for name, one in tensors.items()}
+    program = renumber_layers(own) + renumber_layers(private, len(first))
+    return RackModel(racks, index, build_stretch(config, program, numbers, index == 0, len(own)))
+
+
+def require_known(model: PreTrainedModel) -> None:
+    """Refuse a model with tensors that no rack would have."""
+    found = tensors_of(model)
+    family = found.family
+    known = found.outside(*family.embeddings, family.final_norm, family.head)
+    if (name := next((one for one in found.others if one not in known), None)) is not None:
+        raise ValueError(
+            f"{name} lies outside the layers, the embeddings, the final norm and the head; a model with such a tensor "
+            "is not cut into racks"
+        )
+
+
+def assemble(whole: PreTrainedModel, racks: Racks, trained: Sequence[RackModel]) -> PreTrainedModel:
+    """Build the whole model of its racks' layers, the first one's embeddings, and the last one's norm and head.
+
+    Of several racks, an embedding that was also the head is stored apart from it.
+
+    Args:
+        whole: that the racks were cut out of; it is left as it is.
+        trained: all racks in order; their numbers are shared with the result.
+
+    Returns:
+        A model in evaluation mode that runs the whole program.
+    """
+    found = tensors_of(whole)
+    family = found.family
+    nodes = found.program.nodes
+    tied = bool(found.config.tie_word_embeddings) and len(racks) == 1
+    layers = list(found.layers)
+    for rack in trained:
+        own = layers_in(nodes[place] for place in racks.ranges[rack.index].nodes)
+        # Behind them are the coda's.
+        for source, tensors in zip(own, rack.tensors().layers, strict=False):
+            layers[source] = tensors
+    first = trained[0].tensors()
+    last = trained[-1].tensors()
+    others = first.outside(*family.embeddings)
+    others |= last.outside(family.final_norm, family.head)
+    config = config_for(found.config, range(len(layers)), tied)
+    model = restore(
+        build_stretch(config, found.program, others | named_layers(family, layers), embeds=True)
+    )
+    model.name_or_path = model.config._name_or_path = str(whole.name_or_path)
+    model.generation_config = whole.generation_config
+    dense = Program.dense(len(layers), family.steps_per_layer)
+    if found.program == dense:
+        return model
+    return edit(model, found.program)

@@ -1,8 +1,11 @@
-"""One rack's process: `python -m surgeon.training.racks.process RUN RACK --meet HOST:PORT`.
+"""Racks in processes, each `python -m surgeon.training.racks.process RUN RACK --meet HOST:PORT`.
 
-The supervisor starts all of them, and again where one is killed. By hand, on several machines, each has a copy of the
-prepared RUN (racks.json, texts.arrow, texts.safetensors, start/), and every rack gets the same address, of rack 0's
-machine, at a free port:
+`train_in_processes` starts all, watches them, starts all again where one was killed, as often as they get further in
+between, and gathers their results. Torchrun's elastic agent restarts after an error that comes again, gives up after so
+many starts, and leaves processes behind when it is killed.
+
+By hand, on several machines, each has a copy of the prepared RUN (racks.json, texts.arrow, texts.pt, start/), and every
+rack gets the same address, of rack 0's machine, at a free port:
 
     python -m surgeon.training.racks.process RUN 1 --meet 10.0.0.1:4000
 
@@ -25,53 +28,79 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch does export it
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from surgeon.errors import Diverged, first_line
-from surgeon.processes.children import when_parent_ends
+from surgeon.machine import gpus_in_turn, threads_per_rank
+from surgeon.processes.children import LIKELY_MEMORY, Child, when_parent_ends
 from surgeon.processes.files import write_json
 from surgeon.processes.rendezvous import connect_store, key_prefix, serve_store
-from surgeon.processes.torchrun import TorchrunEnvironment, interface_of, interface_variables
+from surgeon.processes.torchrun import (
+    HOSTED,
+    VARIABLES,
+    TorchrunEnvironment,
+    interface_of,
+    interface_variables,
+)
+from surgeon.progress import progress
 from surgeon.quality.text import HeldOutQuality
-from surgeon.training.arguments import gather_whole, set_whole, share_of_batch
 from surgeon.training.checkpoints import (
+    OTHERS_ENDED,
+    TRAINING_FILE,
     checkpoints_of,
     fault_of,
     naming_ended_process,
+    read_rows,
     remove_checkpoint,
 )
-from surgeon.training.racks.exchange import PATIENCE, RackExchange, RackStreams
-from surgeon.training.racks.model import open_rack
-from surgeon.training.racks.rack_log import RackLog, paced_loss
-from surgeon.training.racks.run_files import (
+from surgeon.training.racks.model import open_rack, rack_of, save_rack
+from surgeon.training.racks.run import (
+    LOG_FILE,
+    PLAN_FILE,
     PROCESS_FILE,
     RESULT_FILE,
+    START,
+    TEXTS_FILE,
+    RackOptions,
     RacksPlan,
+    RacksToTrain,
+    gather,
+    is_done,
     parse_averaging,
     rack_folder,
+    rack_task,
     read_texts,
     start_file,
+    stream_bytes,
     teacher_file,
+    teacher_of,
+    train_rack,
+    write_texts,
 )
-from surgeon.training.racks.task import rack_task, train_rack
+from surgeon.training.racks.streams import PATIENCE, RackExchange, RackLog, paced_loss
+from surgeon.training.run import TrainedModel, lock_run
+from surgeon.training.scope import gather_whole, set_whole
+from surgeon.training.settings import share_of_batch
 
 FAILED = 1  # exit statuses
 DIVERGED = 4
+AWAY = 600.0  # seconds
 Address = tuple[str, int]
 
 
 def open_store(meet: Address, index: int, is_held: bool, away: float) -> Store:
-    """Open the store in which racks find each other, on rack 0's machine.
+    """Open the store in which racks find each other, on rack 0's machine; all else goes by the interface towards it.
 
     Args:
         index: of this process's rack: the first one's holds the store.
@@ -79,10 +108,18 @@ def open_store(meet: Address, index: int, is_held: bool, away: float) -> Store:
         away: seconds to wait for the other racks.
     """
     host, port = meet
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    except socket.gaierror as error:
+        raise OSError(
+            f"{host} cannot be found from here ({error.strerror}); --meet names rack 0's machine"
+        ) from None
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        os.environ.update(interface_variables(interface_of(probe.getsockname()[0])))
     place = TorchrunEnvironment(index, index + 1, 0, 1, host, port, patience=away)
     if index == 0 and not is_held:
         try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             listening = socket.create_server((host, port), family=family)
         except OSError as error:
             raise OSError(
@@ -98,19 +135,6 @@ def open_store(meet: Address, index: int, is_held: bool, away: float) -> Store:
         ) from None
 
 
-def interface_to(meet: Address) -> str | None:
-    """Name the network interface towards an address, such as eth0; None if unknown."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(*meet, type=socket.SOCK_DGRAM)[0]
-    except socket.gaierror as error:
-        raise OSError(
-            f"{meet[0]} cannot be found from here ({error.strerror}); --meet names rack 0's machine"
-        ) from None
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        return interface_of(probe.getsockname()[0])
-
-
 def agree(store: Store, run: Path, index: int, racks: int, first: bool, away: float) -> bool:
     """Have all racks resume from the newest checkpoint that every one of them has; later ones are removed.
 
@@ -123,11 +147,20 @@ def agree(store: Store, run: Path, index: int, racks: int, first: bool, away: fl
     Returns:
         Whether all racks are done.
     """
+
+    def wait_for(key: str, rack: int) -> bytes:
+        try:
+            return bytes(store.get(key))
+        except RuntimeError:
+            raise OSError(
+                f"rack {rack} has not come within {away:g} s; start it, then the same command goes on"
+            ) from None
+
     folder = rack_folder(run, index)
     if first:
         done = (folder / RESULT_FILE).is_file()
         store.set(f"checkpoints of {index}", json.dumps([done, list_whole_checkpoints(folder)]))
-    said = [json.loads(_wait_for(store, f"checkpoints of {rack}", rack, away)) for rack in range(racks)]
+    said = [json.loads(wait_for(f"checkpoints of {rack}", rack)) for rack in range(racks)]
     all_done = all(done for done, _ in said)
     if first:
         if not all_done:
@@ -137,17 +170,8 @@ def agree(store: Store, run: Path, index: int, racks: int, first: bool, away: fl
                 if step > common:
                     remove_checkpoint(path)
         store.set(f"{index} is ready", "")
-    _wait_for(store, f"{index} is ready", index, away)
+    wait_for(f"{index} is ready", index)
     return all_done
-
-
-def _wait_for(store: Store, key: str, rack: int, away: float) -> bytes:
-    try:
-        return bytes(store.get(key))
-    except RuntimeError:
-        raise OSError(
-            f"rack {rack} has not come within {away:g} s; start it, then the same command goes on"
-        ) from None
 
 
 def list_whole_checkpoints(folder: Path) -> list[int]:
@@ -160,14 +184,6 @@ def find_newest_common(steps: Sequence[Sequence[int]]) -> int:
     return max(set.intersection(*map(set, steps)), default=0)
 
 
-def average_codas(codas: list[Tensor]) -> Tensor:
-    """Average the racks' codas, (numbers,) each, summed in the order of the racks, so that all get the same."""
-    total = codas[0].clone()
-    for coda in codas[1:]:
-        total += coda
-    return total / len(codas)
-
-
 @dataclass(eq=False)
 class RackKeeper(TrainerCallback):
     """Keeps a rack in step with the others: checkpoints, so that all have one in common, and averaged codas.
@@ -176,18 +192,17 @@ class RackKeeper(TrainerCallback):
 
     Args:
         exchange: with the other racks.
-        parameters: gives those of this rack's coda, by names that are the same in all racks; sharding replaces them
-            before the first step.
+        parameters: gives those of this rack's coda, in the same order in all racks; sharding replaces them before the
+            first step.
         every: steps, after which a coda is set to the mean of all racks', waiting for the slowest; None for never.
     """
 
     exchange: RackExchange
-    log: RackLog
-    parameters: Callable[[], Mapping[str, nn.Parameter]]
+    parameters: Callable[[], Sequence[nn.Parameter]]
     every: int | None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.log.begin_computing()
+        self.exchange.log.begin_computing()
 
     @torch.no_grad()
     def on_step_end(
@@ -196,9 +211,9 @@ class RackKeeper(TrainerCallback):
         """Average codas, and wait for the others before a checkpoint is written, and the oldest one removed."""
         del args
         if self.every is not None and state.global_step % self.every == 0:
-            coda = [one for _, one in sorted(self.parameters().items())]
+            coda = self.parameters()
             own = torch.cat([gather_whole(one).flatten().cpu() for one in coda])
-            mean = average_codas(self.exchange.gather(state.global_step, own))
+            mean = self.exchange.average(state.global_step, own)
             for one, part in zip(coda, mean.split([one.numel() for one in coda]), strict=True):
                 set_whole(one, part.view(one.shape))
         if control.should_save:
@@ -206,7 +221,7 @@ class RackKeeper(TrainerCallback):
 
     def on_save(self, *_: Any, **__: Any) -> None:
         self.exchange.checkpoint_saved()
-        self.log.write()
+        self.exchange.log.write()
 
 
 def run_rack(run: Path, index: int, meet: Address, is_held: bool) -> None:
@@ -221,53 +236,265 @@ def run_rack(run: Path, index: int, meet: Address, is_held: bool) -> None:
         ValueError, OSError: as `train`; and if another rack does not come, or ends, a disk is full, or a port is taken.
     """
     plan = RacksPlan.read(run)
+    options = plan.options
+    settings = plan.settings
     if not 0 <= index < plan.racks:
         raise ValueError(f"{run} has racks 0 to {plan.racks - 1}, and no rack {index}")
-    wanted = plan.options.replicas
     there = int(os.environ.get("WORLD_SIZE", "1"))
     replica = int(os.environ.get("RANK", "0"))
-    if there != wanted:
-        if wanted == 1:
-            how = "without torchrun"
-        else:
-            how = f"with torchrun --standalone --nproc-per-node {wanted}"
+    if there != options.replicas:
+        how = "without torchrun"
+        if options.replicas > 1:
+            how = f"with torchrun --standalone --nproc-per-node {options.replicas}"
         raise ValueError(
-            f"a rack of this run has {wanted} processes, and this one has {there}; start it {how}"
+            f"a rack of this run has {options.replicas} processes, and this one has {there}; start it {how}"
         )
     folder = rack_folder(run, index, replica)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / PROCESS_FILE, {"process": os.getpid()})
-    if not is_held:
-        os.environ.update(interface_variables(interface_to(meet)))
-    away = plan.options.away
+    away = options.away or AWAY
     store = open_store(meet, index, is_held or replica > 0, away)
     if agree(store, run, index, plan.racks, replica == 0, away):
         return
-    log = RackLog(folder)
-    ahead = plan.options.ahead * share_of_batch(plan.settings, plan.options.replicas)
-    exchange = RackExchange(
-        PrefixStore(str(replica), store), index, plan.racks, ahead, plan.options.link, log
-    )
     PartialState(cpu=plan.device == "cpu", timeout=PATIENCE)
     rack = open_rack(start_file(run, index))
-    texts = read_texts(run)
-    settings = plan.settings
-    streams = RackStreams(
-        settings.batch, None if rack.is_first else exchange, None if rack.is_last else exchange
-    )
     teacher = None
     if settings.distillation is not None:
-        teacher = open_rack(teacher_file(run, rack.index))
+        teacher = open_rack(teacher_file(run, index))
+    texts = read_texts(run)
+    log = RackLog(folder)
+    exchange = RackExchange(
+        PrefixStore(str(replica), store),
+        index,
+        plan.racks,
+        options.ahead * share_of_batch(settings, options.replicas),
+        stream_bytes(rack, texts, settings),
+        options.link,
+        log,
+    )
     held_out = HeldOutQuality(texts.held_out, None)
-    task = rack_task(rack, held_out, streams, teacher, settings.distillation)
-    every = parse_averaging(plan.options.average)
-    task = replace(task, callbacks=[RackKeeper(exchange, log, rack.coda_parameters, every)])
-    if plan.options.pace:
+    task = rack_task(rack, held_out, settings, exchange, exchange, teacher)
+    every = parse_averaging(options.average)
+    task = replace(task, callbacks=[RackKeeper(exchange, rack.coda_parameters, every)])
+    if options.pace:
         assert task.towards is not None
-        task = replace(task, towards=paced_loss(task.towards, plan.options.pace[rack.index], log))
+        task = replace(task, towards=paced_loss(task.towards, options.pace[index], log))
     train_rack(rack, task, texts, settings, run, plan.identity, plan.device)
     exchange.finish()
     log.write()
+
+
+def prepare(asked: RacksToTrain, options: RackOptions) -> RacksPlan:
+    """Write the files that processes begin with, unless they are there; errors as of `train_in_processes`."""
+    racks = asked.racks
+    settings = asked.settings
+    folder = asked.folder
+    settings.steps_on(len(asked.texts.training))
+    if settings.arguments.get("deepspeed") and options.replicas > 1:
+        raise ValueError("deepspeed does not know racks; share their parameters out by fsdp")
+    if settings.arguments.get("fsdp") and options.replicas == 1:
+        raise ValueError(
+            "fsdp shares a rack's parameters out among its processes; ask for 2 replicas or more of each"
+        )
+    share_of_batch(settings, options.replicas)
+    if options.pace and len(options.pace) != len(racks):
+        raise ValueError(f"there are {len(racks)} racks, and the pace of {len(options.pace)} is given")
+    identity = asked.open(processes=True, average=str(options.average), replicas=options.replicas)
+    if not all((folder / name).is_file() for name in (PLAN_FILE, TEXTS_FILE)):
+        (folder / START).mkdir(exist_ok=True)
+        for index in range(len(racks)):
+            save_rack(rack_of(asked.whole, racks, index, asked.seed), start_file(folder, index))
+        if settings.distillation is not None:
+            assert asked.original is not None
+            teacher = asked.original()
+            for index in range(len(racks)):
+                save_rack(teacher_of(teacher, racks, index), teacher_file(folder, index))
+        write_texts(folder, asked.texts)
+    plan = RacksPlan(len(racks), identity, settings, options, asked.device)
+    plan.write(folder)  # the last one: a run that has it is prepared
+    return plan
+
+
+def commands_by_hand(folder: Path, plan: RacksPlan) -> list[str]:
+    """Commands that start the racks of a prepared run; none where all are done."""
+    if all(is_done(folder, index) for index in range(plan.racks)):
+        return []
+    python = "python"
+    if plan.options.replicas > 1:
+        python = f"torchrun --standalone --nproc-per-node {plan.options.replicas}"
+    module = f"{python} -m surgeon.training.racks.process {folder}"
+    return [f"{module} {index} --meet HOST0:PORT" for index in range(plan.racks)]
+
+
+_HOST = "127.0.0.1"
+_OTHERS_SECONDS = 1.0  # within which those that end because another one did can be told from that one
+_LOOK_SECONDS = 0.1
+_PROGRESS_SECONDS = 1.0
+_VAIN_STARTS = 3  # in a row that end before another checkpoint
+
+
+def train_in_processes(asked: RacksToTrain, options: RackOptions) -> TrainedModel:
+    """Train all racks of a model at once, each in a process of its own, which send each other their streams.
+
+    Where a process is killed all racks resume from the newest checkpoint that each of them has. Killed as a whole, the
+    same call resumes. Without averaging the numbers are those of `train_in_turn`, bit for bit; with replicas, up to
+    rounding. `surgeon.training.racks.run` describes the files.
+
+    Raises:
+        ChildProcessError: if one could not go on, with its last line; the run can, once that is mended.
+        Diverged: if the loss of one is not finite any more.
+        ValueError: if settings, text and racks do not fit, or the folder has another run; or if there are several
+            processes already.
+        OSError: if the folder cannot be written, or another process works on it.
+    """
+    if PartialState(cpu=asked.device == "cpu").num_processes > 1:
+        raise ValueError(
+            "racks start their processes themselves; leave accelerate launch or torchrun out, and ask for replicas of "
+            "each rack to have several processes in it"
+        )
+    gpus = torch.cuda.device_count()
+    if asked.device == "cuda" and options.replicas > gpus:
+        raise ValueError(
+            f"{options.replicas} processes of a rack need a GPU each, and there are {gpus}; ask for fewer, or the CPU"
+        )
+    with lock_run(asked.folder, asked.device):
+        plan = prepare(asked, options)
+        if not all(is_done(asked.folder, index) for index in range(plan.racks)):
+            _run_until_done(asked.folder, plan, asked.settings.steps_on(len(asked.texts.training)))
+    found = gather(asked)
+    if asked.original is None:
+        return found
+    judge = HeldOutQuality(asked.texts.held_out, asked.original())
+    before, after = (judge.measure(model) for model in (asked.whole, found.whole.model))
+    whole, last = (
+        replace(one, original=judge.original, before=before, after=after)
+        for one in (found.whole, found.results[-1])
+    )
+    return replace(found, whole=whole, results=(*found.results[:-1], last))
+
+
+class _Processes:
+    """Processes of all racks, by their names in messages, from one start to their end."""
+
+    def __init__(self, run: Path, plan: RacksPlan) -> None:
+        self.children: dict[str, Child] = {}
+        # New for each start, on this machine alone: of all racks, and of the processes of each.
+        self._stores = [serve_store(socket.create_server((_HOST, 0))) for _ in range(1 + plan.racks)]
+        count = plan.options.replicas
+        threads = plan.options.threads or threads_per_rank(plan.racks * count)
+        own = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, HOSTED)}
+        meet = ["--meet", f"{_HOST}:{self._stores[0].port}", "--child"]
+        module = ["-P", "-m", "surgeon.training.racks.process", str(run.resolve())]
+        for rack in range(plan.racks):
+            gpus = gpus_in_turn(rack, count) if plan.device == "cuda" else {}
+            for replica in range(count):
+                who = f"rack {rack}"
+                together = {}
+                if count > 1:
+                    who += f", process {replica}"
+                    port = self._stores[1 + rack].port
+                    place = TorchrunEnvironment(replica, count, replica, count, _HOST, port, True)
+                    together = place.variables()
+                log = rack_folder(run, rack, replica) / LOG_FILE
+                log.parent.mkdir(parents=True, exist_ok=True)
+                self.children[who] = Child(
+                    [*module, str(rack), *meet], log, threads, environment=own | gpus | together
+                )
+
+    def watch(self, look: Callable[[], object]) -> str | None:
+        """Wait for their end, and end all when one has failed; returns that and by which signal one was ended.
+
+        The reason is the one that did not end because of another; a signal comes before an error.
+
+        Args:
+            look: called meanwhile.
+
+        Raises:
+            Diverged, ChildProcessError: if one has failed by itself, with its last words.
+        """
+        try:
+            while True:
+                codes = [child.poll() for child in self.children.values()]
+                if any(codes) or None not in codes:
+                    break
+                look()
+                time.sleep(_LOOK_SECONDS)
+            until = time.monotonic() + _OTHERS_SECONDS
+            ends = self._failures()
+            while ends and ends[0][0] and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS)
+                ends = self._failures()
+        finally:
+            for child in self.children.values():
+                child.kill()
+            for child in self.children.values():
+                child.wait()
+        if not ends:
+            return None
+        _, code, said = ends[0]
+        if code > 0:
+            raise (Diverged if code == DIVERGED else ChildProcessError)(said)
+        return said
+
+    def _failures(self) -> list[tuple[bool, int, str]]:
+        """Sort failures so far by whether another one was the reason, and exit code; with last words."""
+        found = []
+        for who, child in self.children.items():
+            if code := child.poll():
+                said = f"{who} {child.ending()}"
+                if code > 0:
+                    lines = child.said().splitlines()
+                    errors = [line for line in lines if line.startswith("error: ")]
+                    said = errors[-1].removeprefix("error: ") if errors else f"{said} (see {child.log})"
+                found.append((said.endswith(OTHERS_ENDED), code, said))
+        return sorted(found)
+
+
+def _run_until_done(run: Path, plan: RacksPlan, steps: int) -> None:
+    """Run processes until they are done, again where one was ended by a signal, unless that happens in vain."""
+    folders = [rack_folder(run, index) for index in range(plan.racks)]
+
+    def find_newest() -> int:
+        return find_newest_common([list_whole_checkpoints(folder) for folder in folders])
+
+    def read_last() -> list[dict[str, str]]:
+        return [(read_rows(folder / TRAINING_FILE) or [{}])[-1] for folder in folders]
+
+    def count_steps() -> int:
+        return sum(int(row.get("step", 0)) for row in read_last())
+
+    def note() -> str:
+        rows = ((index, row) for index, row in enumerate(read_last()) if row)
+        return "; ".join(
+            f"rack {index}: step {row['step']}, loss {float(row['loss']):.4g}" for index, row in rows
+        )
+
+    shown = count_steps()
+    looked = time.monotonic()
+    starts_in_vain = 0
+    newest = find_newest()
+    with progress("racks", steps * plan.racks, "steps", shown, note) as advance:
+
+        def look(pause: float = _PROGRESS_SECONDS) -> None:
+            nonlocal shown, looked
+            if time.monotonic() - looked >= pause:
+                looked = time.monotonic()
+                made = max(shown, count_steps())  # racks that are started again repeat some steps
+                advance(made - shown)
+                shown = made
+
+        while (ended := _Processes(run, plan).watch(look)) is not None:
+            before = newest
+            newest = find_newest()
+            starts_in_vain = 1 if newest > before else starts_in_vain + 1
+            if starts_in_vain > _VAIN_STARTS:
+                raise ChildProcessError(
+                    f"{ended}: {starts_in_vain} starts did not get further than step {newest}"
+                    + (LIKELY_MEMORY if ended.endswith("SIGKILL") else "")
+                    + "; mend that, and the same command goes on"
+                )
+            print(f"{ended}; all racks go on from step {newest}", file=sys.stderr, flush=True)
+        look(pause=0)
 
 
 def _parse_address(text: str) -> Address:
@@ -300,15 +527,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with naming_ended_process():
             run_rack(given.run, given.rack, given.meet, is_held=given.child)
-    except Diverged as error:
-        _fail(given.rack, first_line(error), DIVERGED)
     except (ValueError, OSError) as error:
-        _fail(given.rack, first_line(error))
-
-
-def _fail(rack: int, said: str, status: int = FAILED) -> NoReturn:
-    print(f"error: rack {rack}: {said}", file=sys.stderr, flush=True)
-    os._exit(status)  # threads may still wait for other racks
+        print(f"error: rack {given.rack}: {first_line(error)}", file=sys.stderr, flush=True)
+        # What was asked of other racks may never come.
+        os._exit(DIVERGED if isinstance(error, Diverged) else FAILED)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,8 @@ from surgeon.language.program import Program
 from surgeon.models.edit import check_layers, edit, recipe_program
 from surgeon.models.families import FAMILIES, Family, family_of
 from surgeon.quality.tokens import tokenizer_digest
-from surgeon.training.racks.build import require_known
-from surgeon.training.racks.model import tensors_of
-from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.run_files import check_settings
+from surgeon.training.racks.model import require_known
+from surgeon.training.racks.run import check_settings
 from surgeon.training.scope import choose_or_adapt
 from surgeon.training.scratch.config import ScratchConfig
 from surgeon.training.scratch.tracks import narrow
@@ -50,7 +48,6 @@ class Blueprint:
         architecture: of the model before it runs its program; of native tracks, with all their narrow layers.
         tokenizer: gives the vocabulary, and goes into the checkpoint.
         parameters: numbers, before its program takes some of its sublayers apart or together.
-        racks: of its program, where it is trained rack by rack.
     """
 
     config: ScratchConfig
@@ -58,7 +55,6 @@ class Blueprint:
     program: Program
     tokenizer: Any
     parameters: int
-    racks: Racks | None
 
     @property
     def family(self) -> Family:
@@ -161,17 +157,16 @@ def blueprint(config: ScratchConfig) -> Blueprint:
             model = AutoModelForCausalLM.from_config(own, dtype=torch.float32)
     except Exception as error:  # whatever it trips over is a fault of the entries
         raise config.error(f"model: it cannot be built: {_reason(error)}", "model") from error
-    racks = None
     if config.racks is not None:
         with config.under("racks"):
-            racks = config.racks.cut(program)
-            require_known(tensors_of(model))
+            config.racks.cut(program)
+            require_known(model)
         with config.under("training"):
             check_settings(config.settings)
     parameters = sum(each.numel() for each in model.parameters())
     with config.under("training"):
         choose_or_adapt(edit(model, program, factors=RandomFactors("meta")), program, config.settings)
-    return Blueprint(config, architecture, program, tokenizer, parameters, racks)
+    return Blueprint(config, architecture, program, tokenizer, parameters)
 
 
 def _make_architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfig:

@@ -26,10 +26,9 @@ from surgeon.language.yaml import line_of
 from surgeon.models.families import FAMILIES
 from surgeon.named import is_recipe, on_disk
 from surgeon.quality.data import DEFAULT_WINDOW
-from surgeon.training.arguments import read_trainer_argument
-from surgeon.training.model import RackOptions
+from surgeon.training.racks.run import RackOptions
 from surgeon.training.scratch.tracks import WIDTH_STEP, layer_of_each_width
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import TrainSettings, read_trainer_argument
 from surgeon.training.texts import check_texts
 from surgeon.training.token_store import documents_of
 
@@ -127,33 +126,34 @@ class ScratchConfig:
         Args:
             name: maps the names of texts and of the tokenizer.
         """
-        lines = [
-            f"surgeon: {FORMAT}",
-            f"model: {in_braces(self.model)}",
-            _format_line("tokenizer", name(self.tokenizer)),
-        ]
-        if self.operations:
-            lines += ["operations:", *(f"  - {operation.to_yaml()}" for operation in self.operations)]
-        if self.program is not None:
-            lines.append(_format_line("program", str(Program.parse(self.program))))
-        sections = {"tracks": self.tracks, "racks": self.racks}
-        lines += [f"{key}: {in_braces(vars(one))}" for key, one in sections.items() if one is not None]
-        if isinstance(self.data, str):
-            lines.append(_format_line("data", name(self.data)))
+        data = self.data
+        if isinstance(data, dict):
+            data = {name(text): weight for text, weight in data.items()}
         else:
-            lines.append(
-                _format_line("data", {name(text): weight for text, weight in self.data.items()})
-            )
-        if self.eval_data is not None:
-            lines.append(_format_line("eval_data", name(self.eval_data)))
-        plain = ("eval_tokens", "tokens", "window", "separator", "documents")
-        given = {key: value for key in plain if (value := getattr(self, key)) is not None}
-        lines += [_format_line(key, value) for key, value in given.items()]
-        entries = {key: value for key, value in vars(self.settings).items() if key not in _OF_HEALING}
-        lines.append(
-            f"training: {in_braces({key: value for key, value in entries.items() if value not in (None, {})})}"
-        )
-        return "\n".join(lines) + "\n"
+            data = name(data)
+        written = {
+            "tokenizer": name(self.tokenizer),
+            "data": data,
+            "program": self.program and str(Program.parse(self.program)),
+            "eval_data": self.eval_data and name(self.eval_data),
+        }
+        lines = [f"surgeon: {FORMAT}"]
+        for key in _PLAIN:
+            if key == "data" and self.operations:  # which stand behind model and tokenizer
+                lines += ["operations:", *(f"  - {one.to_yaml()}" for one in self.operations)]
+            value = written.get(key, getattr(self, key))
+            if isinstance(value, TracksSection | RackOptions):
+                value = {name: each for name, each in vars(value).items() if each not in (None, ())}
+            if value is not None:
+                lines.append(
+                    f"{key}: {in_braces(value) if isinstance(value, dict) else json.dumps(value, ensure_ascii=False)}"
+                )
+        settings = {
+            key: value
+            for key, value in vars(self.settings).items()
+            if key not in _OF_HEALING and value not in (None, {})
+        }
+        return "\n".join([*lines, f"training: {in_braces(settings)}", ""])
 
 
 _NO_KEYS = ("settings", "operations", "source", "lines")  # fields that are read apart
@@ -230,10 +230,6 @@ def _read_numbers(value: Any) -> Any:
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         return float(value)
     return value
-
-
-def _format_line(key: str, value: Any) -> str:
-    return f"{key}: {json.dumps(value, ensure_ascii=False)}"
 
 
 SHORTEST_WINDOW = 128

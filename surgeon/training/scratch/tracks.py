@@ -133,16 +133,9 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCount:
     Raises:
         ValueError: if there is no model of this configuration.
     """
-    family = family_of(config)
-    model = _build_layer(config, family)
-    sizes = {
-        width: _layer_size(config, family, layer)
-        for width, layer in layer_of_each_width(config, family).items()
-    }
-    layers = sum(sizes[_width_of(family, layer)] for layer in range(config.num_hidden_layers))
-    return ParameterCount(
-        layers, _count_numbers(model) - _count_numbers(model.get_submodule(f"{family.layers}.0"))
-    )
+    model = _build(config)
+    layers = _count_numbers(model.get_submodule(family_of(config).layers))
+    return ParameterCount(layers, _count_numbers(model) - layers)
 
 
 def _width_of(family: Family, layer: int) -> str:
@@ -191,17 +184,15 @@ def _change_config(config: PreTrainedConfig, entries: Mapping[str, Any]) -> PreT
 
 
 def _layer_size(config: PreTrainedConfig, family: Family, layer: int) -> int:
-    return _count_numbers(_build_layer(config, family, layer).get_submodule(f"{family.layers}.0"))
+    described = {"num_hidden_layers": 1, **family.per_layer_entries(config, [layer])}
+    return _count_numbers(_build(_change_config(config, described)).get_submodule(family.layers))
 
 
-def _build_layer(config: PreTrainedConfig, family: Family, layer: int = 0) -> PreTrainedModel:
-    """Build a model with one of the layers only, without numbers."""
-    single = _change_config(
-        config, {"num_hidden_layers": 1, **family.per_layer_entries(config, [layer])}
-    )
+def _build(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a model without numbers."""
     try:
         with torch.device("meta"):  # which ties the head, too
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(single)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever the architecture trips over
         raise ValueError(f"there is no {config.model_type} model with such layers: {error}") from error
     return model

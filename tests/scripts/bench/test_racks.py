@@ -14,8 +14,8 @@ from scripts.bench.rack_model import Optimisation, head_units
 from scripts.bench.racks import RACKS, Bench, Cell
 from surgeon.processes.files import write_json
 from surgeon.runtime.comm.collectives import Link
-from surgeon.training.racks.rack_log import ItemKey, ItemKind, RackLog
-from surgeon.training.racks.run_files import PLAN_FILE, RESULT_FILE, rack_folder
+from surgeon.training.racks.run import PLAN_FILE, RESULT_FILE, rack_folder
+from surgeon.training.racks.streams import ItemKey, ItemKind, RackLog
 
 STEPS = Optimisation(3, 8, 1, 1e-3, warmup=1)
 
@@ -96,8 +96,8 @@ def leave_racks(folder: Path) -> None:
                 log.add(begun, begun + 1, "wait_input", key)
                 log.add(begun + 1, begun + 4, "compute", key)
                 log.add(begun, begun + 0.5, "send", key, 100)
-        log.count("sent", "forward", ItemKind.TRAINING, 900)
-        log.count("sent", "forward", ItemKind.HELD_OUT, 5000)
+        log.count("sent", ItemKind.TRAINING, 900)
+        log.count("sent", ItemKind.HELD_OUT, 5000)
         log.write()
         write_json(own / RESULT_FILE, {})
     write_json(folder / PLAN_FILE, {"options": {"pace": [{"factor": 1.0, "least": 0.25}] * 2}})

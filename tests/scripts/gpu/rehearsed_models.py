@@ -20,13 +20,13 @@ from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import Program
 from surgeon.opened import open_model
 from surgeon.quality.data import Windows, digest_of
-from surgeon.training.arguments import (
+from surgeon.training.settings import (
+    TrainSettings,
     describe_devices,
     join_processes,
     share_of_batch,
     training_arguments,
 )
-from surgeon.training.settings import TrainSettings
 from tests.pretended import pretended_gpus
 from tests.scripts.gpu.rehearsed import require_close
 from tests.scripts.gpu.stage import PROGRAMS, Stage

@@ -13,12 +13,17 @@ from torch import Tensor
 
 from surgeon.models.edit import program_of
 from surgeon.quality.data import Windows, digest_of
-from surgeon.training.racks.build import rack_of
-from surgeon.training.racks.model import RackModel, open_rack
+from surgeon.training.racks.model import RackModel, open_rack, rack_of
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.run_files import RACK_FILE, ProcessOptions, RacksToTrain, rack_folder
-from surgeon.training.racks.supervisor import train_in_processes
-from surgeon.training.racks.task import TrainedModel, train_in_turn
+from surgeon.training.racks.process import train_in_processes
+from surgeon.training.racks.run import (
+    RACK_FILE,
+    RackOptions,
+    RacksToTrain,
+    TrainedModel,
+    rack_folder,
+    train_in_turn,
+)
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
 from tests.tiny_models import tiny_model
@@ -47,6 +52,10 @@ def racks_of(model: Any, texts: str = THREE) -> Racks:
     return Racks.parse(texts, program_of(model), 1)
 
 
+def rack_options(**options: Any) -> RackOptions:
+    return RackOptions(THREE.split(","), processes=True, **options)
+
+
 def one_after_the_other(folder: Path, settings: TrainSettings = SETTINGS) -> TrainedModel:
     """What three racks come to in one process."""
     model = whole()
@@ -67,7 +76,7 @@ def in_processes(
 ) -> TrainedModel:
     """What they come to in processes of their own."""
     model = whole(dropout)
-    given = ProcessOptions(**{"threads": 1, "away": 60.0} | options)
+    given = rack_options(**{"threads": 1, "away": 60.0} | options)
     return train_in_processes(
         RacksToTrain(model, racks_of(model, racks), TEXTS, settings, folder), given
     )

@@ -62,10 +62,10 @@ def train_together(
 def average_codas(racks: Sequence[RackModel]) -> None:
     """Give all codas their mean."""
     codas = [rack.coda_parameters() for rack in racks]
-    for name in codas[0]:
-        mean = torch.stack([coda[name].float() for coda in codas]).sum(0) / len(codas)
-        for coda in codas:
-            coda[name].copy_(mean)
+    for parameters in zip(*codas, strict=True):
+        mean = torch.stack([one.float() for one in parameters]).sum(0) / len(codas)
+        for one in parameters:
+            one.copy_(mean)
 
 
 def forward(rack: RackModel, input_ids: Tensor, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from surgeon.runtime.comm.collectives import Link
-from surgeon.training.racks.exchange import RackExchange
-from surgeon.training.racks.rack_log import ItemKey, ItemKind, RackLog
+from surgeon.training.racks.streams import ItemKey, ItemKind, RackExchange, RackLog
 
 
 def together(racks: int, work: Callable[[int], Any]) -> list[Any]:
@@ -36,7 +35,7 @@ def connected(
     for each in folders:
         each.mkdir(parents=True)
     found = together(
-        racks, lambda rack: RackExchange(store, rack, racks, ahead, link, RackLog(folders[rack]))
+        racks, lambda rack: RackExchange(store, rack, racks, ahead, 64, link, RackLog(folders[rack]))
     )
     yield found
     together(racks, lambda rack: found[rack].finish())
@@ -65,10 +64,10 @@ def test_streams_go_from_each_rack_to_the_next(dtype: torch.dtype, tmp_path: Pat
                 assert second.dtype == dtype
                 if before == 0:
                     racks[1].offer((key(step), first), (key(step, 1), second))
-    counted = [rack._log.traffic() for rack in racks]
+    counted = [rack.log.traffic() for rack in racks]
     for way, rack in (("sent", 0), ("received", 1), ("sent", 1), ("received", 2)):
-        assert counted[rack][way]["forward"]["bytes"] == 4 * 6 * dtype.itemsize
-        assert counted[rack][way]["forward"]["training"]["items"] == 4
+        assert counted[rack][way]["training"]["bytes"] == 4 * 6 * dtype.itemsize
+        assert counted[rack][way]["training"]["items"] == 4
 
 
 def test_a_rack_waits_when_it_is_ahead(tmp_path: Path) -> None:
@@ -87,7 +86,7 @@ def test_a_rack_waits_when_it_is_ahead(tmp_path: Path) -> None:
         for step in range(12):
             assert torch.equal(racks[1].ask(key(step)), stream(step))
         thread.join()
-    assert racks[0]._log.waited > 0.3
+    assert racks[0].log.waited > 0.3
 
 
 def test_another_window_than_the_next_one_is_refused(tmp_path: Path) -> None:

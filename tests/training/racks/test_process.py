@@ -18,15 +18,29 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from surgeon.runtime.comm.collectives import Link
 from surgeon.training.checkpoints import write_manifest
-from surgeon.training.racks.process import agree, main
-from surgeon.training.racks.rack_log import RackPace
-from surgeon.training.racks.run_files import ProcessOptions, RacksPlan, RacksToTrain, read_texts
-from surgeon.training.racks.supervisor import prepare
-from surgeon.training.racks.task import gather, train_in_turn
+from surgeon.training.racks.process import agree, main, prepare
+from surgeon.training.racks.run import (
+    RackOptions,
+    RacksPlan,
+    RacksToTrain,
+    gather,
+    read_texts,
+    train_in_turn,
+)
+from surgeon.training.racks.streams import RackPace
 from surgeon.training.settings import TrainSettings
 from tests import warm
 from tests.processes.test_torchrun import free_port
-from tests.training.racks.local_run import TEXTS, THREE, TWO, in_step, racks_of, require_close, whole
+from tests.training.racks.local_run import (
+    TEXTS,
+    THREE,
+    TWO,
+    in_step,
+    rack_options,
+    racks_of,
+    require_close,
+    whole,
+)
 from tests.training.racks.test_exchange import together
 from tests.waiting import PATIENCE
 
@@ -34,9 +48,9 @@ REPOSITORY = Path(__file__).parents[3]
 SHORT = TrainSettings(scope="all", steps=2, batch=4, learning_rate=1e-2, evaluate_every=1, save_every=1)
 
 
-def prepared(run: Path, options: ProcessOptions | None = None, racks: str = THREE) -> None:
+def prepared(run: Path, options: RackOptions | None = None, racks: str = THREE) -> None:
     model = whole(0.0)
-    prepare(RacksToTrain(model, racks_of(model, racks), TEXTS, SHORT, run), options or ProcessOptions())
+    prepare(RacksToTrain(model, racks_of(model, racks), TEXTS, SHORT, run), options or rack_options())
 
 
 def begin(
@@ -58,7 +72,7 @@ def test_racks_that_meet_at_an_address(tmp_path: Path) -> None:
     meet = f"127.0.0.1:{free_port()}"
     runs = [tmp_path / str(rack) for rack in range(2)]
     for run in runs:
-        prepared(run, ProcessOptions(replicas=2), TWO)
+        prepared(run, rack_options(replicas=2), TWO)
     (runs[1] / "racks.json").write_bytes((runs[0] / "racks.json").read_bytes())
     processes = []
     for rack, run in enumerate(runs):
@@ -83,7 +97,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     """Be a rack of a run in this process; returns what it said as it ended."""
     monkeypatch.setattr("os._exit", sys.exit)
 
-    def ended(options: ProcessOptions | None, *arguments: str) -> str:
+    def ended(options: RackOptions | None, *arguments: str) -> str:
         prepared(tmp_path, options)
         with pytest.raises(SystemExit) as end:
             main([str(tmp_path), *arguments])
@@ -117,30 +131,30 @@ def test_a_port_that_is_taken(refused: Any) -> None:
 
 
 def test_as_many_processes_as_were_prepared(refused: Any, tmp_path: Path) -> None:
-    said = refused(ProcessOptions(replicas=2), "0", "--meet", "127.0.0.1:3")
+    said = refused(rack_options(replicas=2), "0", "--meet", "127.0.0.1:3")
     wanted = "a rack of this run has 2 processes, and this one has 1; start it with torchrun --standalone --nproc-per-"
     assert wanted in said
     with pytest.raises(
         ValueError, match="3 processes cannot share a batch of 4 windows; change the batch"
     ):
-        prepared(tmp_path / "other", ProcessOptions(replicas=3))
+        prepared(tmp_path / "other", rack_options(replicas=3))
     sharded = replace(SHORT, arguments={"fsdp": True})
     asked = RacksToTrain(whole(), racks_of(whole()), TEXTS, sharded, tmp_path / "other")
-    for train in (partial(prepare, options=ProcessOptions()), train_in_turn):
+    for train in (partial(prepare, options=rack_options()), train_in_turn):
         with pytest.raises(ValueError, match="among its processes.* 2 replicas or more of each"):
             train(asked)
     with pytest.raises(ValueError, match="at least 1 process, not 0; give 1 replica or more"):
-        ProcessOptions(replicas=0)
+        rack_options(replicas=0)
 
 
 def test_racks_that_never_come(refused: Any) -> None:
     meet = f"127.0.0.1:{free_port()}"
-    said = refused(ProcessOptions(away=0.5), "1", "--meet", meet)
+    said = refused(rack_options(away=0.5), "1", "--meet", meet)
     assert (
         f"error: rack 1: rack 0 has not come to {meet} within 0.5 s; start it, then the same command goes on"
         in said
     )
-    said = refused(ProcessOptions(away=0.5), "0", "--meet", meet)
+    said = refused(rack_options(away=0.5), "0", "--meet", meet)
     assert (
         "error: rack 0: rack 1 has not come within 0.5 s; start it, then the same command goes on"
         in said
@@ -172,7 +186,9 @@ def test_all_go_on_from_the_newest_checkpoint_that_all_have(tmp_path: Path) -> N
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     paces = (RackPace(2.0), RackPace(), RackPace(least=0.1))
-    options = ProcessOptions("always", 3, Link(0.001, 1e7), paces, 9.0, 2, 4)
+    options = rack_options(
+        average="always", ahead=3, link=Link(0.001, 1e7), pace=paces, away=9.0, threads=2, replicas=4
+    )
     prepared(tmp_path, options)
     plan = RacksPlan.read(tmp_path)
     assert plan.options == options
@@ -190,6 +206,6 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 def test_paces_are_of_each_rack(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there are 3 racks, and the pace of 1 is given"):
-        prepared(tmp_path, ProcessOptions(pace=(RackPace(2.0),)))
+        prepared(tmp_path, rack_options(pace=(RackPace(2.0),)))
     with pytest.raises(ValueError, match="at least 1 micro-batch ahead"):
-        ProcessOptions(ahead=0)
+        rack_options(ahead=0)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from surgeon.training.racks.process import RackKeeper, average_codas, parse_averaging
-from surgeon.training.racks.rack_log import RackLog
+from surgeon.training.racks.process import RackKeeper, parse_averaging
 from tests.selection import case
 from tests.training.racks.local_run import SETTINGS, TWO, in_processes, in_step, require_close
 from tests.training.racks.test_exchange import connected
@@ -24,16 +23,8 @@ def test_when_codas_are_averaged() -> None:
             parse_averaging(wrong)
 
 
-def test_the_mean_is_that_of_all() -> None:
-    codas = list(torch.randn(3, 5))
-    assert torch.allclose(average_codas(codas), torch.stack(codas).mean(0))
-
-
-Codas = list[dict[str, torch.nn.Parameter]]
-
-
-def coda(numbers: int) -> dict[str, torch.nn.Parameter]:
-    return {"b": torch.nn.Parameter(torch.randn(2, 2)), "a": torch.nn.Parameter(torch.randn(numbers))}
+def coda(numbers: int) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.randn(numbers)), torch.nn.Parameter(torch.randn(2, 2))]
 
 
 def make_steps(averaging: list[RackKeeper], steps: int) -> list[str]:
@@ -56,28 +47,24 @@ def make_steps(averaging: list[RackKeeper], steps: int) -> list[str]:
 
 
 def test_all_have_the_mean_afterwards(tmp_path: Path) -> None:
-    codas: Codas = [coda(3) for _ in range(3)]
-    before = [{name: one.detach().clone() for name, one in each.items()} for each in codas]
+    codas = [coda(3) for _ in range(3)]
+    before = [[one.detach().clone() for one in each] for each in codas]
     with connected(tmp_path, 3) as exchanges:
-        averaging = [RackKeeper(exchanges[rack], RackLog(), codas[rack].copy, 2) for rack in range(3)]
+        averaging = [RackKeeper(exchanges[rack], codas[rack].copy, 2) for rack in range(3)]
         assert make_steps(averaging, 1) == []
-        assert all(
-            torch.equal(codas[rack][name], one)
-            for rack in range(3)
-            for name, one in before[rack].items()
-        )
+        assert all(all(map(torch.equal, *pair)) for pair in zip(codas, before, strict=True))
         assert make_steps(averaging, 3) == []
-    for name in ("a", "b"):
-        mean = torch.stack([each[name] for each in before]).mean(0)
+    for place in range(2):
+        mean = torch.stack([each[place] for each in before]).mean(0)
         for each in codas:
-            assert torch.allclose(each[name], mean)
-            assert torch.equal(each[name], codas[0][name])
+            assert torch.allclose(each[place], mean)
+            assert torch.equal(each[place], codas[0][place])
 
 
 def test_codas_of_other_shapes(tmp_path: Path) -> None:
     codas = [coda(3), coda(3), coda(2)]
     with connected(tmp_path, 3) as exchanges:
-        averaging = [RackKeeper(exchanges[rack], RackLog(), codas[rack].copy, 1) for rack in range(3)]
+        averaging = [RackKeeper(exchanges[rack], codas[rack].copy, 1) for rack in range(3)]
         failed = make_steps(averaging, 1)
     assert len(failed) == 3
     assert any(
@@ -97,4 +84,4 @@ def test_processes_average_as_plain_training_does(replicas: int, tmp_path: Path)
     expected, _ = in_step(settings, TWO, average=2)
     codas = [mine.coda_parameters() for mine in require_close(tmp_path, expected, 2e-6)]
     # The last step's are averaged.
-    assert all(torch.equal(codas[1][name], one) for name, one in codas[0].items())
+    assert all(map(torch.equal, *codas))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surgeon.training.racks.rack_log import ItemKey, ItemKind, RackLog, RackPace, paced_loss
+from surgeon.training.racks.streams import ItemKey, ItemKind, RackLog, RackPace, paced_loss
 from tests.clock import HandClock
 
 
@@ -40,7 +40,7 @@ def test_a_micro_batch_takes_as_long_as_asked(
     pace: RackPace, waits: float, computes: float, takes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = HandClock()
-    monkeypatch.setattr("surgeon.training.racks.rack_log.time", clock)
+    monkeypatch.setattr("surgeon.training.racks.streams.time", clock)
     log, model = RackLog(), nn.Linear(2, 1)
     paced = paced_loss(Slow(log, clock, waits, computes).loss, pace, log)
     begun = clock.now()

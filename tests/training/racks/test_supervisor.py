@@ -19,16 +19,17 @@ import torch
 
 from surgeon.errors import Diverged
 from surgeon.models.edit import edit
-from surgeon.training.racks import supervisor
-from surgeon.training.racks.run_files import (
-    ProcessOptions,
+from surgeon.training.racks import process
+from surgeon.training.racks.process import train_in_processes
+from surgeon.training.racks.run import (
     RacksPlan,
     RacksToTrain,
+    TrainedModel,
     finish_racks,
+    gather,
     rack_folder,
+    train_in_turn,
 )
-from surgeon.training.racks.supervisor import train_in_processes
-from surgeon.training.racks.task import TrainedModel, gather, train_in_turn
 from tests import warm
 from tests.selection import case
 from tests.tiny_models import tiny_model
@@ -39,6 +40,7 @@ from tests.training.racks.local_run import (
     in_processes,
     in_step,
     one_after_the_other,
+    rack_options,
     racks_of,
     require_close,
     weights,
@@ -100,9 +102,9 @@ def test_processes_come_to_the_same_and_leave_what_they_did(
     require_same(tmp_path, in_processes(tmp_path), expected)
     traffic = [json.loads((tmp_path / f"rack-{rack}" / "traffic.json").read_text()) for rack in range(3)]
     for before, after in ((traffic[0], traffic[1]), (traffic[1], traffic[2])):
-        assert before["sent"]["forward"] == after["received"]["forward"]
-        assert before["sent"]["forward"]["training"]["items"] == 6 * 4
-        assert before["sent"]["forward"]["held_out"]["items"] == 4 * 3
+        assert before["sent"] == after["received"]
+        assert before["sent"]["training"]["items"] == 6 * 4
+        assert before["sent"]["held_out"]["items"] == 4 * 3
     timeline = pd.read_csv(tmp_path / "rack-1" / "timeline.csv")
     assert set(timeline["what"]) == {"compute", "wait_input", "wait_room", "send"}
     assert (timeline["end"] >= timeline["start"]).all()
@@ -131,7 +133,7 @@ def test_racks_of_mixtures_come_to_the_same(family: str, tmp_path: Path) -> None
     settings, racks = replace(SETTINGS, steps=2), racks_of(model)
     wanted = train_in_turn(RacksToTrain(model, racks, TEXTS, settings, tmp_path / "turn"))
     told = RacksToTrain(model, racks, TEXTS, settings, tmp_path / "once")
-    found = train_in_processes(told, ProcessOptions(threads=1, away=60.0))
+    found = train_in_processes(told, rack_options(threads=1, away=60.0))
     require_same(tmp_path / "once", found, (tmp_path / "turn", wanted))
 
 
@@ -171,7 +173,7 @@ def test_replicas_of_each_rack_come_to_the_same_up_to_rounding(
     assert [result.steps for result in found.results] == [4, 4]
     for replica in range(2):  # half of the windows each
         traffic = json.loads((rack_folder(tmp_path, 0, replica) / "traffic.json").read_text())
-        assert traffic["sent"]["forward"]["training"]["items"] >= 4 * 2
+        assert traffic["sent"]["training"]["items"] >= 4 * 2
     finish_racks(tmp_path, racks_of(whole(), TWO), {})
     assert not list(tmp_path.rglob("process.json"))
 
@@ -243,14 +245,13 @@ def test_racks_have_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     started: list[Any] = []
-    monkeypatch.setattr(supervisor, "Child", lambda *_, environment: started.append(environment))
-    plan = RacksPlan(2, {}, SETTINGS, ProcessOptions(replicas=2), "cuda")
+    monkeypatch.setattr(process, "Child", lambda *_, environment: started.append(environment))
+    plan = RacksPlan(2, {}, SETTINGS, rack_options(replicas=2), "cuda")
     for device in ("cuda", "cpu"):
-        supervisor._Processes(tmp_path, replace(plan, device=device))
+        process._Processes(tmp_path, replace(plan, device=device))
     said = [(own.get("CUDA_VISIBLE_DEVICES"), own["LOCAL_RANK"]) for own in started]
     on_cpu = [(None, "0"), (None, "1")]
     assert said == [("0,1", "0"), ("0,1", "1"), ("2,0", "0"), ("2,0", "1"), *on_cpu, *on_cpu]
-    assert all(own["NCCL_SOCKET_IFNAME"] == f"={own['GLOO_SOCKET_IFNAME']}" for own in started)
 
 
 def test_processes_of_a_rack_need_a_gpu_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,4 +259,4 @@ def test_processes_of_a_rack_need_a_gpu_each(tmp_path: Path, monkeypatch: pytest
     model = whole()
     asked = RacksToTrain(model, racks_of(model, TWO), TEXTS, SETTINGS, tmp_path, device="cuda")
     with pytest.raises(ValueError, match="2 processes of a rack need a GPU each, and there are 1"):
-        supervisor.train_in_processes(asked, ProcessOptions(replicas=2))
+        process.train_in_processes(asked, rack_options(replicas=2))

@@ -12,18 +12,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from surgeon.models.edit import edit, program_of
-from surgeon.training.distiller import Distillation
 from surgeon.training.head_loss import LossParts
-from surgeon.training.racks.build import rack_of
-from surgeon.training.racks.exchange import RackStreams
-from surgeon.training.racks.model import RackModel
+from surgeon.training.racks.model import RackModel, rack_of
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.rack_log import ItemKey
-from surgeon.training.racks.run_files import ProcessOptions, RacksToTrain
-from surgeon.training.racks.supervisor import train_in_processes
-from surgeon.training.racks.task import distilled_rack_loss, teacher_of, train_in_turn
+from surgeon.training.racks.process import train_in_processes
+from surgeon.training.racks.run import RacksToTrain, distilled_rack_loss, teacher_of, train_in_turn
+from surgeon.training.racks.streams import ItemKey, RackStreams
+from surgeon.training.settings import Distillation
 from tests.tiny_models import tiny_model
-from tests.training.racks.local_run import SETTINGS, TEXTS, weights
+from tests.training.racks.local_run import SETTINGS, TEXTS, rack_options, weights
 from tests.training.racks.reference import forward
 
 BOTH = Distillation(logits=0.5, hidden=3.0, text=0.25, temperature=2.0)
@@ -167,7 +164,7 @@ def test_processes_come_to_the_same_bits(tmp_path: Path) -> None:
     settings = replace(SETTINGS, steps=2, distillation=Distillation(hidden=10.0))
     asked = RacksToTrain(model, racks, TEXTS, settings, tmp_path / "turn", original)
     found = train_in_turn(asked)
-    options = ProcessOptions(threads=1, away=60.0)
+    options = rack_options(threads=1, away=60.0)
     others = train_in_processes(replace(asked, folder=tmp_path / "once"), options)
     for mine, theirs in zip(*(weights(tmp_path / name, 2) for name in ("turn", "once")), strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)

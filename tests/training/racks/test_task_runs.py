@@ -14,17 +14,13 @@ from torch import Tensor, nn
 import surgeon
 from surgeon.models.edit import edit, program_of
 from surgeon.quality.text import logits_of, text_quality
-from surgeon.training.distiller import Distillation
-from surgeon.training.racks import task
-from surgeon.training.racks.build import rack_of
-from surgeon.training.racks.exchange import KeptStreams, RackStreams
-from surgeon.training.racks.model import open_rack, save_rack
+from surgeon.training.racks import run
+from surgeon.training.racks.model import open_rack, rack_of, save_rack
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.rack_log import ItemKey, ItemKind
-from surgeon.training.racks.run_files import RacksToTrain, rack_folder
-from surgeon.training.racks.task import TrainedModel, train_in_turn
+from surgeon.training.racks.run import RacksToTrain, TrainedModel, rack_folder, train_in_turn
+from surgeon.training.racks.streams import ItemKey, ItemKind, KeptStreams, RackStreams
 from surgeon.training.run import train
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
 from tests.tiny_models import tiny_model
 from tests.training.racks.reference import forward, train_together
@@ -157,7 +153,7 @@ def test_killed_it_goes_on_with_the_same_bits(tmp_path: Path, monkeypatch: pytes
     model = whole("gpt2", PROGRAM, 0.3)
     racks = cut(model, "0:3,3:4")
     expected = trained(tmp_path / "whole", model, racks, save_every=1)
-    calls, loss = 0, task.rack_loss
+    calls, loss = 0, run.rack_loss
 
     def killed(streams: RackStreams, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         nonlocal calls
@@ -166,7 +162,7 @@ def test_killed_it_goes_on_with_the_same_bits(tmp_path: Path, monkeypatch: pytes
             raise KeyboardInterrupt
         return loss(streams, model, inputs)
 
-    monkeypatch.setattr(task, "rack_loss", killed)
+    monkeypatch.setattr(run, "rack_loss", killed)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             trained(tmp_path / "killed", model, racks, save_every=1)
