@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.load import load, load_streamed
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.machine import available_bytes, gpu_with_room, parse_size, show_size
-from surgeon.opened import Model, open_model
+from surgeon.opened import Model, load, load_streamed, open_model
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import (
     DEFAULT_TOKENS,

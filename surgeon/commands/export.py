@@ -196,9 +196,8 @@ def export(
     from surgeon.analysis.factors.recipe_factors import with_factors
     from surgeon.commands.opening import as_list
     from surgeon.exports import in_memory
-    from surgeon.exports.adapters import BASE, export_with_adapter
-    from surgeon.exports.export import DTYPES, check_target, plan_export, write_export
-    from surgeon.exports.plan import check_exportable
+    from surgeon.exports.export import DTYPES, check_exportable, check_target, plan_export, write_export
+    from surgeon.exports.in_memory import BASE, export_with_adapter
     from surgeon.findings.measured import read_measured
     from surgeon.machine import parse_size
     from surgeon.opened import open_edited

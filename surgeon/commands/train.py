@@ -90,8 +90,7 @@ def train(
     """
     from surgeon.checkpoint.forms import lay_out
     from surgeon.checkpoint.training import Training, no_source
-    from surgeon.exports.export import check_target
-    from surgeon.exports.plan import check_storage
+    from surgeon.exports.export import check_storage, check_target
     from surgeon.findings.training import ScratchRun
     from surgeon.opened import open_model
     from surgeon.provenance import provenance

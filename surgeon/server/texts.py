@@ -8,8 +8,7 @@ from inspect import signature
 from itertools import accumulate
 from typing import Any
 
-from surgeon.checkpoint.messages import Message, chat_text, plain_message
-from surgeon.checkpoint.texts import Continuation, Encoder
+from surgeon.checkpoint.texts import Continuation, Encoder, Message, chat_text, plain_message
 from surgeon.server.errors import invalid
 
 FIELD = "chat_template_kwargs"

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
-from surgeon.checkpoint.load import load
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.in_memory import edit
@@ -25,7 +24,7 @@ from surgeon.models.families import family_of
 from surgeon.models.families.specs import Growth
 from surgeon.models.routing import route
 from surgeon.models.weights import Dense, ModelWeights, ModuleStore, NamedTensors, Tensors, pack_tensors
-from surgeon.opened import open_model
+from surgeon.opened import load, open_model
 from surgeon.testing.sublayers import EDITS, LAYERS, Sublayers, logits_of, two_slices
 
 

@@ -13,9 +13,8 @@ from surgeon.checkpoint.config import DEMO
 from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.stored import REPORT_FILE
 from surgeon.checkpoint.training import Training, layers_by_recipe
-from surgeon.exports.export import source_record
+from surgeon.exports.export import layout_of, source_record
 from surgeon.exports.in_memory import stock_layers_of
-from surgeon.exports.plan import layout_of
 from surgeon.exports.prove import original_model
 from surgeon.exports.unfuse import unfuse
 from surgeon.language.program import Program

@@ -16,8 +16,7 @@ from surgeon.checkpoint.belongings import companions_of, left_behind, left_by, p
 from surgeon.checkpoint.describe import compare, describe
 from surgeon.checkpoint.stored import Checkpoint
 from surgeon.checkpoint.write import verify
-from surgeon.exports.adapters import export_with_adapter
-from surgeon.exports.in_memory import export_with_codas
+from surgeon.exports.in_memory import export_with_adapter, export_with_codas
 from surgeon.exports.unfuse import unfuse
 from surgeon.models.edit import edit
 from surgeon.opened import open_model

@@ -20,8 +20,7 @@ from surgeon.checkpoint import write
 from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.forms.fused import FusedPlanner
 from surgeon.errors import NotProven
-from surgeon.exports.export import plan_export
-from surgeon.exports.plan import check_exportable
+from surgeon.exports.export import check_exportable, plan_export
 from surgeon.opened import open_model
 from tests.checkpoint.helpers import (
     run_export,

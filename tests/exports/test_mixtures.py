@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.checkpoint.forms import lay_out
-from surgeon.checkpoint.load import load
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.checkpoint.stored import Checkpoint
 from surgeon.commands.app import main
@@ -22,7 +21,7 @@ from surgeon.exports.in_memory import edit
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of, restore
 from surgeon.models.families import family_of
-from surgeon.opened import open_model
+from surgeon.opened import load, open_model
 from tests.tiny_models import tiny_model
 
 MIXTURES = ["qwen3_moe", "mixtral", "llama4_text"]

@@ -25,7 +25,7 @@ from surgeon.checkpoint.tensor_file import read_header
 from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.errors import first_line
 from surgeon.exports.in_memory import stock_model
-from surgeon.exports.on_demand import build_empty
+from surgeon.exports.prove import build_empty
 from surgeon.language.program import Node, Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import edit

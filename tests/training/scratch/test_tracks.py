@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import surgeon
-from surgeon.checkpoint.load import load
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.models.edit import edit, edited_layers, program_of
 from surgeon.models.families import FAMILIES, family_of
+from surgeon.opened import load
 from surgeon.training.scope import routers_of
 from surgeon.training.scratch.tracks import count_parameters, narrow
 from tests.tiny_models import DENSE_FAMILIES, disturb, tiny_model
