@@ -19,9 +19,10 @@ from transformers.utils import logging
 
 from surgeon.checkpoint.belongings import GENERATION, GGUF_RECORD
 from surgeon.checkpoint.config import CONFIG, dense_config, locate, open_stored, read_config_only
+from surgeon.checkpoint.describe import read_report
 from surgeon.checkpoint.forms import Form, form_of
-from surgeon.checkpoint.stored import Checkpoint, StoredModel, read_json
-from surgeon.checkpoint.tensor_file import StoredTensor
+from surgeon.checkpoint.stored import Checkpoint, StoredModel
+from surgeon.checkpoint.tensor_file import StoredTensor, read_json
 from surgeon.errors import did_you_mean, show_value
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
@@ -100,6 +101,11 @@ class Model(StoredModel):
     def form(self) -> Form:
         """The form that it is stored in."""
         return form_of(self.checkpoint)
+
+    @cached_property
+    def report(self) -> dict[str, Any] | None:
+        """surgeon.json, the record of its export; None where it has none."""
+        return read_report(self)
 
     @cached_property
     def shapes(self) -> ModelShapes:

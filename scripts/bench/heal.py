@@ -36,7 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.commands import add_defaults, make_parser
 from scripts.markdown import format_table
 from surgeon.checkpoint.config import locate
-from surgeon.checkpoint.stored import Checkpoint, read_json
+from surgeon.checkpoint.stored import Checkpoint
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe

@@ -33,9 +33,8 @@ from surgeon.checkpoint.stored import (
     UNPICKLE,
     Checkpoint,
     StoredModel,
-    read_json,
 )
-from surgeon.checkpoint.training import is_no_source
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.demo import demo_model
 from surgeon.errors import show_value
 from surgeon.language.program import Program
@@ -403,3 +402,8 @@ def _are_tied(checkpoint: Checkpoint, family: Family, wanted: bool) -> bool:
     return all(
         a == b for a, b in zip(checkpoint[embedding].blocks(), checkpoint[head].blocks(), strict=True)
     )
+
+
+def is_no_source(source: dict[str, Any]) -> bool:
+    """Tell whether it says that the model was trained from scratch."""
+    return source.get("model", "") is None

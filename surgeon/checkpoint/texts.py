@@ -22,7 +22,8 @@ from transformers import AutoTokenizer
 
 from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.config import locate, open_stored
-from surgeon.checkpoint.stored import StoredModel, read_json
+from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.errors import first_line, show_value
 from surgeon.words import first_few
 

@@ -25,7 +25,8 @@ from surgeon.checkpoint.forms import per_layer_lists
 from surgeon.checkpoint.forms.base import NOT_ON_VLLM
 from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.random_weights import RandomCheckpoint, RandomFactors
-from surgeon.checkpoint.stored import QUANTIZATION, read_json
+from surgeon.checkpoint.stored import QUANTIZATION
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.commands.opening import draft_program
 from surgeon.exports.export import check_exportable, layout_of
 from surgeon.exports.prove import original_model

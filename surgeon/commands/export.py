@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from transformers import PreTrainedModel
 
+    from surgeon.checkpoint.describe import Training
     from surgeon.checkpoint.forms import Layout
-    from surgeon.checkpoint.training import Training
     from surgeon.exports.prove import Proof
     from surgeon.findings.measured import CardScore
     from surgeon.language.program import Program
@@ -48,10 +48,11 @@ class Exported:
     def of(cls, folder: Path, proof: Proof) -> Exported:
         """Read the report of an exported checkpoint."""
         from surgeon.checkpoint.config import open_stored
+        from surgeon.checkpoint.describe import read_report
         from surgeon.language.program import Program
 
         stored = open_stored(folder)
-        report = stored.report
+        report = read_report(stored)
         assert report is not None
         program = Program.parse(report["program"])
         depth = report["effective_depth"]

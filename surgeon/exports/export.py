@@ -30,12 +30,19 @@ from surgeon.checkpoint.belongings import (
     inherit,
     left_behind,
 )
+from surgeon.checkpoint.describe import Training, layers_by_recipe
 from surgeon.checkpoint.factor_cache import FactorCache
-from surgeon.checkpoint.forms import FORMS, PROGRAM, Layout, PlannedTensor, lay_out
+from surgeon.checkpoint.forms import FORMS, PROGRAM, Layout, lay_out
 from surgeon.checkpoint.forms.planning import plan_copy
-from surgeon.checkpoint.stored import QUANTIZATION, REPORT_FILE, StoredModel, Wrapped, read_json
-from surgeon.checkpoint.training import Training, layers_by_recipe
-from surgeon.checkpoint.write import FileRecord, Writing, shard_limit, split_into_shards
+from surgeon.checkpoint.stored import QUANTIZATION, REPORT_FILE, StoredModel, Wrapped
+from surgeon.checkpoint.tensor_file import (
+    FileRecord,
+    PlannedTensor,
+    Writing,
+    read_json,
+    shard_limit,
+    split_into_shards,
+)
 from surgeon.errors import did_you_mean, is_full_disk
 from surgeon.exports.prove import Proof, original_model, prove, reference_of, require_alike
 from surgeon.findings.card import write_card
@@ -237,7 +244,7 @@ def write_export(
                 keep_tokenizer_class(folder, original.config)
 
             # Write, and read back what was written, while the original runs with the program.
-            shards = split_into_shards(plan.stored, shard_limit(source))
+            shards = split_into_shards(plan.stored, shard_limit(source.weight_files))
             with Writing(folder, shards, advance) as writing:
                 with stretch(advance, size) as read:
                     reference = reference_of(original, plan.program, read, plan.factors)

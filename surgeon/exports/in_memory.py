@@ -26,10 +26,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from surgeon.checkpoint.belongings import GENERATION, Companions, FileKind, companions_of, kind_of
 from surgeon.checkpoint.codas import Coda, read_codas, write_codas
 from surgeon.checkpoint.config import CONFIG, open_stored
+from surgeon.checkpoint.describe import Training
 from surgeon.checkpoint.forms import PROGRAM, Layout, form_of, lay_out
 from surgeon.checkpoint.imported import wrapper_of
-from surgeon.checkpoint.stored import Checkpoint, StoredModel, read_json
-from surgeon.checkpoint.training import Training
+from surgeon.checkpoint.stored import Checkpoint, StoredModel
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.errors import NotProven
 from surgeon.exports.export import (
     DTYPES,

@@ -34,10 +34,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from surgeon.checkpoint.config import open_stored
-from surgeon.checkpoint.forms import Form, PlannedTensor
+from surgeon.checkpoint.forms import Form
 from surgeon.checkpoint.forms.planning import join_rows
 from surgeon.checkpoint.imported import replace_prefix
 from surgeon.checkpoint.stored import Checkpoint, StoredModel
+from surgeon.checkpoint.tensor_file import PlannedTensor
 from surgeon.errors import NotProven
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
@@ -263,7 +264,7 @@ class _Versions:
     """Rows of written tensors: exactly as planned before rounding, as written, or both.
 
     Where both are there, they are compared bit for bit. All other tensors are compared when their files are read back
-    (`surgeon.checkpoint.write`).
+    (`surgeon.checkpoint.tensor_file`).
     """
 
     checkpoint: Checkpoint

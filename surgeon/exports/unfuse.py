@@ -20,11 +20,11 @@ from transformers.initialization import no_init_weights
 
 from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.config import dense_config, open_stored
+from surgeon.checkpoint.describe import layers_by_recipe, read_report
 from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.base import config_beside
 from surgeon.checkpoint.forms.fused import CARRIED, ORIGINAL_KEY, fused_config
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.errors import NotProven
 from surgeon.language.program import Program, Step
 from surgeon.language.sublayer import ATTENTION, KINDS, WRITING, Sublayer
@@ -72,9 +72,11 @@ def unfuse(model: str | Path | StoredModel) -> PreTrainedModel:
         nodes += map(Step, steps)
         first += max(part.values())
     program = Program(tuple(nodes))
-    if stored.report is not None:  # it may say that it is made of something else than whole layers
+    if (
+        report := read_report(stored)
+    ) is not None:  # it may say that it is made of something else than whole layers
         try:
-            layers_by_recipe(Program.parse(stored.report["program"]), program)
+            layers_by_recipe(Program.parse(report["program"]), program)
         except NotProven as difference:
             raise ValueError(_advice(checkpoint.where, str(difference))) from difference
     config = _config_of(stored, program)

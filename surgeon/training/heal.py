@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from surgeon.checkpoint.belongings import companions_of
 from surgeon.checkpoint.config import DEMO
+from surgeon.checkpoint.describe import Training, layers_by_recipe
 from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.stored import REPORT_FILE
-from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.exports.export import layout_of, source_record
 from surgeon.exports.in_memory import stock_layers_of
 from surgeon.exports.prove import original_model

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.errors import needs_extra, show_value
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of

@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import surgeon
-from surgeon.checkpoint import write
-from surgeon.checkpoint.tensor_file import FileTensor
-from surgeon.checkpoint.write import FileRecord, verify
+from surgeon.checkpoint import tensor_file
+from surgeon.checkpoint.tensor_file import FileRecord, FileTensor, verify
 from surgeon.exports.prove import WeightsOnDemand, original_model, reference_of
 from surgeon.language.program import Program
 from surgeon.machine import resident_bytes
@@ -184,7 +183,7 @@ def test_what_is_written_and_not_there_afterwards_is_refused(
         content[-4] ^= 1
         path.write_bytes(content)
 
-    monkeypatch.setattr(write, "sync", rots)
+    monkeypatch.setattr(tensor_file, "sync", rots)
     with pytest.raises(OSError, match="model.safetensors does not read back"):
         run_export(tmp_path / "source", tmp_path / "out" / "target", "A0 F0 A2 F2")
     assert list((tmp_path / "out").iterdir()) == []

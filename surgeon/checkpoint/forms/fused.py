@@ -6,7 +6,7 @@ Its configuration describes the architecture in the words of the modeling file i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,25 +15,29 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint import remote_code
-from surgeon.checkpoint.forms.base import BY_THE_FILE, Form, Layout, by_transformers, config_beside
-from surgeon.checkpoint.forms.planning import (
-    Compute,
-    Computed,
-    PlannedTensor,
-    TensorPlanner,
-    averaging_dtype,
-    known_modules,
-)
-from surgeon.checkpoint.forms.stored_layers import (
+from surgeon.checkpoint.forms.base import (
+    BY_THE_FILE,
+    Form,
     Inexpressible,
+    Layout,
     StoredLayer,
+    by_transformers,
+    config_beside,
     require_divisible,
     require_uniform,
     stored_layers,
 )
+from surgeon.checkpoint.forms.planning import (
+    Compute,
+    Computed,
+    TensorPlanner,
+    averaging_dtype,
+    known_modules,
+)
 from surgeon.checkpoint.stored import Checkpoint, StoredModel
+from surgeon.checkpoint.tensor_file import PlannedTensor
 from surgeon.language.program import Program, Step, steps_of
-from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.edit import PROGRAM_PREFIX
 from surgeon.models.families import Family, Projection
 from surgeon.models.families.fused import FUSED as FUSED_FAMILY
@@ -66,12 +70,13 @@ class FusedPlanner(TensorPlanner):
             for projection in spec.projections
         }
 
-    def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
+    def plan(self, layers: Sequence[tuple[Sublayer, ...]]) -> list[PlannedTensor]:
         planned = self._move(f"{FUSED_FAMILY.embedding}.weight", self.family.embedding)
         if self.family.positions.embedding is not None:
             planned += self._move(f"{POSITIONS}.weight", self.family.positions.embedding)
         for index, layer in enumerate(layers):
-            for kind, sublayers in ((ATTENTION, layer.attention), (FEED_FORWARD, layer.feed_forward)):
+            for kind in KINDS:
+                sublayers = tuple(sublayer for sublayer in layer if sublayer.kind == kind)
                 for sublayer in sublayers:  # whose tensors none may be left behind
                     known = known_modules(self.family.spec(kind))
                     for path in self.paths(sublayer):
@@ -79,10 +84,7 @@ class FusedPlanner(TensorPlanner):
                             raise ValueError(
                                 f"{path} of {self.family.name} cannot be stored in the fused form"
                             )
-                if sublayers:
-                    tensors = self._tensors(kind, sublayers)
-                else:
-                    tensors = {}
+                tensors = self._tensors(kind, sublayers) if sublayers else {}
                 for path, compute in tensors.items():
                     name = f"{FUSED_FAMILY.layers}.{index}.{path}"
                     planned += self.planned(name, compute)

@@ -12,11 +12,20 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from surgeon.checkpoint import remote_code
-from surgeon.checkpoint.forms.base import BY_THE_FILE, NOT_ON_VLLM, Form, Layout, by_transformers
-from surgeon.checkpoint.forms.planning import ModulePlanner, PlannedTensor
-from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, require_divisible
+from surgeon.checkpoint.forms.base import (
+    BY_THE_FILE,
+    NOT_ON_VLLM,
+    Form,
+    Inexpressible,
+    Layout,
+    StoredLayer,
+    by_transformers,
+    require_divisible,
+)
+from surgeon.checkpoint.forms.planning import ModulePlanner
 from surgeon.checkpoint.remote_code import FAMILY_KEY
 from surgeon.checkpoint.stored import StoredModel, Wrapped
+from surgeon.checkpoint.tensor_file import PlannedTensor
 from surgeon.language.program import Program
 from surgeon.language.sublayer import KINDS
 from surgeon.models.edit import PROGRAM_KEY

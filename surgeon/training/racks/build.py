@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
-from surgeon.checkpoint.training import layers_by_recipe
+from surgeon.checkpoint.describe import layers_by_recipe
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, restore
 from surgeon.training.racks.model import (

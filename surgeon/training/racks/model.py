@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from surgeon.checkpoint.codas import Coda
+from surgeon.checkpoint.describe import layers_by_recipe
 from surgeon.checkpoint.tensor_file import read_header
-from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.errors import first_line
 from surgeon.exports.in_memory import stock_model
 from surgeon.exports.prove import build_empty

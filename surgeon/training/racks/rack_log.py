@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.processes.files import write_json
 from surgeon.training.checkpoints import read_rows
 from surgeon.training.head_loss import LossParts

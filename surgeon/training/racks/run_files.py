@@ -34,7 +34,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.processes.files import whole_file, write_json
 from surgeon.quality.data import Windows, digest_of
 from surgeon.runtime.comm.collectives import Link

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.codas import Coda
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.exports.in_memory import export, export_with_codas
 from surgeon.exports.prove import Proof
 from surgeon.models.families import family_of
