@@ -7,10 +7,11 @@ model with three layers, `A0 F0 A1~A2 F1~F2` is stored as four layers and `A0 F0
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,7 +47,6 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES, SHARED, WRITING, Sublayer
 from surgeon.models.edit import (
     decoder_layers,
-    decoder_parent,
     edit,
     input_device,
     program_of,
@@ -59,12 +59,9 @@ from surgeon.models.lora import LoraConfig, LoraLayer, PeftModel, get_peft_model
 from surgeon.models.weights import (
     Group,
     ModelWeights,
-    ModuleStore,
     NamedTensors,
-    Store,
     Tensors,
     absent_sublayers,
-    module_with,
     pack_tensors,
 )
 from surgeon.models.weights.quantised import PackedTensor
@@ -74,17 +71,7 @@ from surgeon.processes.files import scratch, write_json
 from surgeon.quality.text import in_evaluation_mode
 
 # `edit` and `load` are those of models whose `save_pretrained` writes their program, too.
-__all__ = [
-    "check_form",
-    "edit",
-    "export",
-    "export_with_codas",
-    "load",
-    "logits_of",
-    "save_edited",
-    "stock_layers_of",
-    "stock_model",
-]
+__all__ = ["edit", "load"]
 
 
 def export(
@@ -130,8 +117,8 @@ def export(
             "is, and another edit is one of the original model"
         )
     with scratch(target) as source:
-        with stock_model(model) as stock:
-            type(model).save_pretrained(model, source, state_dict=_numbers_of(model))
+        stock = stock_model(model)
+        _save(model, stock, source)
         if tokenizer is not None:
             tokenizer.save_pretrained(source)
         came_from = model.name_or_path or ""
@@ -151,8 +138,8 @@ def export(
 
 def check_form(model: PreTrainedModel, form: str) -> None:
     """Refuse a form that `export` could not write a model in, before it is trained."""
-    with stock_model(model) as stock:
-        lay_out(stock.program, family_of(model.config), model.config, form)
+    stock = stock_model(model)
+    lay_out(stock.program, family_of(model.config), stock.config, form)
 
 
 def export_with_codas(
@@ -217,13 +204,9 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
         raise ValueError(
             "a fused model that was edited again cannot be saved; edit and export the original model"
         )
-    state = options.pop("state_dict", None)
-    with stock_model(model, state) as stock:
-        # Under their own names: those that stock checkpoints have are translated for stock classes only.
-        numbers = _numbers_of(model) if state is None else stock.state(state)
-        type(model).save_pretrained(
-            model, folder, state_dict=numbers, **options | {"save_original_format": False}
-        )
+    stock = stock_model(model, options.pop("state_dict", None))
+    # Under their own names: those that stock checkpoints have are translated for stock classes only.
+    _save(model, stock, folder, **options | {"save_original_format": False})
     if not options.get("is_main_process", True):
         return
     saved = StoredModel(str(folder), Checkpoint(folder), model.config)
@@ -231,13 +214,6 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
     write_json(folder / CONFIG, saved.checkpoint.entries | entries)
     shutil.copyfile(PROGRAM.shipped.file, folder / PROGRAM.shipped.file.name)
     keep_tokenizer_class(folder, model.config)
-
-
-def _numbers_of(model: PreTrainedModel) -> Tensors:
-    """Return a model's state dict, unpacked, for files hold no `PackedTensor`."""
-    state = model.state_dict()
-    packed = {name: one.numbers().cpu() for name, one in state.items() if isinstance(one, PackedTensor)}
-    return state | packed
 
 
 def _with_home(
@@ -296,93 +272,93 @@ def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class StockLayers:
-    """The layers of the stock model.
+class StockModel:
+    """A model in memory as a stock one, whose layers are the original ones, then those made of derived sublayers.
 
     Attributes:
-        layers: the original ones, then those made of derived sublayers.
-        sources: for each, the original layer whose entries in the configuration it has.
+        config: with entries for as many layers.
         program: over these layers.
-        prefix: of the names of layers.
-        derived: the names of derived sublayers in the edited model.
+        tensors: by name, shared with the model but for those of made layers.
     """
 
-    layers: list[nn.Module]
-    sources: list[int]
+    config: Any
     program: Program
-    prefix: str = ""
-    derived: Collection[str] = ()
+    tensors: Tensors
 
-    def state(self, state: Tensors) -> Tensors:
-        """Rename a state dict of the edited model to these layers."""
-        renamed = {
-            name: tensor
-            for name, tensor in state.items()
-            if name.removeprefix(self.prefix).partition(".")[0] not in self.derived
+
+def stock_model(model: PreTrainedModel, state: Tensors | None = None) -> StockModel:
+    """Return a model as it is now as a stock one; `state` stands in for its state dict."""
+    family = family_of(model.config)
+    config = copy.deepcopy(model.config)
+    tensors: Tensors = model.state_dict() if state is None else state
+    edited = decoder_layers(model)
+    program = program_of(model)
+    sources = list(range(len(edited)))
+    if isinstance(edited, EditedLayers):
+        groups = edited.stored_groups
+        sources = [*range(len(edited.original[0])), *(group.layers[0] for group in groups.groups)]
+        for key, value in edited.config_before.items():
+            setattr(config, key, value)
+        derived = [one for one in dict.fromkeys(program.sublayers()) if edited.is_derived(one)]
+        prefix = f"{family.layers}."
+        left = tuple(f"{prefix}{one}." for one in derived)
+        found = {name: tensor for name, tensor in tensors.items() if not name.startswith(left)}
+        for index, group in enumerate(groups.groups, len(edited.original[0])):
+            made = _layer_of(group, edited, tensors)
+            found |= {f"{prefix}{index}.{path}": tensor for path, tensor in made.items()}
+        tensors = found
+        names = {
+            one: one.stored_in(edited.stored_place(one, groups))
+            if one in derived
+            else replace(one, layers=(edited.stored_place(one, groups),))
+            for one in program.sublayers()
         }
-        for index, layer in enumerate(self.layers):
-            if type(layer) is nn.Module:  # made of derived sublayers
-                renamed |= {
-                    f"{self.prefix}{index}.{name}": one for name, one in layer.state_dict().items()
-                }
-        return renamed
+        program = program.renamed(names.__getitem__)
+    entries = family.per_layer_entries(config, sources) | {"num_hidden_layers": len(sources)}
+    for key, value in entries.items():
+        setattr(config, key, value)
+    return StockModel(config, program, tensors)
 
 
-def stock_layers_of(model: PreTrainedModel, state: Tensors | None = None) -> StockLayers:
-    """Return the layers of a model as they are now."""
-    layers = decoder_layers(model)
-    if not isinstance(layers, EditedLayers):
-        return StockLayers(list(layers), list(range(len(layers))), program_of(model))
-    groups = layers.stored_groups
-    made = [_layer_of(group, layers, state) for group in groups.groups]
-    sources = [*range(len(layers.original[0])), *(group.layers[0] for group in groups.groups)]
-
-    def stored(sublayer: Sublayer) -> Sublayer:
-        place = layers.stored_place(sublayer, groups)
-        if layers.is_derived(sublayer):
-            return sublayer.stored_in(place)
-        return replace(sublayer, layers=(place,))
-
-    derived = {str(sublayer) for sublayer in layers.program.sublayers() if layers.is_derived(sublayer)}
-    program = layers.program.renamed(stored)
-    return StockLayers(
-        [*layers.original[0], *made], sources, program, f"{layers.family.layers}.", derived
-    )
+def _save(model: PreTrainedModel, stock: StockModel, folder: Path, **options: Any) -> None:
+    """Save a stock model by the class of the one in memory; files hold no `PackedTensor`."""
+    before = model.config
+    numbers = {
+        name: one.numbers().cpu() if isinstance(one, PackedTensor) else one
+        for name, one in stock.tensors.items()
+    }
+    model.config = stock.config
+    try:
+        type(model).save_pretrained(model, folder, state_dict=numbers, **options)
+    finally:
+        model.config = before
 
 
-def _layer_of(group: Group, edited: EditedLayers, state: Tensors | None) -> nn.Module:
+def _layer_of(group: Group, edited: EditedLayers, state: Tensors) -> Tensors:
     """Make a layer of a group's sublayers; those that the program does not have are as they were."""
-    made = nn.Module()
+    made: Tensors = {}
     weights = edited.weights()
     for kind in KINDS:
         spec = edited.family.spec(kind, group.layers[0])
-        owner = edited.layer(group.layers[0])
         count = group.count if kind in group.used else None
         pieces = [None] if count is None else [(index, count) for index in range(count)]
         parts: list[Tensors] = []
         live: list[Tensors] = []
         for sublayer in (group.sublayer(kind, piece) for piece in pieces):
-            if str(sublayer) not in edited._modules:
+            own = f"{edited.family.layers}.{sublayer}."
+            held = {name: tensor for name, tensor in state.items() if name.startswith(own)}
+            if not held:
                 parts.append(weights.by_role(sublayer))
                 continue
-            # Of its derived module, whose weights may have changed, or derived anew.
+            # Of its derived module, whose weights may have changed.
             layer = sublayer.layers[0]
             inside = f"{edited.family.layers}.{layer}."
-            store: Store = ModuleStore(edited.get_submodule(str(sublayer)), inside)
-            if state is not None:
-                own = f"{edited.family.layers}.{sublayer}."
-                found = {name: tensor for name, tensor in state.items() if name.startswith(own)}
-                store = NamedTensors(
-                    {inside + name.removeprefix(own): tensor for name, tensor in found.items()}
-                )
-            stored = ModelWeights(store, edited.family, edited.family.head_dim(edited.config))
+            store = NamedTensors({inside + name.removeprefix(own): held[name] for name in held})
+            stored = ModelWeights(store, edited.family, weights.head_dim)
             live.append(stored.by_role(Sublayer(kind, (layer,), ranks=sublayer.ranks)))
             parts.append(live[-1])
-        tensors = pack_tensors(
-            _join(parts, live, f"{kind}{group.layers[0]}"), spec, weights.unit_width(kind)
-        )
-        for name, module in module_with(tensors, owner, spec, weights.head_dim).named_children():
-            made.add_module(name, module)
+        whole = _join(parts, live, f"{kind}{group.layers[0]}")
+        made |= pack_tensors(whole, spec, weights.unit_width(kind))
     return made
 
 
@@ -421,33 +397,6 @@ def _divided_dim(key: str) -> int | None:
         return None
     # Matrices of experts are stacked.
     return None if what == "first.weight" else -1 if what == "bias" else -2
-
-
-@contextmanager
-def stock_model(model: PreTrainedModel, state: Tensors | None = None) -> Iterator[StockLayers]:
-    """While inside, the model is a stock one with the layers to be stored, in its configuration too."""
-    stock = stock_layers_of(model, state)
-    family = family_of(model.config)
-    edited = isinstance(decoder_layers(model), EditedLayers)
-    parent, name = decoder_parent(model)
-    before = getattr(parent, name)
-    original = before.undo(model.config) if edited else before
-    entries = family.per_layer_entries(model.config, stock.sources) | {
-        "num_hidden_layers": len(stock.layers)
-    }
-    config_before = {key: getattr(model.config, key) for key in entries}
-    for key, value in entries.items():
-        setattr(model.config, key, value)
-    setattr(parent, name, nn.ModuleList(stock.layers))
-    try:
-        yield stock
-    finally:
-        for key, value in config_before.items():
-            setattr(model.config, key, value)
-        setattr(parent, name, original)
-        if edited:
-            setattr(parent, name, before)
-            before.describe_in(model.config)
 
 
 save_edited_with(save_edited)
@@ -493,14 +442,14 @@ def export_with_adapter(
     lora = {path: module for path, module in base.named_modules() if isinstance(module, LoraLayer)}
     with stage_folder(target) as partial:
         with _without_adapter(base, lora):
-            with stock_model(base) as stock:  # in a form that keeps modules
-                family = family_of(base.config)
-                try:
-                    layout = lay_out(stock.program, family, base.config, among=("plain", "program"))
-                except ValueError as refusal:
-                    raise ValueError(
-                        f"the model cannot be written with its modules as they are: {refusal}; {_MERGE}"
-                    ) from refusal
+            stock = stock_model(base)
+            family = family_of(base.config)
+            try:  # in a form that keeps modules
+                layout = lay_out(stock.program, family, stock.config, among=("plain", "program"))
+            except ValueError as refusal:
+                raise ValueError(
+                    f"the model cannot be written with its modules as they are: {refusal}; {_MERGE}"
+                ) from refusal
             if base_of is None:
                 proof = export(base, partial / BASE, form=layout.form.name, tokenizer=tokenizer)
             else:

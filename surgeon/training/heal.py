@@ -14,7 +14,7 @@ from surgeon.checkpoint.describe import Training, layers_by_recipe
 from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.stored import REPORT_FILE
 from surgeon.exports.export import layout_of, source_record
-from surgeon.exports.in_memory import stock_layers_of
+from surgeon.exports.in_memory import stock_model
 from surgeon.exports.prove import original_model
 from surgeon.exports.unfuse import unfuse
 from surgeon.language.program import Program
@@ -136,7 +136,7 @@ def student_of(edited: EditedModel, packed: bool) -> PreTrainedModel:
     model = unfuse(edited.model) if is_fused else edited.load("cpu", packed)
     if not isinstance(decoder_layers(model), EditedLayers):
         edit(model, edited.program)
-    layers_by_recipe(program_to_heal(edited), stock_layers_of(model).program)  # before it is trained
+    layers_by_recipe(program_to_heal(edited), stock_model(model).program)  # before it is trained
     model.float()
     return model
 

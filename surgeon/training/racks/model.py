@@ -200,15 +200,17 @@ class ModelTensors:
 def tensors_of(model: PreTrainedModel) -> ModelTensors:
     """Collect the tensors of a model; averages and slices of its program are layers behind its own."""
     prefix = f"{family_of(model.config).layers}."
-    with stock_model(model) as stock:
-        config = copy.deepcopy(model.config)
-    named = model.named_parameters(remove_duplicate=False)
-    others = {name: one.detach() for name, one in named if not name.startswith(prefix)}
-    layers = [
-        {name: one.detach() for name, one in layer.named_parameters(remove_duplicate=False)}
-        for layer in stock.layers
-    ]
-    return ModelTensors(config, stock.program, layers, others)
+    stock = stock_model(model)
+    buffers = {name.removeprefix(prefix).partition(".")[2] for name, _ in model.named_buffers()}
+    layers: list[dict[str, Tensor]] = [{} for _ in range(stock.config.num_hidden_layers)]
+    others = {}
+    for name, tensor in stock.tensors.items():
+        layer, _, path = name.removeprefix(prefix).partition(".")
+        if not name.startswith(prefix):
+            others[name] = tensor
+        elif path not in buffers:
+            layers[int(layer)][path] = tensor
+    return ModelTensors(stock.config, stock.program, layers, others)
 
 
 def named_layers(
