@@ -168,9 +168,9 @@ class Form(ABC):
         """Tell whether a config.json has this form's mark."""
         return config.get("model_type") in self.model_types or self.mark in config
 
-    def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
-        """Return a checkpoint's `transformers` configuration, without program and remote classes."""
-        return config_beside(checkpoint.config, CONFIG_MAPPING[family.model_type])
+    def stock_config(self, entries: dict[str, Any], family: Family) -> Any:
+        """Return the `transformers` configuration of a config.json, without program and remote classes."""
+        return config_beside(entries, CONFIG_MAPPING[family.model_type])
 
     def own_program(self, config: Any) -> Program | None:  # noqa: ARG002
         """Return the program of a checkpoint, where it is not its layers one after the other."""

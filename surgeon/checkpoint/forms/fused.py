@@ -34,7 +34,7 @@ from surgeon.checkpoint.forms.planning import (
     averaging_dtype,
     known_modules,
 )
-from surgeon.checkpoint.stored import Checkpoint, StoredModel
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import PlannedTensor
 from surgeon.language.program import Program, Step, steps_of
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer
@@ -322,10 +322,8 @@ class Fused(Form):
     def class_entries(self, original: StoredModel, layout: Layout) -> dict[str, Any]:  # noqa: ARG002
         return self.shipped.entries(FUSED_FAMILY.model_type)
 
-    def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
-        config = config_beside(
-            checkpoint.config, self.shipped.model_class(family.model_type).config_class
-        )
+    def stock_config(self, entries: dict[str, Any], family: Family) -> Any:
+        config = config_beside(entries, self.shipped.model_class(family.model_type).config_class)
         config.auto_map = self.shipped.auto_map(family.model_type)
         return config
 
