@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -400,7 +400,7 @@ def from_files(
         with quiet():  # it would tell of all that is around the text decoder
             loaded, report = model_class.from_pretrained(stored.folder, key_mapping=inside, **options)
         vars(loaded).pop("_weight_conversions", None)  # saved, the decoder is a model of its own
-    check_complete(stored.folder, report)
+    check_complete(stored.folder, report["mismatched_keys"], report["missing_keys"])
     made: PreTrainedModel = loaded
     take_experts_apart(made)
     return made
@@ -439,14 +439,20 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def check_complete(folder: Path, report: Mapping[str, Any]) -> None:
-    """Refuse weights that are missing or do not fit, which `transformers` would replace by random numbers."""
-    for name, stored, expected in sorted(report["mismatched_keys"]):
+def check_complete(
+    folder: Path, misshapen: Iterable[tuple[str, Sequence[int], Sequence[int]]], missing: Iterable[str]
+) -> None:
+    """Refuse weights that do not fit or are missing, which `transformers` would replace by random numbers.
+
+    Args:
+        misshapen: tensors, with their shapes and those that config.json asks for.
+    """
+    for name, stored, expected in sorted(misshapen):
         raise ValueError(
             f"{folder}: tensor {name} has the shape {tuple(stored)}, but config.json asks for {tuple(expected)}"
         )
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"{folder} lacks a tensor of its model: {first_few(missing, 1)}")
+    if lacking := sorted(missing):
+        raise ValueError(f"{folder} lacks a tensor of its model: {first_few(lacking, 1)}")
 
 
 class StreamedLayers(nn.ModuleList):

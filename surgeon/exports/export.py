@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
@@ -23,11 +23,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from surgeon.checkpoint.belongings import (
+    CARD_FILE,
+    CARRIED,
     CODAS,
     TEMPLATES,
     Companions,
     companions_of,
     inherit,
+    kind_of,
     left_behind,
 )
 from surgeon.checkpoint.describe import Training, layers_by_recipe
@@ -58,46 +61,25 @@ from surgeon.provenance import versions
 from surgeon.version import __version__
 from surgeon.words import first_few
 
-__all__ = ["DTYPES", "ExportPlan", "plan_export", "write_export"]
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-# What lies in a checkpoint's folder beside the files that surgeon.json lists.
+# What lies in a checkpoint's folder beside the files that surgeon.json lists, and those that models hand on.
 FILES = (
-    *(
-        "config.json",
-        "generation_config.json",
-        "surgeon.json",
-        "*.safetensors",
-        "*.safetensors.index.json",
-    ),
-    *(
-        "tokenizer*",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.*",
-        "merges.txt",
-        "*.model",
-        "*.tiktoken",
-    ),
-    *(
-        "chat_template*",
-        "preprocessor_config.json",
-        "processor_config.json",
-        "modeling_*.py",
-        "configuration_*.py",
-    ),
-    *(
-        "tokenization_*.py",
-        "pytorch_model*.bin",
-        "pytorch_model.bin.index.json",
-        "README.md",
-        ".gitattributes",
-    ),
-    *("LICENSE*", "NOTICE*", "USE_POLICY*"),
+    "config.json",
+    REPORT_FILE,
+    CARD_FILE,
+    ".gitattributes",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model.bin.index.json",
+    "modeling_*.py",
+    "configuration_*.py",
+    f"{CODAS}/codas.json",
+    f"{CODAS}/rack-*.safetensors",
+    f"{TEMPLATES}/*.jinja",
 )
-# What lies in folders inside: racks' codas (see codas.py), and chat templates.
-FOLDERS = {CODAS: ("codas.json", "rack-*.safetensors"), TEMPLATES: ("*.jinja",)}
 MOST_NAMED = 3  # of the things in the way
 
 
@@ -151,27 +133,23 @@ def why_kept(folder: Path) -> str | None:
         return "is no checkpoint: it has no surgeon.json of an export, and no config.json with a model_type and weights"
     listed = report.get("files") if exported else None
     known = set(listed) if isinstance(listed, dict) else set()
-    others = sorted(path.name for path in folder.iterdir() if not _belongs(path, known))
+    others = sorted(path.name for path in folder.iterdir() if not _belongs(path, folder, known))
     if others:
         return f"holds what is no part of a checkpoint ({first_few(others, MOST_NAMED)})"
     return None
 
 
-def _belongs(path: Path, known: set[str]) -> bool:
+def _belongs(path: Path, folder: Path, known: set[str]) -> bool:
     """Tell whether a checkpoint has such a file, or folder of nothing else; none has links."""
-    if path.is_dir() and not path.is_symlink():
-        inside = {
-            name.removeprefix(f"{path.name}/") for name in known if name.startswith(f"{path.name}/")
-        }
-        patterns = FOLDERS.get(path.name, ())
-        is_known = bool(inside or patterns)
-        return is_known and all(_is_file(one, one.name in inside, patterns) for one in path.iterdir())
-    return _is_file(path, path.name in known, FILES)
-
-
-def _is_file(path: Path, is_known: bool, patterns: Iterable[str]) -> bool:
-    is_file = path.is_file() and not path.is_symlink()
-    return is_file and (is_known or any(fnmatchcase(path.name, pattern) for pattern in patterns))
+    name = path.relative_to(folder).as_posix()
+    if path.is_symlink():
+        return False
+    if path.is_dir():
+        inside = [*path.iterdir()]
+        return bool(inside) and all(_belongs(one, folder, known) for one in inside)
+    patterns = (one for one in FILES if one.count("/") == name.count("/"))
+    is_known = name in known or any(fnmatchcase(name, one) for one in patterns)
+    return path.is_file() and (is_known or ("/" not in name and kind_of(name) in CARRIED))
 
 
 def _object(path: Path) -> dict[str, Any]:

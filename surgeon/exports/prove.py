@@ -169,9 +169,7 @@ def original_model(
     if original.own is not None:
         leave_out(model, original.weights, original.own)
     match = match_names(model, original)
-    wrong = [(match.names[name], model.get_parameter(name)) for name in match.misshapen]
-    shapes = [(names[0], shape_of(names, original, like), like.shape) for names, like in wrong]
-    check_complete(original.folder, {"mismatched_keys": shapes, "missing_keys": match.missing})
+    check_complete(original.folder, match.misshapen, match.missing)
     return model, match
 
 
@@ -315,10 +313,8 @@ def _written_model(written: StoredModel, form: Form) -> tuple[PreTrainedModel, M
     for what, which in (("missing", match.missing), ("unexpected", match.unexpected)):
         if which:
             raise NotProven(f"the {form} form has {what} tensors: {', '.join(sorted(which)[:3])}")
-    for name in match.misshapen:
-        stored = match.names[name]
-        shape = shape_of(stored, written, model.get_parameter(name))
-        raise NotProven(f"the {form} form has a tensor of a wrong shape: {stored[0]}, {shape}")
+    for name, shape, _ in match.misshapen:
+        raise NotProven(f"the {form} form has a tensor of a wrong shape: {name}, {shape}")
     return model, match
 
 
@@ -391,19 +387,6 @@ class WeightsOnDemand(TorchFunctionMode):
             id(parameter): rows[name] for name, parameter in self.parameters.items() if name in rows
         }
         self.at_once = max(1, usable_cores() // torch.get_num_threads())
-        self.pool: ThreadPoolExecutor | None = None
-
-    def __enter__(self) -> WeightsOnDemand:
-        enter: Any = super().__enter__
-        enter()
-        self.pool = ThreadPoolExecutor(self.at_once)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        leave: Any = super().__exit__
-        leave(*raised)
-        assert self.pool is not None
-        self.pool.shutdown()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
@@ -434,14 +417,14 @@ class WeightsOnDemand(TorchFunctionMode):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`functional.linear`, a block of output features at a time, several blocks side by side."""
-        assert self.pool is not None
         step = max(1, BLOCK // max(1, weight.shape[1]))
         rows = self.rows[id(weight)](READ_AT_ONCE * step)
         blocks = (
             block for some in rows for block in zip(*(one.split(step) for one in some), strict=True)
         )
         product = partial(_product, x, torch.is_inference_mode_enabled())
-        output = torch.cat(list(in_order(self.pool, product, blocks, 2 * self.at_once)), dim=-1)
+        with ThreadPoolExecutor(self.at_once) as pool:
+            output = torch.cat(list(in_order(pool, product, blocks, 2 * self.at_once)), dim=-1)
         if bias is None:
             return output
         if id(bias) not in self.rows:
@@ -506,13 +489,13 @@ class Match(NamedTuple):
     Attributes:
         names: the stored tensors that each parameter is read from: its rows, one after the other; one, as a rule.
         missing: parameters that are not stored.
-        misshapen: those whose stored tensor has another shape.
+        misshapen: stored tensors of another shape than the parameter's, with both shapes.
         unexpected: stored tensors that are no parameter of the model.
     """
 
     names: dict[str, tuple[str, ...]]
     missing: list[str]
-    misshapen: list[str]
+    misshapen: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
     unexpected: list[str]
 
 
@@ -560,18 +543,17 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
         if second in found:
             found.setdefault(first, found[second])
     missing = [parameter for parameter in parameters if parameter not in found]
-    misshapen = [
-        parameter
+    shapes = [
+        (names[0], shape_of(names, store, parameters[parameter]), tuple(parameters[parameter].shape))
         for parameter, names in found.items()
-        if shape_of(names, stored, parameters[parameter]) != parameters[parameter].shape
     ]
+    misshapen = [(name, own, wanted) for name, own, wanted in shapes if own != wanted]
     return Match(found, missing, misshapen, unexpected)
 
 
-def shape_of(names: tuple[str, ...], stored: StoredModel, like: Tensor) -> tuple[int, ...]:
+def shape_of(names: tuple[str, ...], store: Checkpoint, like: Tensor) -> tuple[int, ...]:
     """Return the stored shape of a parameter: of one tensor, or of experts' matrices stacked as in it."""
-    first = stored.checkpoint.shape(names[0])
-    store = stored.checkpoint
+    first = store.shape(names[0])
     if len(first) == like.dim():
         return first
     experts = like.shape[0]
