@@ -112,8 +112,16 @@ QUANTIZATION = "quantization_config"  # of config.json: how weights are stored i
 # begun, and the dtype, which the weights themselves have.
 NOT_COMPUTED = frozenset(
     (
-        *("_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map"),
-        *("dtype", "torch_dtype", "use_cache", "initializer_range", WEIGHTS_KEY),
+        "_name_or_path",
+        "_commit_hash",
+        "transformers_version",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "torch_dtype",
+        "use_cache",
+        "initializer_range",
+        WEIGHTS_KEY,
     )
 )
 

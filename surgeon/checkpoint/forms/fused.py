@@ -101,13 +101,7 @@ class FusedPlanner(TensorPlanner):
         return planned
 
     def _move(self, name: str, path: str, part: str = "weight") -> list[PlannedTensor]:
-        whole = f"{path}.{part}"
-        if whole not in self.weights:
-            stored = self.weights.names.of(whole)
-            raise ValueError(
-                f"{self.source.folder} has no tensor {stored}, which {self.family.name} needs"
-            )
-        return self.planned(name, lambda weights: weights.tensor(whole))
+        return self.planned(name, lambda weights: weights.tensor(f"{path}.{part}"))
 
     def _tensors(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
         """Compute the projections, the norms of heads, and the norm before, which only norms in front of several."""
@@ -235,15 +229,16 @@ KIND_NAMES = {ATTENTION: "attention", FEED_FORWARD: "mlp"}  # as layers say that
 PATHS = {role: projection.path for role, projection in PROJECTIONS.items()}
 # What means the same in every architecture.
 CARRIED = (
-    *(
-        "vocab_size",
-        "hidden_size",
-        "max_position_embeddings",
-        "initializer_range",
-        "use_cache",
-        "tie_word_embeddings",
-    ),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "original_max_position_embeddings"),
+    "vocab_size",
+    "hidden_size",
+    "max_position_embeddings",
+    "initializer_range",
+    "use_cache",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "original_max_position_embeddings",
 )
 
 
