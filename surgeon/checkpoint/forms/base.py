@@ -110,7 +110,8 @@ class Form(ABC):
         Args:
             num_layers: of the original.
         """
-        return [tuple(layer.sources) for layer in stored_layers(program, family.steps_per_layer)]
+        layers = stored_layers(program, family.steps_per_layer, partly=True)
+        return [tuple(layer.sources) for layer in layers]
 
     def tensors(
         self,
@@ -196,9 +197,7 @@ class Form(ABC):
             return MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored.config
         if wrapped is not None:
             model_type = wrapped.wrapper.model_type
-        model_class: Any = self.shipped.model_class(
-            model_type, stored.folder, around=wrapped is not None
-        )
+        model_class: Any = self.shipped.model_class(model_type, stored.folder)
         return model_class, model_class.config_class.from_pretrained(stored.folder)
 
     # How it is used.

@@ -291,11 +291,6 @@ class Fused(Form):
         reason = f"{' and '.join(what)}; {who} it with the modeling file inside (trust_remote_code=True)"
         return Layout(self, reason, layers)
 
-    def sources(self, program: Program, family: Family, num_layers: int) -> list[tuple[int, ...]]:  # noqa: ARG002
-        return [
-            tuple(layer.sources) for layer in stored_layers(program, family.steps_per_layer, partly=True)
-        ]
-
     def config(
         self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]
     ) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class ProgramForm(Form):
         if layout.wrapped is not None:
             wrapper = layout.wrapped.wrapper
             row["inside"] = [wrapper.text, wrapper.decoder]
-            return self.shipped.entries(wrapper.model_type, around=True) | runs
+            return self.shipped.entries(wrapper.model_type) | runs
         scale = family.scales.logits(config)
         # By this name vLLM's transformers backend, which has a head of its own, knows it.
         if scale is None:

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import CONFIG_MAPPING
 
+from surgeon.checkpoint.imported import WRAPPERS
 from surgeon.models.edit import PROGRAM_PREFIX
 
 if TYPE_CHECKING:  # takes seconds, and ranks do without
@@ -58,39 +59,30 @@ class RemoteCode:
         """The file, as it lies in this package."""
         return Path(__file__).with_name(f"{self.module}.py")
 
-    def class_name(self, model_type: str, around: bool = False) -> str:
-        """Return the name of the class with a language-model head; `around` as of `auto_map`."""
-        return f"{self.stem(model_type)}{AROUND if around else 'ForCausalLM'}"
+    def class_name(self, model_type: str) -> str:
+        """Return the name of the class with a language-model head, of an architecture or a wrapper."""
+        return f"{self.stem(model_type)}{head_of(model_type)}"
 
-    def auto_map(self, model_type: str, around: bool = False) -> dict[str, str]:
-        """Return the `auto_map` of a checkpoint's config.json.
-
-        Args:
-            around: whether the architecture is a wrapper around the text decoder.
-        """
-        suffixes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
-        if around:
-            suffixes = {"AutoConfig": "Config", f"AutoModel{AROUND}": AROUND}
+    def auto_map(self, model_type: str) -> dict[str, str]:
+        """Return the `auto_map` of a checkpoint's config.json."""
+        head = head_of(model_type)
+        suffixes = {"AutoConfig": "Config", "AutoModel": "Model", f"AutoModel{head}": head}
+        if head == AROUND:
+            del suffixes["AutoModel"]
         return {
             auto: f"{self.module}.{self.stem(model_type)}{suffix}" for auto, suffix in suffixes.items()
         }
 
-    def entries(self, model_type: str, around: bool = False) -> dict[str, Any]:
-        """Return config.json's entries for the classes; `around` as of `auto_map`."""
+    def entries(self, model_type: str) -> dict[str, Any]:
+        """Return config.json's entries for the classes."""
         return {
-            "architectures": [self.class_name(model_type, around)],
-            "auto_map": self.auto_map(model_type, around),
+            "architectures": [self.class_name(model_type)],
+            "auto_map": self.auto_map(model_type),
             "model_type": self.prefix + model_type,
         }
 
-    def model_class(
-        self, model_type: str, folder: Path | None = None, around: bool = False
-    ) -> type[PreTrainedModel]:
-        """Return the class with a language-model head: this package's, or that of a folder's copy.
-
-        Args:
-            around: as of `auto_map`.
-        """
+    def model_class(self, model_type: str, folder: Path | None = None) -> type[PreTrainedModel]:
+        """Return the class with a language-model head: this package's, or that of a folder's copy."""
         if folder is None:
             module = importlib.import_module(f"{__name__}.{self.module}")
         else:
@@ -99,8 +91,13 @@ class RemoteCode:
             sys.modules[module.__name__] = module  # transformers looks classes' modules up there
             module.__file__ = str(folder / self.file.name)
             exec(compile((folder / self.file.name).read_bytes(), module.__file__, "exec"), vars(module))
-        loaded: type[PreTrainedModel] = getattr(module, self.class_name(model_type, around))
+        loaded: type[PreTrainedModel] = getattr(module, self.class_name(model_type))
         return loaded
+
+
+def head_of(model_type: str) -> str:
+    """Return the end of the names of an architecture's classes with a language-model head."""
+    return AROUND if model_type in WRAPPERS else "ForCausalLM"
 
 
 AROUND = "ForImageTextToText"  # ends names of classes around a text decoder
