@@ -1,4 +1,9 @@
-"""The model that a user named, opened without its weights; and a model with a recipe or a program to run."""
+"""The model that a user named, opened without its weights; a model with a recipe or a program to run; loading them.
+
+A model is loaded as a `transformers` model, with its program if it has one, or streamed: its layers are modules on
+PyTorch's meta device then, and reading a sublayer's tensors maps a part of a safetensors file into memory, which is
+freed with the tensors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A checkpoint's or recipe's model, form, and program over the layers of the unedited model; sizes; differences.
+"""A checkpoint's or recipe's model, form, and program over the layers of the unedited model; its record; differences.
+
+Training changes every weight, so that measurements of the original no longer hold; a model from scratch never had one.
+The program can still be proven: the stored one is the recipe's, or the configuration's of a model from scratch, with
+the layers under other numbers.
 
 Tensors of two checkpoints are matched by the layer of the unedited model that they come from, so that layers that an
 edit left alone are equal wherever they are stored. They are read in parts: memory holds a few megabytes of each.

@@ -1,10 +1,12 @@
-"""Tensors that are read whole or in part when asked for, those of safetensors files above all: `Store`s of such.
+"""Tensors that are read whole or in part when asked for, those of safetensors files above all; and writing such files.
 
 A file begins with what it holds:
 
     8 bytes   length of the header, little-endian
     header    {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ..., "__metadata__": {...}}
     data      the tensors one after the other, without gaps
+
+The header is written from shapes alone, then one tensor after the other: memory holds one at a time.
 """
 
 from __future__ import annotations

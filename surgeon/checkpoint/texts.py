@@ -1,7 +1,11 @@
-"""Tokenizers: from text to token ids and back, as they come; and the checkpoint's defaults for choosing tokens.
+"""Tokenizers: from text, or messages of a chat, to token ids and back; and a checkpoint's defaults for choosing tokens.
 
 generation_config.json applies where nobody asks for something else, as in `transformers`. Sampling is left to the
 caller: commands default to the most likely tokens, the server to a temperature of 1, as OpenAI has it.
+
+One message can be written in several ways, of which a chat template reads one: contents are texts or lists of parts; an
+answer that calls tools has no content, an empty one, or null; the arguments of a call are an object (in transformers'
+own templates) or its JSON (in OpenAI's API, and DeepSeek's templates).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`surgeon export`: write an edited model as a checkpoint that other software loads, proven before it gets its name.
 
-A checkpoint appears under its name whole, or not at all, and replaces nothing but another one.
+A plan comes first: the form, and every tensor with its sources. A checkpoint appears under its name whole, or not at
+all, and replaces nothing but another one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""Models in memory as checkpoints: an edited model as it is, merged, sliced or trained.
+"""Models in memory as checkpoints: an edited model as it is, merged, sliced or trained; or beside its adapter.
 
 Whatever its program, it is stored as a stock model, whose weights are those of whole layers. Averages and slices have
 weights of their own while a model lives. They become layers behind the original ones, and the program names these: of a
 model with three layers, `A0 F0 A1~A2 F1~F2` is stored as four layers and `A0 F0 A3 F3`.
+
+An adapter's names are those of the modules in the written model, whose layers may have other numbers than in memory, so
+that peft puts it onto the model that `transformers` loads.
 """
 
 from __future__ import annotations
@@ -42,7 +45,14 @@ from surgeon.exports.export import (
     stage_folder,
     write_export,
 )
-from surgeon.exports.prove import EXACT_TOLERANCE, WRITTEN_TOLERANCE, Proof, Reference, random_tokens
+from surgeon.exports.prove import (
+    EXACT_TOLERANCE,
+    WRITTEN_TOLERANCE,
+    Proof,
+    Reference,
+    random_tokens,
+    require_close,
+)
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES, SHARED, WRITING, Sublayer
 from surgeon.models.edit import (
@@ -575,10 +585,9 @@ def _prove(model: PeftModel, folder: Path) -> None:
     alive: Any = model  # which takes what its base model takes
     reference = Reference(tokens, logits_of(alive, tokens))
     adapted: Any = PeftModel.from_pretrained(base, str(folder / ADAPTER))
-    found = reference.difference(logits_of(adapted, tokens))
-    bound = WRITTEN_TOLERANCE.get(kept, EXACT_TOLERANCE)
-    if not found <= bound:
-        raise NotProven(
-            f"base and adapter together do not compute what the model does: their logits differ by {found:.2g} of "
-            f"their scale (at most {bound:g} is allowed), so nothing was written"
-        )
+    require_close(
+        reference.difference(logits_of(adapted, tokens)),
+        WRITTEN_TOLERANCE.get(kept, EXACT_TOLERANCE),
+        "base and adapter together do not compute what the model does: their logits",
+        ", so nothing was written",
+    )

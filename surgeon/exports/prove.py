@@ -8,7 +8,10 @@ Two differences are measured, each the largest one between two logits, relative 
              averaged) and are stored in 16 bits, their rounding shows here, and the bound is wider. Those files are
              also compared bit for bit with the weights of the first difference, rounded
 
-Weights are read from their files on demand, so that a model of any size is proven in little memory.
+Weights stay in their files. The model is built on PyTorch's meta device, by the very class that is to be run. Every
+operation on a parameter gets the stored tensor instead, in float32: a linear map a block of rows at a time (blocks side
+by side where torch leaves cores idle), an embedding the rows of its tokens. Memory holds a few blocks, whatever the
+model's size. Linear maps may have two versions of their weights, one for each half of a batch.
 """
 
 from __future__ import annotations
@@ -132,6 +135,14 @@ def reference_of(
     return reference
 
 
+def require_close(found: float, bound: float, said: str, advice: str) -> None:
+    """Refuse a difference above its bound; `said` begins the sentence that says so, `advice` ends it."""
+    if not found <= bound:  # so that nan is refused too
+        raise NotProven(
+            f"{said} differ by {found:.2g} of their scale (at most {bound:g} is allowed){advice}"
+        )
+
+
 def require_alike(
     reference: Reference, alive: Callable[[Tensor], Tensor], dtypes: set[torch.dtype]
 ) -> None:
@@ -142,12 +153,12 @@ def require_alike(
         dtypes: of its weights: 16-bit ones are computed in float32 here, and not there.
     """
     tolerance = max(WRITTEN_TOLERANCE.get(dtype, EXACT_TOLERANCE) for dtype in dtypes)
-    found = reference.difference(alive(reference.tokens))
-    if not found <= tolerance:
-        raise NotProven(
-            f"the model in memory does not compute what its weights and program say: its logits differ by {found:.2g} "
-            f"of their scale (at most {tolerance:g} is allowed); is a module of it replaced, or changed by a hook?"
-        )
+    require_close(
+        reference.difference(alive(reference.tokens)),
+        tolerance,
+        "the model in memory does not compute what its weights and program say: its logits",
+        "; is a module of it replaced, or changed by a hook?",
+    )
 
 
 def original_model(
@@ -243,14 +254,13 @@ def prove(
         ("before rounding", exact, EXACT_TOLERANCE),
         ("as written", written, tolerance),
     ):
-        if not found <= bound:  # so that nan is refused too
-            advice = ""
-            if exact <= EXACT_TOLERANCE:
-                advice = "; what is rounded changes this model that much: store it in float32 (--dtype float32)"
-            raise NotProven(
-                f"the {form} form does not compute what the program does: its logits {what} differ by "
-                f"{found:.2g} of their scale (at most {bound:g} is allowed), so nothing was written{advice}"
+        advice = ", so nothing was written"
+        if exact <= EXACT_TOLERANCE:
+            advice += (
+                "; what is rounded changes this model that much: store it in float32 (--dtype float32)"
             )
+        said = f"the {form} form does not compute what the program does: its logits {what}"
+        require_close(found, bound, said, advice)
     dtype = str(next((tensor.dtype for tensor in rounded.values()), torch.float32)).removeprefix(
         "torch."
     )

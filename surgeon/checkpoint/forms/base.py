@@ -1,4 +1,4 @@
-"""Forms: how a program is stored as a checkpoint, and how such a checkpoint is known and used."""
+"""Forms: how a program is stored as a checkpoint, in which layers, and how such a checkpoint is known and used."""
 
 from __future__ import annotations
 
