@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import CONFIG_MAPPING
 
 from surgeon.checkpoint.forms.planning import TensorPlanner
-from surgeon.checkpoint.remote_code import FAMILY_KEY, RemoteCode
+from surgeon.checkpoint.imported import WRAPPERS
 from surgeon.checkpoint.stored import WEIGHTS_KEY, Checkpoint, StoredModel, Wrapped
 from surgeon.checkpoint.tensor_file import PlannedTensor
 from surgeon.errors import did_you_mean
@@ -25,8 +29,73 @@ from surgeon.models.weights import FactorSource, indivisible
 from surgeon.models.weights.layout import narrow_units, require_parts
 from surgeon.words import layer_list
 
+if TYPE_CHECKING:  # takes seconds, and ranks do without
+    from transformers import PreTrainedModel
+
+FAMILY_KEY = "surgeon_family"  # in config.json, beside the program
+AROUND = "ForImageTextToText"  # ends names of classes around a text decoder
 NOT_ON_VLLM = "vLLM runs no program"
 BY_THE_FILE = "Unmodified vLLM, without surgeon, by the modeling file in this folder:"
+
+
+@dataclass(frozen=True)
+class RemoteCode:
+    """A modeling file, and its classes by architecture.
+
+    Attributes:
+        module: the file's name without .py, the same here and in a checkpoint.
+        stem: the beginning of its classes' names for a `model_type`; Config, Model or ForCausalLM follows.
+        prefix: of its checkpoints' `model_type`, before the original's.
+    """
+
+    module: str
+    stem: Callable[[str], str]
+    prefix: str = ""
+
+    @property
+    def file(self) -> Path:
+        """The file, as it lies in this package."""
+        return Path(__file__).parents[1] / "remote_code" / f"{self.module}.py"
+
+    def class_name(self, model_type: str) -> str:
+        """Return the name of the class with a language-model head, of an architecture or a wrapper."""
+        return f"{self.stem(model_type)}{head_of(model_type)}"
+
+    def auto_map(self, model_type: str) -> dict[str, str]:
+        """Return the `auto_map` of a checkpoint's config.json."""
+        head = head_of(model_type)
+        suffixes = {"AutoConfig": "Config", "AutoModel": "Model", f"AutoModel{head}": head}
+        if head == AROUND:
+            del suffixes["AutoModel"]
+        return {
+            auto: f"{self.module}.{self.stem(model_type)}{suffix}" for auto, suffix in suffixes.items()
+        }
+
+    def entries(self, model_type: str) -> dict[str, Any]:
+        """Return config.json's entries for the classes."""
+        return {
+            "architectures": [self.class_name(model_type)],
+            "auto_map": self.auto_map(model_type),
+            "model_type": self.prefix + model_type,
+        }
+
+    def model_class(self, model_type: str, folder: Path | None = None) -> type[PreTrainedModel]:
+        """Return the class with a language-model head: this package's, or that of a folder's copy."""
+        if folder is None:
+            module = importlib.import_module(f"surgeon.checkpoint.remote_code.{self.module}")
+        else:
+            # Under a name of its own, and without a __pycache__ beside it, which would be a part of the checkpoint.
+            module = ModuleType(f"surgeon_shipped_{self.module}")
+            sys.modules[module.__name__] = module  # transformers looks classes' modules up there
+            module.__file__ = str(folder / self.file.name)
+            exec(compile((folder / self.file.name).read_bytes(), module.__file__, "exec"), vars(module))
+        loaded: type[PreTrainedModel] = getattr(module, self.class_name(model_type))
+        return loaded
+
+
+def head_of(model_type: str) -> str:
+    """Return the end of the names of an architecture's classes with a language-model head."""
+    return AROUND if model_type in WRAPPERS else "ForCausalLM"
 
 
 @dataclass(frozen=True)

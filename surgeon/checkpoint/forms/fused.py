@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint import remote_code
 from surgeon.checkpoint.forms.base import (
     BY_THE_FILE,
     Form,
     Inexpressible,
     Layout,
+    RemoteCode,
     StoredLayer,
     by_transformers,
     config_beside,
@@ -248,7 +248,7 @@ class Fused(Form):
     name = "fused"
     # The latter was edited again.
     model_types = (FUSED_FAMILY.model_type, PROGRAM_PREFIX + FUSED_FAMILY.model_type)
-    shipped = remote_code.FUSED
+    shipped = RemoteCode("modeling_surgeon_fused", lambda _: "SurgeonFused")  # one for all architectures
     widths_differ = True
     why_code = "its layers differ in width, which no class of transformers allows"
     on_vllm = BY_THE_FILE
