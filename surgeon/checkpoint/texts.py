@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +217,8 @@ class Continuation:
         text = self._text(self.tokens)
         self._newest = text
         # However many characters are unfinished, they may become a single one.
-        place = min(_alike(before, text), len(text.rstrip(UNFINISHED)))
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False))
+        place = min(len(list(same)), len(text.rstrip(UNFINISHED)))
         self.begins = self._returned + max(0, place - self.written)
         if text.endswith(UNFINISHED):
             return ""
@@ -243,16 +244,6 @@ class Continuation:
     def rest(self) -> str:
         """Return the text not returned yet."""
         return self._rest_of(self._newest)
-
-
-def _alike(first: str, second: str) -> int:
-    """Count the characters that both texts begin with."""
-    if second.startswith(first):
-        return len(first)
-    return next(
-        (place for place, pair in enumerate(zip(first, second, strict=False)) if len({*pair}) > 1),
-        len(second),
-    )
 
 
 @dataclass

@@ -485,20 +485,19 @@ def export_with_adapter(
             exclude_modules=None,
             layers_to_transform=None,
             layers_pattern=None,
-            rank_pattern={
-                f"^{re.escape(path)}": one.r[name]
-                for path, one in own.items()
-                if one.r[name] != config.r
-            },
-            alpha_pattern={
-                f"^{re.escape(path)}": one.lora_alpha[name]
-                for path, one in own.items()
-                if one.lora_alpha[name] != config.lora_alpha
-            },
+            rank_pattern=_patterns({path: one.r[name] for path, one in own.items()}, config.r),
+            alpha_pattern=_patterns(
+                {path: one.lora_alpha[name] for path, one in own.items()}, config.lora_alpha
+            ),
         )
         written.save_pretrained(str(partial / ADAPTER))
         _prove(model, partial)
     return proof
+
+
+def _patterns(values: dict[str, int], usual: int) -> dict[str, int]:
+    """Return the values of modules that differ from the usual one, by a pattern of their paths."""
+    return {f"^{re.escape(path)}": value for path, value in values.items() if value != usual}
 
 
 def _only_adapter(model: PeftModel) -> tuple[str, LoraConfig]:

@@ -59,9 +59,8 @@ def unfuse(model: str | Path | StoredModel) -> PreTrainedModel:
         )
     said = fused.to_dict()  # its attributes are those of single layers where these differ
     parts = [_parts_of(index, said, weights) for index in range(stored.num_layers)]
-    nodes: list[
-        Step
-    ] = []  # of the stock model's program: the layers of each fused one read the same stream
+    # Of the stock model's program: the layers of each fused one read the same stream.
+    nodes: list[Step] = []
     first = 0
     for part in parts:
         steps = [
@@ -72,10 +71,8 @@ def unfuse(model: str | Path | StoredModel) -> PreTrainedModel:
         nodes += map(Step, steps)
         first += max(part.values())
     program = Program(tuple(nodes))
-    if (
-        report := read_report(stored)
-    ) is not None:  # it may say that it is made of something else than whole layers
-        try:
+    if (report := read_report(stored)) is not None:
+        try:  # it may say that it is made of something else than whole layers
             layers_by_recipe(Program.parse(report["program"]), program)
         except NotProven as difference:
             raise ValueError(_advice(checkpoint.where, str(difference))) from difference
