@@ -301,29 +301,30 @@ def stock_model(model: PreTrainedModel, state: Tensors | None = None) -> StockMo
     family = family_of(model.config)
     config = copy.deepcopy(model.config)
     tensors: Tensors = model.state_dict() if state is None else state
-    edited = decoder_layers(model)
     program = program_of(model)
+    edited = decoder_layers(model)
     sources = list(range(len(edited)))
     if isinstance(edited, EditedLayers):
-        groups = edited.stored_groups
-        sources = [*range(len(edited.original[0])), *(group.layers[0] for group in groups.groups)]
         for key, value in edited.config_before.items():
             setattr(config, key, value)
-        derived = [one for one in dict.fromkeys(program.sublayers()) if edited.is_derived(one)]
-        prefix = f"{family.layers}."
-        left = tuple(f"{prefix}{one}." for one in derived)
+        groups = edited.stored_groups
+        sources = list(range(len(edited.original[0])))
+        derived = {one for one in program.sublayers() if edited.is_derived(one)}
+        left = tuple(f"{family.layers}.{one}." for one in derived)
         found = {name: tensor for name, tensor in tensors.items() if not name.startswith(left)}
-        for index, group in enumerate(groups.groups, len(edited.original[0])):
-            made = _layer_of(group, edited, tensors)
-            found |= {f"{prefix}{index}.{path}": tensor for path, tensor in made.items()}
+        for group in groups.groups:
+            for path, tensor in _layer_of(group, edited, tensors).items():
+                found[f"{family.layers}.{len(sources)}.{path}"] = tensor
+            sources.append(group.layers[0])
         tensors = found
-        names = {
-            one: one.stored_in(edited.stored_place(one, groups))
-            if one in derived
-            else replace(one, layers=(edited.stored_place(one, groups),))
-            for one in program.sublayers()
-        }
-        program = program.renamed(names.__getitem__)
+        places = {one: edited.stored_place(one, groups) for one in program.sublayers()}
+
+        def rename(sublayer: Sublayer) -> Sublayer:
+            if sublayer in derived:
+                return sublayer.stored_in(places[sublayer])
+            return replace(sublayer, layers=(places[sublayer],))
+
+        program = program.renamed(rename)
     entries = family.per_layer_entries(config, sources) | {"num_hidden_layers": len(sources)}
     for key, value in entries.items():
         setattr(config, key, value)
@@ -333,13 +334,12 @@ def stock_model(model: PreTrainedModel, state: Tensors | None = None) -> StockMo
 def _save(model: PreTrainedModel, stock: StockModel, folder: Path, **options: Any) -> None:
     """Save a stock model by the class of the one in memory; files hold no `PackedTensor`."""
     before = model.config
-    numbers = {
-        name: one.numbers().cpu() if isinstance(one, PackedTensor) else one
-        for name, one in stock.tensors.items()
+    packed = {
+        name: one.numbers().cpu() for name, one in stock.tensors.items() if isinstance(one, PackedTensor)
     }
     model.config = stock.config
     try:
-        type(model).save_pretrained(model, folder, state_dict=numbers, **options)
+        type(model).save_pretrained(model, folder, state_dict=stock.tensors | packed, **options)
     finally:
         model.config = before
 
@@ -350,8 +350,9 @@ def _layer_of(group: Group, edited: EditedLayers, state: Tensors) -> Tensors:
     weights = edited.weights()
     for kind in KINDS:
         spec = edited.family.spec(kind, group.layers[0])
-        count = group.count if kind in group.used else None
-        pieces = [None] if count is None else [(index, count) for index in range(count)]
+        pieces: list[tuple[int, int] | None] = [None]
+        if group.count is not None and kind in group.used:
+            pieces = [(index, group.count) for index in range(group.count)]
         parts: list[Tensors] = []
         live: list[Tensors] = []
         for sublayer in (group.sublayer(kind, piece) for piece in pieces):
@@ -407,9 +408,6 @@ def _divided_dim(key: str) -> int | None:
         return None
     # Matrices of experts are stacked.
     return None if what == "first.weight" else -1 if what == "bias" else -2
-
-
-save_edited_with(save_edited)
 
 
 BASE = "base"
@@ -590,3 +588,6 @@ def _prove(model: PeftModel, folder: Path) -> None:
         "base and adapter together do not compute what the model does: their logits",
         ", so nothing was written",
     )
+
+
+save_edited_with(save_edited)
