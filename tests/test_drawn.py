@@ -21,13 +21,12 @@ from transformers import AutoModelForCausalLM
 import surgeon
 from surgeon.analysis.engine.machine import PlanMachine, run_plan
 from surgeon.analysis.engine.sharing import share
-from surgeon.checkpoint.load import load_streamed
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.in_memory import edit
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of, restore
 from surgeon.models.families import family_of
-from surgeon.opened import open_model
+from surgeon.opened import load_streamed, open_model
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks

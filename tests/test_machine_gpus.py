@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.checkpoint.load import load_streamed
 from surgeon.machine import (
     CUDNN_LAST,
     FREE_SHARE,
@@ -21,6 +20,7 @@ from surgeon.machine import (
     gpu_with_room,
     gpus_in_turn,
 )
+from surgeon.opened import load_streamed
 from surgeon.training.settings import join_processes
 from tests.training.runs import run
 

@@ -22,7 +22,8 @@ from surgeon.language.program import Program
 from surgeon.machine import threads_per_rank
 from surgeon.processes.files import write_text
 from surgeon.provenance import versions
-from surgeon.quality.data import DEMO, load_windows
+from surgeon.quality.data import load_windows
+from surgeon.quality.sources import DEMO
 
 RANKS = 2
 LAYERS = 24  # of the random model

@@ -36,16 +36,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.commands import add_defaults, make_parser
 from scripts.markdown import format_table
 from surgeon.checkpoint.config import locate
-from surgeon.checkpoint.load import load
-from surgeon.checkpoint.stored import Checkpoint, read_json
+from surgeon.checkpoint.stored import Checkpoint
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.models.edit import edit, recipe_program
+from surgeon.opened import load
 from surgeon.processes.files import write_table
 from surgeon.provenance import provenance
-from surgeon.quality.data import DEMO, load_windows
-from surgeon.quality.sources import DEMO_TRAINING
+from surgeon.quality.data import load_windows
+from surgeon.quality.sources import DEMO, DEMO_TRAINING
 from surgeon.quality.summary import Values, interval
 from surgeon.quality.text import HeldOutQuality
 from surgeon.training.run import finish_run, train

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from surgeon.checkpoint.forms import PlannedTensor
-from surgeon.checkpoint.write import Writing, split_into_shards
+from surgeon.checkpoint.tensor_file import PlannedTensor, Writing, split_into_shards
 
 # All values are made of so many random numbers, which is quick; it is a prime, so that rows differ.
 BLOCK = 1_000_003

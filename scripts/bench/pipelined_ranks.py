@@ -41,7 +41,7 @@ from torch.distributed.pipelining import (
 from transformers import LlamaConfig, PreTrainedModel
 
 from scripts.bench.rack_model import Optimisation, cut, load_stretch, next_token_loss, whole_name
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.processes.files import write_json
 from surgeon.runtime.comm.collectives import Line, Link, SystemClock
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, get
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from surgeon.demo import demo_data, demo_training_data
-from surgeon.quality.data import DEMO, Windows, digest_of
-from surgeon.quality.sources import DEMO_TRAINING
+from surgeon.quality.data import Windows, digest_of
+from surgeon.quality.sources import DEMO, DEMO_TRAINING
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import RunOrder, TrainingText, TrainTexts
 

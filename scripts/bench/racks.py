@@ -44,7 +44,7 @@ from scripts.bench.pipelined_ranks import SCHEDULES, Job, read_records, record_o
 from scripts.bench.rack_model import Optimisation, build, byte_texts, config_of, cut, head_units
 from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
 from surgeon.runtime.comm.collectives import Link

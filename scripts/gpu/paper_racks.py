@@ -26,7 +26,7 @@ from scripts.bench.pipelined_ranks import start_ranks
 from scripts.bench.rack_model import Stretch, build, cut, next_token_loss, run_layers
 from scripts.cost.racks import SIZES, model_entries
 from surgeon.benchmarks.timing import now
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.machine import show_size
 from surgeon.processes.files import write_json
 

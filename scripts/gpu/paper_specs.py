@@ -13,7 +13,7 @@ from typing import Any
 
 from scripts.cost.cases import Case, Run
 from scripts.cost.models import CONFIGS, LOW_RANK, SHAPES, program_of
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.cost.deployment import Workload
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes

@@ -43,7 +43,7 @@ from scripts.gpu import paper_racks
 from scripts.gpu.paper_bench import Settings, Shared, measure
 from scripts.gpu.paper_specs import Measured, Place, Row, Spec
 from scripts.markdown import format_row
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.errors import first_line
 from surgeon.machine import describe_gpu
 from surgeon.processes.files import finite, make_folder, write_json, write_table, write_text

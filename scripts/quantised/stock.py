@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from transformers.utils import logging
 
-from surgeon.checkpoint.load import load
+from surgeon.opened import load
 from tests import quantised
 from tests.checkpoint.helpers import logits_of, relative_error, run_export, save_source
 

@@ -36,7 +36,7 @@ import surgeon
 from scripts.commands import add_defaults, make_parser
 from surgeon.findings.tasks import scores
 from surgeon.processes.files import write_table, write_text
-from surgeon.quality.data import DEMO
+from surgeon.quality.sources import DEMO
 from surgeon.quality.summary import Quality
 from surgeon.training.settings import Distillation, TrainSettings
 

@@ -30,7 +30,7 @@ from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share
 from surgeon.analysis.engine.workers import measure_missing
 from surgeon.analysis.importance import expert_use, most_important, use_table
 from surgeon.analysis.subject import Subject
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.findings.scan import Scan
 from surgeon.language.operations.base import HEATMAPS, show_range
 from surgeon.language.program import Program

@@ -10,19 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.load import load, load_streamed
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.machine import available_bytes, gpu_with_room, parse_size, show_size
-from surgeon.opened import Model, open_model
+from surgeon.opened import Model, load, load_streamed, open_model
 from surgeon.provenance import FORMAT
-from surgeon.quality.data import (
-    DEFAULT_TOKENS,
-    Windows,
-    default_data,
-    digest_of,
-    load_windows,
-    window_for,
-)
+from surgeon.quality import DEFAULT_TOKENS
+from surgeon.quality.data import Windows, default_data, digest_of, load_windows, window_for
 from surgeon.quality.sources import file_and_column
 
 _LEAST_ROOM = 64 << 20  # for the numbers of a single small task

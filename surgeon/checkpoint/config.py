@@ -17,11 +17,9 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
-from transformers import CONFIG_MAPPING
 
 from surgeon.checkpoint.belongings import patterns_for_the_hub
-from surgeon.checkpoint.forms import FORMS, form_of
-from surgeon.checkpoint.forms.base import config_beside
+from surgeon.checkpoint.forms import FORMS, Form, form_of
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
 from surgeon.checkpoint.gguf import convert_gguf
 from surgeon.checkpoint.imported import text_entries, translate_entries
@@ -33,9 +31,8 @@ from surgeon.checkpoint.stored import (
     UNPICKLE,
     Checkpoint,
     StoredModel,
-    read_json,
 )
-from surgeon.checkpoint.training import is_no_source
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.demo import demo_model
 from surgeon.errors import show_value
 from surgeon.language.program import Program
@@ -204,33 +201,12 @@ def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
         The configuration; and the program over its stored layers, None if it runs them as they are.
     """
     path = checkpoint.folder / CONFIG
-    entries = checkpoint.config
-    stored = _model_type(entries, path)
-    name = stored if stored == FUSED.model_type else stored.removeprefix(PROGRAM_PREFIX)
-    if name != stored and PROGRAM_KEY not in entries:
-        raise ValueError(
-            f"{path} has the model_type {PROGRAM_PREFIX}{name}, and so needs {PROGRAM_KEY}, the program"
-        )
-    family = family_named(name)
-    program = _program_in(entries, path)
-    if WIDTHS_KEY in entries and not form_of(checkpoint).widths_differ:  # where no class builds them
-        able = " or ".join(form.name for form in FORMS.values() if form.widths_differ)
-        raise ValueError(
-            f"{path} has layers of different widths ({WIDTHS_KEY}), which only the {able} form has "
-            f"(model_type {FUSED.model_type}), not {entries.get('model_type')}; export the model again"
-        )
-    if WIDTHS_KEY in entries and not entries.get(GLOBAL_WIDTHS_KEY):
-        raise ValueError(f"{path} has {WIDTHS_KEY}, and so needs {GLOBAL_WIDTHS_KEY}: true")
-    _check_counts(checkpoint, family)
-    try:
-        config = dense_config(form_of(checkpoint).stock_config(checkpoint, family))
-    except Exception as error:  # whatever it trips over is a fault of the file
-        raise ValueError(f"{path} is not a valid configuration: {error}") from error
+    config, program = _parse_config(checkpoint.config, path, form_of(checkpoint), checkpoint)
     family = family_of(config)
     _check_sizes(path, config, family)
     _leave_out_biases(checkpoint, config)
     config.tie_word_embeddings = _are_tied(checkpoint, family, bool(config.tie_word_embeddings))
-    return config, program or form_of(checkpoint).own_program(config)
+    return config, program
 
 
 def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
@@ -240,58 +216,75 @@ def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
     """
     path = find_config(what)
     entries, _ = translate_entries(text_entries(read_json(path)))
-    model_type = _model_type(entries, path)
-    if model_type == FUSED.model_type:
-        record = path.with_name(REPORT_FILE)
-        advice = "give the recipe that it was made by, or the model it was made of and the program"
-        if not record.is_file():
-            raise ValueError(
-                f"{path} is of a checkpoint in the fused form, and there is no {REPORT_FILE} beside it; {advice}"
-            )
-        report = read_json(record)
-        source = report.get("source")
-        program = report.get("program")
-        if isinstance(source, dict) and is_no_source(source):
-            raise ValueError(
-                f"{path} is of a checkpoint in the fused form that was trained from scratch, so that there is no model "
-                "that it was made of; give the config.json of a model with its layers, and the program"
-            )
-        model = source.get("model") if isinstance(source, dict) else None
-        if not isinstance(model, str) or not isinstance(program, str):
-            raise ValueError(
-                f"{record} is not what surgeon export writes: it lacks the program or its source; {advice}"
-            )
-        try:
-            config, _ = read_config_only(model)
-        except OSError as error:
-            raise ValueError(
-                f"{path} is of a checkpoint in the fused form, made of {model}: {error}; {advice}"
-            ) from error
-        return config, Program.parse(program)
-    family = family_named(
-        model_type.removeprefix(PROGRAM_PREFIX) if PROGRAM_KEY in entries else model_type
-    )
+    if entries.get("model_type") == FUSED.model_type:
+        return _config_before_fusing(path)
+    config, program = _parse_config(entries, path, FORMS["plain"])
+    family_of(config)
+    return config, program
+
+
+def _config_before_fusing(path: Path) -> tuple[Any, Program | None]:
+    """Return the configuration of the model that a fused checkpoint was made of, and the checkpoint's program."""
+    record = path.with_name(REPORT_FILE)
+    said = f"{path} is of a checkpoint in the fused form"
+    advice = "give the recipe that it was made by, or the model it was made of and the program"
+    if not record.is_file():
+        raise ValueError(f"{said}, and there is no {REPORT_FILE} beside it; {advice}")
+    report = read_json(record)
+    source = report.get("source")
+    if isinstance(source, dict) and is_no_source(source):
+        raise ValueError(
+            f"{said}, which was trained from scratch, so that there is no model that it was made of; give the "
+            "config.json of a model with its layers, and the program"
+        )
+    model = source.get("model") if isinstance(source, dict) else None
+    program = report.get("program")
+    if not isinstance(model, str) or not isinstance(program, str):
+        raise ValueError(
+            f"{record} is not what surgeon export writes: it lacks the program or its source; {advice}"
+        )
     try:
-        config = dense_config(config_beside(entries, CONFIG_MAPPING[family.model_type]))
-        family_of(config)
-    except Unsupported:
-        raise
+        return read_config_only(model)[0], Program.parse(program)
+    except OSError as error:
+        raise ValueError(f"{said}, made of {model}: {error}; {advice}") from error
+
+
+def _parse_config(
+    entries: dict[str, Any], path: Path, form: Form, checkpoint: Checkpoint | None = None
+) -> tuple[Any, Program | None]:
+    """Parse the entries of a config.json as a form reads them, checked against tensors if there are any."""
+    if not (named := entries.get("model_type")):
+        raise Unsupported(f"{path} has no model_type, which says what architecture it is of")
+    name = str(named)
+    program = _program_in(entries, path)
+    if name != FUSED.model_type and name.startswith(PROGRAM_PREFIX):
+        name = name.removeprefix(PROGRAM_PREFIX)
+        if program is None:
+            raise ValueError(
+                f"{path} has the model_type {PROGRAM_PREFIX}{name}, and so needs {PROGRAM_KEY}, the program"
+            )
+    family = family_named(name)
+    if WIDTHS_KEY in entries and not form.widths_differ:  # where no class builds them
+        able = " or ".join(one.name for one in FORMS.values() if one.widths_differ)
+        raise ValueError(
+            f"{path} has layers of different widths ({WIDTHS_KEY}), which only the {able} form has "
+            f"(model_type {FUSED.model_type}), not {named}; export the model again"
+        )
+    if WIDTHS_KEY in entries and not entries.get(GLOBAL_WIDTHS_KEY):
+        raise ValueError(f"{path} has {WIDTHS_KEY}, and so needs {GLOBAL_WIDTHS_KEY}: true")
+    if checkpoint is not None:
+        _check_counts(checkpoint, family)
+    try:
+        config = dense_config(form.stock_config(entries, family))
     except Exception as error:  # whatever it trips over is a fault of the file
         raise ValueError(f"{path} is not a valid configuration: {error}") from error
-    return config, _program_in(entries, path)
+    return config, program or form.own_program(config)
 
 
 def dense_config(config: Any) -> Any:
     """Remove the entry on quantised weights, which concerns the files alone."""
     vars(config).pop(QUANTIZATION, None)
     return config
-
-
-def _model_type(entries: dict[str, Any], path: Path) -> str:
-    """Return the architecture that a config.json names."""
-    if not (named := entries.get("model_type")):
-        raise Unsupported(f"{path} has no model_type, which says what architecture it is of")
-    return str(named)
 
 
 def _program_in(entries: dict[str, Any], path: Path) -> Program | None:
@@ -403,3 +396,8 @@ def _are_tied(checkpoint: Checkpoint, family: Family, wanted: bool) -> bool:
     return all(
         a == b for a, b in zip(checkpoint[embedding].blocks(), checkpoint[head].blocks(), strict=True)
     )
+
+
+def is_no_source(source: dict[str, Any]) -> bool:
+    """Tell whether it says that the model was trained from scratch."""
+    return source.get("model", "") is None

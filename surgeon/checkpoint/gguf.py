@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.belongings import CARD_FILE, GGUF_RECORD
-from surgeon.checkpoint.forms import PlannedTensor
-from surgeon.checkpoint.stored import read_json
-from surgeon.checkpoint.write import Writing, split_into_shards
+from surgeon.checkpoint.tensor_file import PlannedTensor, Writing, read_json, split_into_shards
 from surgeon.errors import did_you_mean, name_file, needs_extra
 from surgeon.models.families import family_named
 from surgeon.processes.files import (

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.imported import text_entries, translate_entries, wrapper_of
-from surgeon.checkpoint.stored import Checkpoint, StoredModel, Wrapped, read_json
-from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles
+from surgeon.checkpoint.stored import Checkpoint, StoredModel, Wrapped
+from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles, read_json
 from surgeon.errors import first_line
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Family

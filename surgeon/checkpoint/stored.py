@@ -20,8 +20,14 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.imported import Prefixes, Wrapper, replace_prefix, translate_model, wrapper_of
-from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles, blocks_of, parse_json
-from surgeon.checkpoint.training import fault_of_report
+from surgeon.checkpoint.tensor_file import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    StoredTensor,
+    TensorFiles,
+    blocks_of,
+    read_json,
+)
 from surgeon.language.program import Program
 from surgeon.machine import gpu_with_room
 from surgeon.models.families import Family, family_of
@@ -91,8 +97,6 @@ class Wrapped:
         return entries | {TIED: config[TIED]}
 
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_KEY = "transformers_weights"  # of config.json: another file, or index, to load in place of these
 WEIGHTS_ENDINGS = (".safetensors", ".safetensors.index.json")
 PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle")
@@ -108,8 +112,16 @@ QUANTIZATION = "quantization_config"  # of config.json: how weights are stored i
 # begun, and the dtype, which the weights themselves have.
 NOT_COMPUTED = frozenset(
     (
-        *("_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map"),
-        *("dtype", "torch_dtype", "use_cache", "initializer_range", WEIGHTS_KEY),
+        "_name_or_path",
+        "_commit_hash",
+        "transformers_version",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "torch_dtype",
+        "use_cache",
+        "initializer_range",
+        WEIGHTS_KEY,
     )
 )
 
@@ -283,21 +295,6 @@ class Checkpoint(TensorFiles):
             return self._weights_hash
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file."""
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path.parent} has no {path.name}; a model is a folder with config.json and *.safetensors"
-        )
-    try:
-        value = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} should hold a JSON object, not {type(value).__name__}")
-    return value
-
-
 @dataclass(frozen=True)
 class StoredModel:
     """A model by its configuration and the headers of its weights, as far as forms and loading need it.
@@ -354,17 +351,6 @@ class StoredModel:
     def weights(self) -> ModelWeights:
         """Stored tensors by layer and role, read on demand."""
         return ModelWeights(self.checkpoint, self.family, self.family.head_dim(self.config))
-
-    @cached_property
-    def report(self) -> dict[str, Any] | None:
-        """surgeon.json, the record of its export; None where it has none."""
-        path = self.folder / REPORT_FILE
-        if not path.exists():
-            return None
-        report = read_json(path)
-        if (reason := fault_of_report(report)) is not None:
-            raise ValueError(f"{path} is not what surgeon export writes: {reason}")
-        return report
 
     @property
     def parameters(self) -> int:

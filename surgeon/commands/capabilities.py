@@ -24,11 +24,11 @@ from surgeon.checkpoint.config import CONFIG, DEMO, find_config
 from surgeon.checkpoint.forms import per_layer_lists
 from surgeon.checkpoint.forms.base import NOT_ON_VLLM
 from surgeon.checkpoint.forms.fused import FUSED
-from surgeon.checkpoint.load import StreamedLayers, require_streamable
 from surgeon.checkpoint.random_weights import RandomCheckpoint, RandomFactors
-from surgeon.checkpoint.stored import QUANTIZATION, read_json
+from surgeon.checkpoint.stored import QUANTIZATION
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.commands.opening import draft_program
-from surgeon.exports.plan import check_exportable, layout_of
+from surgeon.exports.export import check_exportable, layout_of
 from surgeon.exports.prove import original_model
 from surgeon.findings.check import AREAS, NO, PARTLY, YES, Verdict
 from surgeon.findings.program import outline_text
@@ -40,7 +40,7 @@ from surgeon.models.edit import as_stored, decoder_layers, edit, require_pairs, 
 from surgeon.models.families.positions import rotated_layers, windowed_layers
 from surgeon.models.weights.quantised import rules_of
 from surgeon.named import is_gguf, on_disk
-from surgeon.opened import Model, open_model
+from surgeon.opened import Model, StreamedLayers, open_model, require_streamable
 from surgeon.runtime.batching.blocks import PASS_TOKENS
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft

@@ -120,7 +120,7 @@ def chat(
         FileNotFoundError, ValueError: if model or options cannot be used, or the chat template takes no system message.
         RankFailed: if a rank fails.
     """
-    from surgeon.checkpoint.messages import begin_conversation, chat_text
+    from surgeon.checkpoint.texts import begin_conversation, chat_text
     from surgeon.commands.generate import choose_sampling
     from surgeon.commands.opening import open_stored, service_options
     from surgeon.runtime.conversation import Conversation

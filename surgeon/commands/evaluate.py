@@ -93,7 +93,8 @@ def evaluate(
     from surgeon.commands.opening import as_list
     from surgeon.opened import EditedModel, choose_device, open_edited
     from surgeon.processes.files import make_folder
-    from surgeon.quality.data import DEFAULT_TOKENS, load_windows, window_for
+    from surgeon.quality import DEFAULT_TOKENS
+    from surgeon.quality.data import load_windows, window_for
 
     if not tasks and data is None:
         raise ValueError("there is nothing to measure; give tasks, data or both")

@@ -51,7 +51,7 @@ def explore(
     from surgeon.commands.check import check
     from surgeon.commands.exploring import Exploring, rounds_for
     from surgeon.opened import open_model
-    from surgeon.quality.data import DEMO
+    from surgeon.quality.sources import DEMO
 
     if not 0 < minutes < math.inf:
         raise ValueError(

@@ -34,7 +34,8 @@ from surgeon.machine import usable_cores
 from surgeon.opened import Model
 from surgeon.processes.files import make_folder, write_text
 from surgeon.progress import TimeOver, clock, time_limit
-from surgeon.quality.data import DEMO, load_windows, window_for
+from surgeon.quality.data import load_windows, window_for
+from surgeon.quality.sources import DEMO
 from surgeon.words import plural
 
 Found = TypeVar("Found", bound=RunResult)

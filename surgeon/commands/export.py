@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from transformers import PreTrainedModel
 
+    from surgeon.checkpoint.describe import Training
     from surgeon.checkpoint.forms import Layout
-    from surgeon.checkpoint.training import Training
     from surgeon.exports.prove import Proof
     from surgeon.findings.measured import CardScore
     from surgeon.language.program import Program
@@ -48,10 +48,11 @@ class Exported:
     def of(cls, folder: Path, proof: Proof) -> Exported:
         """Read the report of an exported checkpoint."""
         from surgeon.checkpoint.config import open_stored
+        from surgeon.checkpoint.describe import read_report
         from surgeon.language.program import Program
 
         stored = open_stored(folder)
-        report = stored.report
+        report = read_report(stored)
         assert report is not None
         program = Program.parse(report["program"])
         depth = report["effective_depth"]
@@ -196,9 +197,8 @@ def export(
     from surgeon.analysis.factors.recipe_factors import with_factors
     from surgeon.commands.opening import as_list
     from surgeon.exports import in_memory
-    from surgeon.exports.adapters import BASE, export_with_adapter
-    from surgeon.exports.export import DTYPES, check_target, plan_export, write_export
-    from surgeon.exports.plan import check_exportable
+    from surgeon.exports.export import DTYPES, check_exportable, check_target, plan_export, write_export
+    from surgeon.exports.in_memory import BASE, export_with_adapter
     from surgeon.findings.measured import read_measured
     from surgeon.machine import parse_size
     from surgeon.opened import open_edited

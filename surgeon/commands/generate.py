@@ -257,8 +257,7 @@ def _encode(
     model: Model, prompts: Mapping[str, str], most: int, chat: bool, system: str | None
 ) -> list[list[int]]:
     """The token ids of the prompts, at most so many of each; of several, an error names the prompt."""
-    from surgeon.checkpoint.messages import begin_conversation, chat_text
-    from surgeon.checkpoint.texts import Encoder, encode
+    from surgeon.checkpoint.texts import Encoder, begin_conversation, chat_text, encode
 
     encoder = Encoder(model.tokenizer)
     found = []

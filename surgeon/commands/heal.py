@@ -348,10 +348,8 @@ def heal(
         OSError: if the output is in the way or cannot be written.
     """
     from surgeon.analysis.factors.recipe_factors import with_factors
-    from surgeon.exports.adapters import export_with_adapter
-    from surgeon.exports.export import DTYPES, check_target
-    from surgeon.exports.in_memory import check_form
-    from surgeon.exports.plan import check_storage
+    from surgeon.exports.export import DTYPES, check_storage, check_target
+    from surgeon.exports.in_memory import check_form, export_with_adapter
     from surgeon.findings.heal import HealRun
     from surgeon.quality.data import window_for
     from surgeon.training.model import (

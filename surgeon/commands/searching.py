@@ -15,7 +15,6 @@ import optuna
 import pandas as pd
 
 from surgeon.analysis.subject import Subject
-from surgeon.checkpoint.load import load
 from surgeon.commands.heal import heal
 from surgeon.commands.opening import warn
 from surgeon.commands.search_setup import SearchSetup, open_question
@@ -25,12 +24,11 @@ from surgeon.errors import needs_extra
 from surgeon.findings.search import RECIPE_FILE, SearchResult
 from surgeon.language.program import Program
 from surgeon.machine import free_bytes
-from surgeon.opened import Model, open_model
+from surgeon.opened import Model, load, open_model
 from surgeon.processes.files import write_text
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import (
-    DEMO,
     LEAST_HELD_OUT,
     Windows,
     held_out,
@@ -39,6 +37,7 @@ from surgeon.quality.data import (
     tokens_before_rest,
     window_for,
 )
+from surgeon.quality.sources import DEMO
 from surgeon.quality.summary import Quality, quality_of
 from surgeon.quality.text import OWN, VERIFIED, HeldOutQuality
 from surgeon.searches.drafting import DraftValue, FoundDraft, by_verified_keys

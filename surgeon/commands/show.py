@@ -52,7 +52,7 @@ def show(
     from surgeon.checkpoint.config import locate
     from surgeon.checkpoint.describe import describe
     from surgeon.checkpoint.stored import REPORT_FILE
-    from surgeon.checkpoint.write import verify as verify_files
+    from surgeon.checkpoint.tensor_file import verify as verify_files
     from surgeon.named import is_recipe
 
     if output is not None and output.suffix.lower() != ".png":

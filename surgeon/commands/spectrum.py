@@ -10,7 +10,8 @@ from statistics import mode
 from typing import TYPE_CHECKING, Annotated, Literal, Unpack
 
 from surgeon.commands.command import command, option, several
-from surgeon.commands.options import DEFAULT_TOKENS, Data, ModelName, Output, TextFlags
+from surgeon.commands.options import Data, ModelName, Output, TextFlags
+from surgeon.quality import DEFAULT_TOKENS
 
 if TYPE_CHECKING:
     from surgeon.findings.spectrum import Spectrum

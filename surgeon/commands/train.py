@@ -88,10 +88,9 @@ def train(
         NotProven: if the checkpoint does not compute what was trained.
         OSError: if the output is in the way or cannot be written.
     """
+    from surgeon.checkpoint.describe import Training, no_source
     from surgeon.checkpoint.forms import lay_out
-    from surgeon.checkpoint.training import Training, no_source
-    from surgeon.exports.export import check_target
-    from surgeon.exports.plan import check_storage
+    from surgeon.exports.export import check_storage, check_target
     from surgeon.findings.training import ScratchRun
     from surgeon.opened import open_model
     from surgeon.provenance import provenance

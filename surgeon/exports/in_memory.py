@@ -1,15 +1,20 @@
-"""Models in memory as checkpoints: an edited model as it is, merged, sliced or trained.
+"""Models in memory as checkpoints: an edited model as it is, merged, sliced or trained; or beside its adapter.
 
 Whatever its program, it is stored as a stock model, whose weights are those of whole layers. Averages and slices have
 weights of their own while a model lives. They become layers behind the original ones, and the program names these: of a
 model with three layers, `A0 F0 A1~A2 F1~F2` is stored as four layers and `A0 F0 A3 F3`.
+
+An adapter's names are those of the modules in the written model, whose layers may have other numbers than in memory, so
+that peft puts it onto the model that `transformers` loads.
 """
 
 from __future__ import annotations
 
+import copy
+import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,63 +23,65 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from surgeon.checkpoint.belongings import GENERATION, Companions, FileKind, companions_of, kind_of
 from surgeon.checkpoint.codas import Coda, read_codas, write_codas
 from surgeon.checkpoint.config import CONFIG, open_stored
-from surgeon.checkpoint.forms import PROGRAM, Layout, lay_out
+from surgeon.checkpoint.describe import Training
+from surgeon.checkpoint.forms import PROGRAM, Layout, form_of, lay_out
 from surgeon.checkpoint.imported import wrapper_of
-from surgeon.checkpoint.load import load
-from surgeon.checkpoint.stored import Checkpoint, StoredModel, read_json
-from surgeon.checkpoint.training import Training
+from surgeon.checkpoint.stored import Checkpoint, StoredModel
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.errors import NotProven
-from surgeon.exports.export import DTYPES, check_target, keep_tokenizer_class, plan_export, write_export
-from surgeon.exports.plan import check_storage
-from surgeon.exports.prove import Proof
+from surgeon.exports.export import (
+    DTYPES,
+    check_storage,
+    check_target,
+    keep_tokenizer_class,
+    plan_export,
+    stage_folder,
+    write_export,
+)
+from surgeon.exports.prove import (
+    EXACT_TOLERANCE,
+    WRITTEN_TOLERANCE,
+    Proof,
+    Reference,
+    random_tokens,
+    require_close,
+)
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES, SHARED, WRITING, Sublayer
 from surgeon.models.edit import (
     EditedLayers,
     decoder_layers,
-    decoder_parent,
     edit,
     input_device,
     program_of,
     save_edited_with,
 )
-from surgeon.models.families import family_of
+from surgeon.models.families import Family, family_of
 from surgeon.models.families.fused import FUSED
+from surgeon.models.lora import LoraConfig, LoraLayer, PeftModel, get_peft_model_state_dict
 from surgeon.models.weights import (
     Group,
     ModelWeights,
-    ModuleStore,
     NamedTensors,
-    Store,
     Tensors,
     absent_sublayers,
-    module_with,
     pack_tensors,
 )
 from surgeon.models.weights.quantised import PackedTensor
 from surgeon.named import hub_name, on_disk
-from surgeon.opened import Model
+from surgeon.opened import EditedModel, Model, from_files, load
 from surgeon.processes.files import scratch, write_json
 from surgeon.quality.text import in_evaluation_mode
 
 # `edit` and `load` are those of models whose `save_pretrained` writes their program, too.
-__all__ = [
-    "check_form",
-    "edit",
-    "export",
-    "export_with_codas",
-    "load",
-    "logits_of",
-    "save_edited",
-    "stock_layers_of",
-    "stock_model",
-]
+__all__ = ["edit", "load"]
 
 
 def export(
@@ -120,8 +127,8 @@ def export(
             "is, and another edit is one of the original model"
         )
     with scratch(target) as source:
-        with stock_model(model) as stock:
-            type(model).save_pretrained(model, source, state_dict=_numbers_of(model))
+        stock = stock_model(model)
+        _save(model, stock, source)
         if tokenizer is not None:
             tokenizer.save_pretrained(source)
         came_from = model.name_or_path or ""
@@ -141,8 +148,8 @@ def export(
 
 def check_form(model: PreTrainedModel, form: str) -> None:
     """Refuse a form that `export` could not write a model in, before it is trained."""
-    with stock_model(model) as stock:
-        lay_out(stock.program, family_of(model.config), model.config, form)
+    stock = stock_model(model)
+    lay_out(stock.program, family_of(model.config), stock.config, form)
 
 
 def export_with_codas(
@@ -207,13 +214,9 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
         raise ValueError(
             "a fused model that was edited again cannot be saved; edit and export the original model"
         )
-    state = options.pop("state_dict", None)
-    with stock_model(model, state) as stock:
-        # Under their own names: those that stock checkpoints have are translated for stock classes only.
-        numbers = _numbers_of(model) if state is None else stock.state(state)
-        type(model).save_pretrained(
-            model, folder, state_dict=numbers, **options | {"save_original_format": False}
-        )
+    stock = stock_model(model, options.pop("state_dict", None))
+    # Under their own names: those that stock checkpoints have are translated for stock classes only.
+    _save(model, stock, folder, **options | {"save_original_format": False})
     if not options.get("is_main_process", True):
         return
     saved = StoredModel(str(folder), Checkpoint(folder), model.config)
@@ -221,13 +224,6 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
     write_json(folder / CONFIG, saved.checkpoint.entries | entries)
     shutil.copyfile(PROGRAM.shipped.file, folder / PROGRAM.shipped.file.name)
     keep_tokenizer_class(folder, model.config)
-
-
-def _numbers_of(model: PreTrainedModel) -> Tensors:
-    """Return a model's state dict, unpacked, for files hold no `PackedTensor`."""
-    state = model.state_dict()
-    packed = {name: one.numbers().cpu() for name, one in state.items() if isinstance(one, PackedTensor)}
-    return state | packed
 
 
 def _with_home(
@@ -286,93 +282,94 @@ def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class StockLayers:
-    """The layers of the stock model.
+class StockModel:
+    """A model in memory as a stock one, whose layers are the original ones, then those made of derived sublayers.
 
     Attributes:
-        layers: the original ones, then those made of derived sublayers.
-        sources: for each, the original layer whose entries in the configuration it has.
+        config: with entries for as many layers.
         program: over these layers.
-        prefix: of the names of layers.
-        derived: the names of derived sublayers in the edited model.
+        tensors: by name, shared with the model but for those of made layers.
     """
 
-    layers: list[nn.Module]
-    sources: list[int]
+    config: Any
     program: Program
-    prefix: str = ""
-    derived: Collection[str] = ()
-
-    def state(self, state: Tensors) -> Tensors:
-        """Rename a state dict of the edited model to these layers."""
-        renamed = {
-            name: tensor
-            for name, tensor in state.items()
-            if name.removeprefix(self.prefix).partition(".")[0] not in self.derived
-        }
-        for index, layer in enumerate(self.layers):
-            if type(layer) is nn.Module:  # made of derived sublayers
-                renamed |= {
-                    f"{self.prefix}{index}.{name}": one for name, one in layer.state_dict().items()
-                }
-        return renamed
+    tensors: Tensors
 
 
-def stock_layers_of(model: PreTrainedModel, state: Tensors | None = None) -> StockLayers:
-    """Return the layers of a model as they are now."""
-    layers = decoder_layers(model)
-    if not isinstance(layers, EditedLayers):
-        return StockLayers(list(layers), list(range(len(layers))), program_of(model))
-    groups = layers.stored_groups
-    made = [_layer_of(group, layers, state) for group in groups.groups]
-    sources = [*range(len(layers.original[0])), *(group.layers[0] for group in groups.groups)]
+def stock_model(model: PreTrainedModel, state: Tensors | None = None) -> StockModel:
+    """Return a model as it is now as a stock one; `state` stands in for its state dict."""
+    family = family_of(model.config)
+    config = copy.deepcopy(model.config)
+    tensors: Tensors = model.state_dict() if state is None else state
+    program = program_of(model)
+    edited = decoder_layers(model)
+    sources = list(range(len(edited)))
+    if isinstance(edited, EditedLayers):
+        for key, value in edited.config_before.items():
+            setattr(config, key, value)
+        groups = edited.stored_groups
+        sources = list(range(len(edited.original[0])))
+        derived = {one for one in program.sublayers() if edited.is_derived(one)}
+        left = tuple(f"{family.layers}.{one}." for one in derived)
+        found = {name: tensor for name, tensor in tensors.items() if not name.startswith(left)}
+        for group in groups.groups:
+            for path, tensor in _layer_of(group, edited, tensors).items():
+                found[f"{family.layers}.{len(sources)}.{path}"] = tensor
+            sources.append(group.layers[0])
+        tensors = found
+        places = {one: edited.stored_place(one, groups) for one in program.sublayers()}
 
-    def stored(sublayer: Sublayer) -> Sublayer:
-        place = layers.stored_place(sublayer, groups)
-        if layers.is_derived(sublayer):
-            return sublayer.stored_in(place)
-        return replace(sublayer, layers=(place,))
+        def rename(sublayer: Sublayer) -> Sublayer:
+            if sublayer in derived:
+                return sublayer.stored_in(places[sublayer])
+            return replace(sublayer, layers=(places[sublayer],))
 
-    derived = {str(sublayer) for sublayer in layers.program.sublayers() if layers.is_derived(sublayer)}
-    program = layers.program.renamed(stored)
-    return StockLayers(
-        [*layers.original[0], *made], sources, program, f"{layers.family.layers}.", derived
-    )
+        program = program.renamed(rename)
+    entries = family.per_layer_entries(config, sources) | {"num_hidden_layers": len(sources)}
+    for key, value in entries.items():
+        setattr(config, key, value)
+    return StockModel(config, program, tensors)
 
 
-def _layer_of(group: Group, edited: EditedLayers, state: Tensors | None) -> nn.Module:
+def _save(model: PreTrainedModel, stock: StockModel, folder: Path, **options: Any) -> None:
+    """Save a stock model by the class of the one in memory; files hold no `PackedTensor`."""
+    before = model.config
+    packed = {
+        name: one.numbers().cpu() for name, one in stock.tensors.items() if isinstance(one, PackedTensor)
+    }
+    model.config = stock.config
+    try:
+        type(model).save_pretrained(model, folder, state_dict=stock.tensors | packed, **options)
+    finally:
+        model.config = before
+
+
+def _layer_of(group: Group, edited: EditedLayers, state: Tensors) -> Tensors:
     """Make a layer of a group's sublayers; those that the program does not have are as they were."""
-    made = nn.Module()
+    made: Tensors = {}
     weights = edited.weights()
     for kind in KINDS:
         spec = edited.family.spec(kind, group.layers[0])
-        owner = edited.layer(group.layers[0])
-        count = group.count if kind in group.used else None
-        pieces = [None] if count is None else [(index, count) for index in range(count)]
+        pieces: list[tuple[int, int] | None] = [None]
+        if group.count is not None and kind in group.used:
+            pieces = [(index, group.count) for index in range(group.count)]
         parts: list[Tensors] = []
         live: list[Tensors] = []
         for sublayer in (group.sublayer(kind, piece) for piece in pieces):
-            if str(sublayer) not in edited._modules:
+            own = f"{edited.family.layers}.{sublayer}."
+            held = {name: tensor for name, tensor in state.items() if name.startswith(own)}
+            if not held:
                 parts.append(weights.by_role(sublayer))
                 continue
-            # Of its derived module, whose weights may have changed, or derived anew.
+            # Of its derived module, whose weights may have changed.
             layer = sublayer.layers[0]
             inside = f"{edited.family.layers}.{layer}."
-            store: Store = ModuleStore(edited.get_submodule(str(sublayer)), inside)
-            if state is not None:
-                own = f"{edited.family.layers}.{sublayer}."
-                found = {name: tensor for name, tensor in state.items() if name.startswith(own)}
-                store = NamedTensors(
-                    {inside + name.removeprefix(own): tensor for name, tensor in found.items()}
-                )
-            stored = ModelWeights(store, edited.family, edited.family.head_dim(edited.config))
+            store = NamedTensors({inside + name.removeprefix(own): held[name] for name in held})
+            stored = ModelWeights(store, edited.family, weights.head_dim)
             live.append(stored.by_role(Sublayer(kind, (layer,), ranks=sublayer.ranks)))
             parts.append(live[-1])
-        tensors = pack_tensors(
-            _join(parts, live, f"{kind}{group.layers[0]}"), spec, weights.unit_width(kind)
-        )
-        for name, module in module_with(tensors, owner, spec, weights.head_dim).named_children():
-            made.add_module(name, module)
+        whole = _join(parts, live, f"{kind}{group.layers[0]}")
+        made |= pack_tensors(whole, spec, weights.unit_width(kind))
     return made
 
 
@@ -413,31 +410,184 @@ def _divided_dim(key: str) -> int | None:
     return None if what == "first.weight" else -1 if what == "bias" else -2
 
 
+BASE = "base"
+ADAPTER = "adapter"
+ADAPTER_FILE = "adapter_model.safetensors"
+WRAPPED = "base_model.model."  # before the names of the model's own modules, as peft writes them
+_MERGE = "leave keep_adapter out, so that the adapter is merged into the weights"
+Names = dict[str, list[str]]  # of modules: as the written model calls those that one in memory becomes
+
+
+def export_with_adapter(
+    model: PeftModel, folder: str | Path, *, tokenizer: Any = None, base_of: EditedModel | None = None
+) -> Proof:
+    """Write an edited model without its adapter as `folder/base`, and the adapter as `folder/adapter`.
+
+    The base is in the plain form or the program form, which keep modules as they are. `peft` puts the two together:
+    `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, trust_remote_code=True), adapter)`. That this
+    computes what the model does is proven before the folder gets its name.
+
+    Args:
+        model: with one LoRA adapter, not merged; left as it is.
+        folder: the target, which must not be there yet.
+        tokenizer: as in `surgeon.export`.
+        base_of: the model that it was loaded as without its adapter, and still is: the base is written of its files, so
+            that quantised weights stay as they are stored (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
+
+    Returns:
+        The proof of the base.
+
+    Raises:
+        NotProven: if the files do not compute what the model does.
+        ValueError: if the adapter is of another kind, or lies on averages, slices or factors, which are stored as
+            something else.
+        FileExistsError: if the target is in the way.
+        OSError: if the disk is full or cannot be written; on any error, the target is as it was.
+    """
+    target = Path(folder)
+    name, config = _only_adapter(model)
+    base: Any = model.get_base_model()
+    lora = {path: module for path, module in base.named_modules() if isinstance(module, LoraLayer)}
+    with stage_folder(target) as partial:
+        with _without_adapter(base, lora):
+            stock = stock_model(base)
+            family = family_of(base.config)
+            try:  # in a form that keeps modules
+                layout = lay_out(stock.program, family, stock.config, among=("plain", "program"))
+            except ValueError as refusal:
+                raise ValueError(
+                    f"the model cannot be written with its modules as they are: {refusal}; {_MERGE}"
+                ) from refusal
+            if base_of is None:
+                proof = export(base, partial / BASE, form=layout.form.name, tokenizer=tokenizer)
+            else:
+                plan = plan_export(
+                    base_of.model, base_of.program, layout.form.name, factors=base_of.factors
+                )
+                proof = write_export(plan, partial / BASE)
+        wrapped = Checkpoint(partial / BASE).wrapped
+        place = str if wrapped is None else wrapped.wrapper.path_inside
+        names = {
+            path: [*map(place, _written_names(path, layout, family_of(base.config)))] for path in lora
+        }
+        (partial / ADAPTER).mkdir()
+        state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+        save_file(_rename(state, names), partial / ADAPTER / ADAPTER_FILE, metadata={"format": "pt"})
+        own = {written: lora[path] for path, all_of_it in names.items() for written in all_of_it}
+        # Modules by their whole names: patterns may fit others there.
+        written = replace(
+            config,
+            base_model_name_or_path=BASE,
+            inference_mode=True,
+            target_modules=sorted(own),
+            exclude_modules=None,
+            layers_to_transform=None,
+            layers_pattern=None,
+            rank_pattern=_patterns({path: one.r[name] for path, one in own.items()}, config.r),
+            alpha_pattern=_patterns(
+                {path: one.lora_alpha[name] for path, one in own.items()}, config.lora_alpha
+            ),
+        )
+        written.save_pretrained(str(partial / ADAPTER))
+        _prove(model, partial)
+    return proof
+
+
+def _patterns(values: dict[str, int], usual: int) -> dict[str, int]:
+    """Return the values of modules that differ from the usual one, by a pattern of their paths."""
+    return {f"^{re.escape(path)}": value for path, value in values.items() if value != usual}
+
+
+def _only_adapter(model: PeftModel) -> tuple[str, LoraConfig]:
+    """Return the adapter's name and configuration."""
+    if not hasattr(model, "peft_config"):
+        raise ValueError("the model has no adapter of peft; leave adapter out")
+    if len(model.peft_config) != 1:
+        raise ValueError(f"the model has {len(model.peft_config)} adapters; one can be kept beside it")
+    ((name, config),) = model.peft_config.items()
+    others = ("modules_to_save", "trainable_token_indices", "target_parameters")
+    if not isinstance(config, LoraConfig) or any(getattr(config, other) for other in others):
+        raise ValueError(f"only LoRA adapters without {', '.join(others)} can be kept apart; {_MERGE}")
+    return name, config
+
+
 @contextmanager
-def stock_model(model: PreTrainedModel, state: Tensors | None = None) -> Iterator[StockLayers]:
-    """While inside, the model is a stock one with the layers to be stored, in its configuration too."""
-    stock = stock_layers_of(model, state)
-    family = family_of(model.config)
-    edited = isinstance(decoder_layers(model), EditedLayers)
-    parent, name = decoder_parent(model)
-    before = getattr(parent, name)
-    original = before.undo(model.config) if edited else before
-    entries = family.per_layer_entries(model.config, stock.sources) | {
-        "num_hidden_layers": len(stock.layers)
-    }
-    config_before = {key: getattr(model.config, key) for key in entries}
-    for key, value in entries.items():
-        setattr(model.config, key, value)
-    setattr(parent, name, nn.ModuleList(stock.layers))
+def _without_adapter(base: nn.Module, lora: dict[str, Any]) -> Iterator[None]:
+    """Put the modules that carry the adapter back to those before it, while inside."""
+    for path, module in lora.items():
+        if module.merged:
+            raise ValueError(
+                f"the adapter is merged into {path} already; unmerge it, or export the model as it is"
+            )
+    for path, module in lora.items():
+        base.set_submodule(path, module.base_layer)
     try:
-        yield stock
+        yield
     finally:
-        for key, value in config_before.items():
-            setattr(model.config, key, value)
-        setattr(parent, name, original)
-        if edited:
-            setattr(parent, name, before)
-            before.describe_in(model.config)
+        for path, module in lora.items():
+            base.set_submodule(path, module)
+
+
+def _written_names(path: str, layout: Layout, family: Family) -> list[str]:
+    """Return a module's names in the written model, one for each layer that has it."""
+    inside = path.removeprefix(f"{family.layers}.")
+    if inside == path:
+        return [path]
+    layer, _, rest = inside.partition(".")
+    if not layer.isdigit():
+        raise ValueError(f"the adapter lies on {layer}, which is stored as something else; {_MERGE}")
+    kinds = [
+        kind
+        for kind in KINDS
+        if any(f"{rest}.".startswith(f"{one}.") for one in family.spec(kind).modules)
+    ]
+    return [
+        f"{family.layers}.{index}.{rest}"
+        for index, stored in enumerate(layout.layers)
+        if any(one.kind in kinds and one.layers == (int(layer),) for one in stored.sublayers)
+    ]
+
+
+def _rename(state: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
+    """Name the adapter's tensors by the written model's modules."""
+    found = {}
+    for name, tensor in state.items():
+        own = name.removeprefix(WRAPPED)
+        path = max((path for path in names if own.startswith(f"{path}.")), key=len, default=None)
+        if path is None:
+            raise ValueError(
+                f"the adapter has a tensor {own}, which is of no module that carries it; {_MERGE}"
+            )
+        for written in names[path]:
+            found[f"{WRAPPED}{written}{own.removeprefix(path)}"] = (
+                tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            )
+    if not found:
+        raise ValueError(
+            "the adapter lies on no module that the program runs, so there is nothing to keep"
+        )
+    return found
+
+
+def _prove(model: PeftModel, folder: Path) -> None:
+    """Load the written base and adapter, and compare logits."""
+    written = open_stored(folder / BASE)
+    model_class, config = form_of(written.checkpoint).written_class(written)
+    kept = next(model.parameters()).dtype
+    if written.checkpoint.quantised:
+        base: Any = from_files(model_class, written, config=config, dtype=kept)
+    else:
+        base = model_class.from_pretrained(folder / BASE, config=config, dtype=kept)
+    tokens = random_tokens(written.config)
+    alive: Any = model  # which takes what its base model takes
+    reference = Reference(tokens, logits_of(alive, tokens))
+    adapted: Any = PeftModel.from_pretrained(base, str(folder / ADAPTER))
+    require_close(
+        reference.difference(logits_of(adapted, tokens)),
+        WRITTEN_TOLERANCE.get(kept, EXACT_TOLERANCE),
+        "base and adapter together do not compute what the model does: their logits",
+        ", so nothing was written",
+    )
 
 
 save_edited_with(save_edited)

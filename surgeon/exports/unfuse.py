@@ -20,11 +20,11 @@ from transformers.initialization import no_init_weights
 
 from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.config import dense_config, open_stored
+from surgeon.checkpoint.describe import layers_by_recipe, read_report
 from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.base import config_beside
 from surgeon.checkpoint.forms.fused import CARRIED, ORIGINAL_KEY, fused_config
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.errors import NotProven
 from surgeon.language.program import Program, Step
 from surgeon.language.sublayer import ATTENTION, KINDS, WRITING, Sublayer
@@ -59,9 +59,8 @@ def unfuse(model: str | Path | StoredModel) -> PreTrainedModel:
         )
     said = fused.to_dict()  # its attributes are those of single layers where these differ
     parts = [_parts_of(index, said, weights) for index in range(stored.num_layers)]
-    nodes: list[
-        Step
-    ] = []  # of the stock model's program: the layers of each fused one read the same stream
+    # Of the stock model's program: the layers of each fused one read the same stream.
+    nodes: list[Step] = []
     first = 0
     for part in parts:
         steps = [
@@ -72,9 +71,9 @@ def unfuse(model: str | Path | StoredModel) -> PreTrainedModel:
         nodes += map(Step, steps)
         first += max(part.values())
     program = Program(tuple(nodes))
-    if stored.report is not None:  # it may say that it is made of something else than whole layers
-        try:
-            layers_by_recipe(Program.parse(stored.report["program"]), program)
+    if (report := read_report(stored)) is not None:
+        try:  # it may say that it is made of something else than whole layers
+            layers_by_recipe(Program.parse(report["program"]), program)
         except NotProven as difference:
             raise ValueError(_advice(checkpoint.where, str(difference))) from difference
     config = _config_of(stored, program)

@@ -25,9 +25,8 @@ from surgeon.checkpoint.belongings import (
     names_in,
 )
 from surgeon.checkpoint.config import DEMO
-from surgeon.checkpoint.describe import Surgery, describe
+from surgeon.checkpoint.describe import STAGES, Surgery, describe
 from surgeon.checkpoint.forms.base import NOT_ON_VLLM
-from surgeon.checkpoint.training import STAGES
 from surgeon.findings.measured import DIVERGENCE, PERPLEXITY, CardScore, Identity
 from surgeon.findings.result import Record, Table
 from surgeon.language.operations import OPERATIONS

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from surgeon.checkpoint.messages import (
+from surgeon.checkpoint.texts import (
     REFUSALS,
     Message,
     differs,

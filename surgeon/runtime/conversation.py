@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from surgeon.checkpoint.messages import Message, begin_conversation, chat_text
-from surgeon.checkpoint.texts import Encoder, encode
+from surgeon.checkpoint.texts import Encoder, Message, begin_conversation, chat_text, encode
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.service import Answer, Service
 

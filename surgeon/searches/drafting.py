@@ -14,7 +14,6 @@ from typing import Any
 
 from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.benchmarks.measure import MeasuredDrafts
-from surgeon.checkpoint.load import streamed_layers
 from surgeon.cost.drafts import DraftedPrediction, draft_on_paper
 from surgeon.cost.plans import plan_on_paper
 from surgeon.findings.trials import DRAFT_TIME
@@ -22,7 +21,7 @@ from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.models.edit import program_of, restore
 from surgeon.models.verified import NoVerifiedKeys, draft_on_text
-from surgeon.opened import Model
+from surgeon.opened import Model, streamed_layers
 from surgeon.processes.files import finite
 from surgeon.quality.summary import ACCEPTANCES, Quality
 from surgeon.quality.text import OWN, VERIFIED, logits_of, text_values

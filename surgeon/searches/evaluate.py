@@ -25,11 +25,11 @@ from surgeon.analysis.engine.machine import windows_at_once, working_bytes
 from surgeon.analysis.engine.measure import MeasureOptions, measure, streams_after
 from surgeon.analysis.engine.prefixes import StateCache
 from surgeon.analysis.engine.sharing import SharedPlan, share
-from surgeon.checkpoint.load import streamed_layers
 from surgeon.language.program import Program
 from surgeon.machine import available_bytes, resident_bytes, stay_below
 from surgeon.models.edit import program_of, require_unedited
 from surgeon.models.weights import FactorSource, TruncatedSVD
+from surgeon.opened import streamed_layers
 from surgeon.progress import require_time
 from surgeon.quality.data import Windows
 from surgeon.quality.head import ByWindow, OutputHead, TextReferences, concatenate_windows, join_measures

@@ -13,7 +13,7 @@ from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import Hardware, load_hardware
 from surgeon.language.program import Program
 from surgeon.opened import Model
-from surgeon.quality.data import DEFAULT_TOKENS
+from surgeon.quality import DEFAULT_TOKENS
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.summary import Quality
 from surgeon.runtime.comm.collectives import parse_link

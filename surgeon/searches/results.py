@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from optuna.trial import FrozenTrial
 
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.findings.search import SearchResult
 from surgeon.language.recipe import Recipe
 from surgeon.processes.files import finite, write_text

@@ -19,8 +19,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse
 
-from surgeon.checkpoint.messages import Message, chat_text, plain_message
-from surgeon.checkpoint.texts import Continuation, Defaults, Encoder
+from surgeon.checkpoint.texts import Continuation, Defaults, Encoder, Message, chat_text, plain_message
 from surgeon.errors import did_you_mean
 from surgeon.runtime.batching.request import Sampling
 

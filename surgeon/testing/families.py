@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
-from surgeon.checkpoint.load import load
-from surgeon.checkpoint.remote_code import PROGRAM
+from surgeon.checkpoint.forms import PROGRAM
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.in_memory import edit
 from surgeon.language.program import Program
@@ -25,7 +24,7 @@ from surgeon.models.families import family_of
 from surgeon.models.families.specs import Growth
 from surgeon.models.routing import route
 from surgeon.models.weights import Dense, ModelWeights, ModuleStore, NamedTensors, Tensors, pack_tensors
-from surgeon.opened import open_model
+from surgeon.opened import load, open_model
 from surgeon.testing.sublayers import EDITS, LAYERS, Sublayers, logits_of, two_slices
 
 
@@ -368,7 +367,7 @@ class FamilyContract:
                 _export(tmp_path, program_of(model), "program")
             return
         _export(tmp_path, program_of(model), "program")
-        shipped: Any = PROGRAM.model_class(model_type, tmp_path / "program")
+        shipped: Any = PROGRAM.shipped.model_class(model_type, tmp_path / "program")
         for written in (
             load(tmp_path / "program"),
             shipped.from_pretrained(tmp_path / "program").eval(),

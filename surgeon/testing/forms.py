@@ -12,13 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.describe import compare, describe
 from surgeon.checkpoint.forms import FORMS, Form
-from surgeon.checkpoint.load import load
 from surgeon.checkpoint.stored import Checkpoint
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.in_memory import edit
 from surgeon.language.program import Program
 from surgeon.models.edit import restore
-from surgeon.opened import open_model
+from surgeon.opened import load, open_model
 from surgeon.testing.sublayers import logits_of
 
 LAYERS = 6

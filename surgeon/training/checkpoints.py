@@ -28,8 +28,7 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
-from surgeon.checkpoint.stored import read_json
-from surgeon.checkpoint.write import FileRecord, change_of
+from surgeon.checkpoint.tensor_file import FileRecord, change_of, read_json
 from surgeon.errors import first_line
 from surgeon.models.lora import PeftModel
 from surgeon.processes.files import HALF_WRITTEN, check_space, publish, sync_tree, whole_file, write_json

@@ -16,12 +16,11 @@ from transformers import PreTrainedModel
 
 from surgeon.checkpoint.belongings import companions_of
 from surgeon.checkpoint.config import DEMO
+from surgeon.checkpoint.describe import Training, layers_by_recipe
 from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.stored import REPORT_FILE
-from surgeon.checkpoint.training import Training, layers_by_recipe
-from surgeon.exports.export import source_record
-from surgeon.exports.in_memory import stock_layers_of
-from surgeon.exports.plan import layout_of
+from surgeon.exports.export import layout_of, source_record
+from surgeon.exports.in_memory import stock_model
 from surgeon.exports.prove import Proof, original_model
 from surgeon.exports.unfuse import unfuse
 from surgeon.language.program import Program
@@ -146,7 +145,7 @@ def student_of(edited: EditedModel, packed: bool) -> PreTrainedModel:
     model = unfuse(edited.model) if is_fused else edited.load("cpu", packed)
     if not isinstance(decoder_layers(model), EditedLayers):
         edit(model, edited.program)
-    layers_by_recipe(program_to_heal(edited), stock_layers_of(model).program)  # before it is trained
+    layers_by_recipe(program_to_heal(edited), stock_model(model).program)  # before it is trained
     model.float()
     return model
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from surgeon.checkpoint.codas import Coda
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.errors import needs_extra, show_value
 from surgeon.exports.in_memory import export, export_with_codas
 from surgeon.exports.prove import Proof

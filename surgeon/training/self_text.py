@@ -22,8 +22,7 @@ import datasets
 import numpy as np
 from numpy.typing import NDArray
 
-from surgeon.checkpoint.messages import chat_text
-from surgeon.checkpoint.texts import Encoder
+from surgeon.checkpoint.texts import Encoder, chat_text
 from surgeon.opened import EditedModel
 from surgeon.processes.journal import Journal
 from surgeon.processes.torchrun import beside_torchrun

@@ -20,7 +20,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.training_args import OptimizerNames
 
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.errors import did_you_mean, first_line
 from surgeon.machine import avoid_cudnn_attention, describe_gpu
 from surgeon.opened import choose_device

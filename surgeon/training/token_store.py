@@ -23,7 +23,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets.arrow_writer import ArrowWriter
 from numpy.typing import NDArray
 
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.errors import did_you_mean
 from surgeon.processes.files import (
     lock_file,

@@ -20,13 +20,13 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.transformers_utils import model_arch_config_convertor as shapes
 
-    from surgeon.checkpoint.remote_code import PROGRAM
+    from surgeon.checkpoint.forms import PROGRAM
     from surgeon.vllm_plugin.configs import CONFIGS, with_all_heads
     from surgeon.vllm_plugin.passes import ProgramPasses
 
     shape = with_all_heads(shapes.ModelArchConfigConvertorBase)
     for name, config in CONFIGS.items():
         AutoConfig.register(config.model_type, config, exist_ok=True)
-        ModelRegistry.register_model(PROGRAM.class_name(name), MODEL)
-        MODELS_CONFIG_MAP[PROGRAM.class_name(name)] = ProgramPasses
+        ModelRegistry.register_model(PROGRAM.shipped.class_name(name), MODEL)
+        MODELS_CONFIG_MAP[PROGRAM.shipped.class_name(name)] = ProgramPasses
         shapes.MODEL_ARCH_CONFIG_CONVERTORS[config.model_type] = shape

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from surgeon.checkpoint.remote_code import PROGRAM
+from surgeon.checkpoint.forms import PROGRAM
 from surgeon.errors import did_you_mean
 from surgeon.language.program import Node, Program, Step
 from surgeon.language.sublayer import ATTENTION
@@ -22,9 +22,9 @@ from surgeon.models.families.specs import Latent, Unit
 
 CONFIGS: dict[str, Any] = {
     name: type(
-        f"{PROGRAM.stem(name)}Config",
+        f"{PROGRAM.shipped.stem(name)}Config",
         (CONFIG_MAPPING[name],),
-        {"model_type": PROGRAM.prefix + name, "__module__": __name__},
+        {"model_type": PROGRAM.shipped.prefix + name, "__module__": __name__},
     )
     for name in FAMILIES
 }

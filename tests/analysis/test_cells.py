@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from surgeon.analysis.cells import (
-    HEATMAPS,
     SCANNED,
     Selection,
     check_operations,
@@ -17,6 +16,7 @@ from surgeon.analysis.cells import (
     selected_cells,
 )
 from surgeon.language.operations import shuffle
+from surgeon.language.operations.base import HEATMAPS
 from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes
 from tests.analysis.scanning import scan_cells

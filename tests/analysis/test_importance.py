@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from surgeon.analysis import importance as importance_module
 from surgeon.analysis.engine import machine
 from surgeon.analysis.importance import unit_importance
-from surgeon.checkpoint.load import load, load_streamed
 from surgeon.language.operations.width import Criterion
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
-from surgeon.opened import open_model
+from surgeon.opened import load, load_streamed, open_model
 from tests.analysis.spectra import inputs_of, matrix_of, places, text
 from tests.tiny_models import HEADS, tiny_model
 

@@ -17,10 +17,10 @@ from torch import Tensor
 import surgeon
 from surgeon.analysis.engine import machine
 from surgeon.analysis.similarity import CKA_COLUMNS, similarity
-from surgeon.checkpoint.load import load, load_streamed
 from surgeon.checkpoint.tensor_file import FileTensor
 from surgeon.findings.similarity import Similarity
 from surgeon.models.edit import program_of
+from surgeon.opened import load, load_streamed
 from surgeon.quality.data import Windows
 from tests.analysis.subjects import subject_of
 from tests.analysis.test_cka import biased_hsic, by_kernels, unbiased_hsic

@@ -15,12 +15,12 @@ from surgeon.analysis.engine import measure as measure_module
 from surgeon.analysis.engine.machine import windows_at_once
 from surgeon.analysis.engine.measure import MeasureOptions, by_layer, measure, turn_of
 from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, reads, share
-from surgeon.checkpoint.load import load, load_streamed, streamed_layers
 from surgeon.checkpoint.tensor_file import FileTensor
 from surgeon.language.operations import ladder, merge, pair, parallel, prune, shuffle
 from surgeon.language.program import Program
 from surgeon.machine import resident_bytes
 from surgeon.models.families import family_of
+from surgeon.opened import load, load_streamed, streamed_layers
 from tests.selection import case
 from tests.tiny_models import DENSE_FAMILIES, VOCABULARY, save_checkpoint, tiny_model
 

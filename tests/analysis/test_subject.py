@@ -9,9 +9,8 @@ import torch
 
 from surgeon.analysis import subject
 from surgeon.analysis.subject import load_for_analysis, open_subject
-from surgeon.checkpoint.load import streamed_layers
 from surgeon.machine import resident_bytes
-from surgeon.opened import open_model
+from surgeon.opened import open_model, streamed_layers
 from tests.tiny_models import tiny_model
 
 

@@ -15,9 +15,8 @@ import surgeon
 from surgeon.checkpoint.belongings import companions_of, left_behind, left_by, patterns_for_the_hub
 from surgeon.checkpoint.describe import compare, describe
 from surgeon.checkpoint.stored import Checkpoint
-from surgeon.checkpoint.write import verify
-from surgeon.exports.adapters import export_with_adapter
-from surgeon.exports.in_memory import export_with_codas
+from surgeon.checkpoint.tensor_file import verify
+from surgeon.exports.in_memory import export_with_adapter, export_with_codas
 from surgeon.exports.unfuse import unfuse
 from surgeon.models.edit import edit
 from surgeon.opened import open_model

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import surgeon
-from surgeon.checkpoint.load import load
 from surgeon.models.edit import edit
+from surgeon.opened import load
 from surgeon.quality.data import load_windows
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.rank import RankOptions

@@ -13,9 +13,9 @@ from transformers import LlamaForCausalLM
 
 import surgeon
 from surgeon.checkpoint.config import open_stored
-from surgeon.checkpoint.load import load, load_streamed
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of
+from surgeon.opened import load, load_streamed
 from surgeon.runtime.plan.checks import make_plan
 from tests.checkpoint.helpers import logits_of, run_export, save_source
 from tests.stored import configure, store, tensors_of, with_buffers

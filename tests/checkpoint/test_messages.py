@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.checkpoint.messages import Message, chat_text, plain_message, with_calls_written
+from surgeon.checkpoint.texts import Message, chat_text, plain_message, with_calls_written
 from tests.tiny_models import TEMPLATE, tiny_tokenizer
 
 USER = {"role": "user", "content": "the fox?"}

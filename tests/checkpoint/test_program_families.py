@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import surgeon
+from surgeon.checkpoint.forms import PROGRAM
 from surgeon.checkpoint.forms.program import family_row
-from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.program import Program
@@ -59,7 +59,7 @@ def tracks_of(family: str) -> str:
 
 def model_running(model: Any, program: str) -> Any:
     """The shipped class with a stock model's weights."""
-    model_class = PROGRAM.model_class(model.config.model_type)
+    model_class = PROGRAM.shipped.model_class(model.config.model_type)
     row = family_row(family_of(model.config), model.config)
     own = {"surgeon_program": program, "surgeon_family": row}
     config = model_class.config_class.from_dict(model.config.to_dict() | own)
@@ -251,7 +251,7 @@ def test_weights_on_the_disk(tmp_path: Path) -> None:
     model = tiny_model("llama", 3, attention_bias=True, mlp_bias=True)
     model_running(model, TRACKS).save_pretrained(tmp_path / "model")
     places: dict[str, Any] = {"max_memory": {"cpu": "70KB"}, "offload_folder": tmp_path / "offload"}
-    offloaded: Any = PROGRAM.model_class("llama").from_pretrained(
+    offloaded: Any = PROGRAM.shipped.model_class("llama").from_pretrained(
         tmp_path / "model", device_map="auto", **places
     )
     assert layers_of(offloaded)[1].mlp.up_proj.weight.is_meta  # type: ignore[union-attr]

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import surgeon
-from surgeon.checkpoint.load import load, load_streamed, streamed_layers
 from surgeon.checkpoint.stored import Checkpoint
-from surgeon.opened import open_model
+from surgeon.opened import load, load_streamed, open_model, streamed_layers
 from tests.checkpoint.helpers import logits_of, save_source
 from tests.quantised import SCHEMES, quantise_folder
 from tests.selection import case

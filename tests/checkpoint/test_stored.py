@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from surgeon.checkpoint.stored import Checkpoint, read_json
-from surgeon.checkpoint.tensor_file import read_header
-from surgeon.exports.plan import check_exportable
+from surgeon.checkpoint.stored import Checkpoint
+from surgeon.checkpoint.tensor_file import read_header, read_json
+from surgeon.exports.export import check_exportable
 from surgeon.opened import open_model
 from tests.checkpoint.helpers import run_export, save_source, weights_of
 from tests.stored import configure, with_index

@@ -18,11 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import surgeon
-from surgeon.checkpoint import write
-from surgeon.checkpoint.tensor_file import FileTensor
-from surgeon.checkpoint.write import FileRecord, verify
-from surgeon.exports.on_demand import WeightsOnDemand
-from surgeon.exports.prove import original_model, reference_of
+from surgeon.checkpoint import tensor_file
+from surgeon.checkpoint.tensor_file import FileRecord, FileTensor, verify
+from surgeon.exports.prove import WeightsOnDemand, original_model, reference_of
 from surgeon.language.program import Program
 from surgeon.machine import resident_bytes
 from surgeon.opened import open_model
@@ -53,7 +51,7 @@ def streamed_logits(folder: Path) -> Tensor:
 def test_every_family_runs_with_its_weights_in_their_files(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surgeon.exports.on_demand.BLOCK", 100)  # a few rows at a time
+    monkeypatch.setattr("surgeon.exports.prove.BLOCK", 100)  # a few rows at a time
     model = save_source(tmp_path, family, 4)
     assert relative_error(streamed_logits(tmp_path), logits_of(model)) < 1e-5
     program = Program.parse(DERIVED if family not in NORMED_BEHIND else "A0 F0 A1~A2 F1~F2")
@@ -92,7 +90,7 @@ def test_an_embedding_is_not_read_beyond_its_tokens(
         return part(self, dim, first, end)
 
     monkeypatch.setattr(FileTensor, "part", noted)
-    monkeypatch.setattr("surgeon.exports.on_demand.BLOCK", 32 * 4)
+    monkeypatch.setattr("surgeon.exports.prove.BLOCK", 32 * 4)
     reference_of(original, Program.dense(2))
     assert max(rows for _, rows in read) == 32  # eight blocks of four rows
     assert sum(rows for name, rows in read if name == "lm_head.weight") == 97
@@ -185,7 +183,7 @@ def test_what_is_written_and_not_there_afterwards_is_refused(
         content[-4] ^= 1
         path.write_bytes(content)
 
-    monkeypatch.setattr(write, "sync", rots)
+    monkeypatch.setattr(tensor_file, "sync", rots)
     with pytest.raises(OSError, match="model.safetensors does not read back"):
         run_export(tmp_path / "source", tmp_path / "out" / "target", "A0 F0 A2 F2")
     assert list((tmp_path / "out").iterdir()) == []

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.checkpoint.describe import compare, describe
+from surgeon.checkpoint.describe import Training, compare, describe, layers_by_recipe
 from surgeon.checkpoint.stored import Checkpoint
-from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.commands.show import differences, facts
 from surgeon.errors import NotProven
 from surgeon.exports.export import source_record

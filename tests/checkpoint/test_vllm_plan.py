@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surgeon.checkpoint.forms import lay_out
+from surgeon.checkpoint.forms import PROGRAM, lay_out
 from surgeon.checkpoint.forms.program import family_row
-from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
@@ -85,7 +84,7 @@ def written(family: str, program: str, suffix: str = "Model") -> Any:
     """A random model of the class that vLLM builds, without a head, or of another one."""
     config = tiny_model(family, 2).config
     entries = {"surgeon_program": program, "surgeon_family": family_row(family_of(config), config)}
-    stem = PROGRAM.stem(family)
+    stem = PROGRAM.shipped.stem(family)
     own = getattr(shipped, f"{stem}Config").from_dict(config.to_dict() | entries)
     model = getattr(shipped, f"{stem}{suffix}")(own).requires_grad_(False)
     for parameter in model.parameters():

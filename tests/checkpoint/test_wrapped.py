@@ -17,12 +17,12 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 import surgeon
 from surgeon.checkpoint.imported import WRAPPERS
-from surgeon.checkpoint.load import load, load_streamed
 from surgeon.checkpoint.random_weights import open_random
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
+from surgeon.opened import load, load_streamed
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan

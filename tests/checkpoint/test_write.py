@@ -13,10 +13,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from surgeon.checkpoint import write
-from surgeon.checkpoint.forms import PlannedTensor
+from surgeon.checkpoint import tensor_file
 from surgeon.checkpoint.stored import Checkpoint
-from surgeon.checkpoint.write import FileRecord, Writing, holds, shard_limit, split_into_shards
+from surgeon.checkpoint.tensor_file import (
+    FileRecord,
+    PlannedTensor,
+    Writing,
+    holds,
+    shard_limit,
+    split_into_shards,
+)
 from surgeon.machine import Background, Stopped
 from surgeon.progress import Advance
 from tests.checkpoint.helpers import save_source
@@ -103,10 +109,10 @@ def test_the_limit_is_the_sources_largest_shard(tmp_path: Path) -> None:
     save_source(tmp_path / "sharded", shards="40KB")
     save_source(tmp_path / "single")
     sharded = Checkpoint(tmp_path / "sharded")
-    assert shard_limit(sharded) == max(
+    assert shard_limit(sharded.weight_files) == max(
         path.stat().st_size for path in (tmp_path / "sharded").glob("*.safetensors")
     )
-    assert shard_limit(Checkpoint(tmp_path / "single")) is None
+    assert shard_limit(Checkpoint(tmp_path / "single").weight_files) is None
 
 
 def test_a_tensor_of_another_shape_than_planned_is_never_written_as_if_it_were_right(
@@ -224,7 +230,7 @@ def test_files_are_read_back_once_they_are_on_the_disk(
     def rots(path: Path) -> None:
         path.write_bytes(path.read_bytes()[:-1] + b"x")
 
-    monkeypatch.setattr(write, "sync", rots)
+    monkeypatch.setattr(tensor_file, "sync", rots)
     with (
         pytest.raises(OSError, match="model.safetensors does not read back as it was written"),
         Writing(tmp_path, {"model.safetensors": [planned("t", torch.ones(3))]}) as writing,

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import surgeon
-from surgeon.checkpoint.load import load_streamed
 from surgeon.commands.capabilities import ADAPTER_RANK, FACTORS, LENGTH, PAIRS, Capabilities, answer
 from surgeon.exports.export import plan_export, write_export
 from surgeon.findings.check import NO, PARTLY, YES, Verdict
@@ -25,7 +24,7 @@ from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
-from surgeon.opened import open_model
+from surgeon.opened import load_streamed, open_model
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks

@@ -11,8 +11,8 @@ import pytest
 from surgeon.commands.app import COMMANDS
 from surgeon.commands.command import Declaration, declared_options
 from surgeon.commands.heal import TrainFlags
-from surgeon.commands.options import DEFAULT_TOKENS, SamplingFlags, ServiceFlags
-from surgeon.quality import data
+from surgeon.commands.options import SamplingFlags, ServiceFlags
+from surgeon.quality import DEFAULT_TOKENS, data
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.service import ServiceOptions
 from surgeon.searches.question import Question

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.checkpoint.codas import read_codas
-from surgeon.checkpoint.write import verify
+from surgeon.checkpoint.tensor_file import verify
 from surgeon.models.edit import program_of
 from tests.commands.conftest import Run
 from tests.furnished import check, furnish

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from surgeon.analysis import subject
-from surgeon.analysis.cells import HEATMAPS
 from surgeon.commands.app import main
+from surgeon.language.operations.base import HEATMAPS
 from tests import warm
 from tests.commands.conftest import Run
 from tests.stored import configure

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surgeon
-from surgeon.checkpoint.write import verify
+from surgeon.checkpoint.tensor_file import verify
 from surgeon.models.edit import program_of
 from surgeon.training import run
 from surgeon.training.scratch.build import blueprint

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from surgeon.checkpoint.describe import describe
 from surgeon.errors import NotProven
-from surgeon.exports.adapters import export_with_adapter
+from surgeon.exports.in_memory import export_with_adapter
 from surgeon.models.edit import edit, program_of
 from tests.checkpoint.helpers import IDS, logits_of, relative_error
 from tests.tiny_models import tiny_model, tiny_tokenizer

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from surgeon.checkpoint.describe import describe
-from surgeon.exports.export import plan_export, write_export
-from surgeon.exports.plan import check_exportable
+from surgeon.exports.export import check_exportable, plan_export, write_export
 from surgeon.language.recipe import parse_recipe
 from surgeon.opened import open_model
 from surgeon.training.scratch.tracks import track_program

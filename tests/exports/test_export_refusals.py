@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 import surgeon
-from surgeon.checkpoint import write
-from surgeon.checkpoint.forms import PlannedTensor
+from surgeon.checkpoint import tensor_file
 from surgeon.checkpoint.forms.fused import FusedPlanner
+from surgeon.checkpoint.tensor_file import PlannedTensor
 from surgeon.errors import NotProven
-from surgeon.exports.export import plan_export
-from surgeon.exports.plan import check_exportable
+from surgeon.exports.export import check_exportable, plan_export
 from surgeon.opened import open_model
 from tests.checkpoint.helpers import (
     run_export,
@@ -58,7 +57,7 @@ def test_damage_while_writing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, dtype: torch.dtype
 ) -> None:
     save_source(tmp_path / "source", dtype=dtype)
-    right = write.content_of
+    right = tensor_file.content_of
     count = [0]
 
     def damages_one(planned: PlannedTensor) -> Iterator[memoryview]:
@@ -69,7 +68,7 @@ def test_damage_while_writing_is_refused(
             )
         return right(planned)
 
-    monkeypatch.setattr(write, "content_of", damages_one)
+    monkeypatch.setattr(tensor_file, "content_of", damages_one)
     with pytest.raises(NotProven, match="as written|written with other values"):
         run_export(tmp_path / "source", tmp_path / "out" / "target", program)
     assert list((tmp_path / "out").iterdir()) == []
@@ -94,7 +93,7 @@ def test_the_old_checkpoint_stays_if_the_new_one_fails(
     def full(_: PlannedTensor) -> Iterator[memoryview]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(write, "content_of", full)
+    monkeypatch.setattr(tensor_file, "content_of", full)
     with pytest.raises(OSError, match=r"filled up: 47\d\.\d KB are needed"):
         run_export(tmp_path / "source", tmp_path / "target", PAIRS, overwrite=True)
     assert hash_of(tmp_path / "target") == before

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import surgeon
-from surgeon.checkpoint.write import verify
+from surgeon.checkpoint.tensor_file import verify
 from surgeon.errors import NotProven
 from surgeon.exports.in_memory import edit
 from surgeon.models.edit import program_of, restore

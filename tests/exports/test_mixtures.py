@@ -12,9 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import surgeon
-from surgeon.checkpoint.forms import lay_out
-from surgeon.checkpoint.load import load
-from surgeon.checkpoint.remote_code import PROGRAM
+from surgeon.checkpoint.forms import PROGRAM, lay_out
 from surgeon.checkpoint.stored import Checkpoint
 from surgeon.commands.app import main
 from surgeon.exports.export import plan_export, write_export
@@ -22,7 +20,7 @@ from surgeon.exports.in_memory import edit
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of, restore
 from surgeon.models.families import family_of
-from surgeon.opened import open_model
+from surgeon.opened import load, open_model
 from tests.tiny_models import tiny_model
 
 MIXTURES = ["qwen3_moe", "mixtral", "llama4_text"]
@@ -86,7 +84,7 @@ def test_everything_else_has_the_program_form(family: str, program: str, tmp_pat
     again = load(out)
     # Experts count among those that are stored.
     assert "e3" not in str(program_of(again)).replace("gate3", "")
-    shipped = PROGRAM.model_class(model.config.model_type, out)
+    shipped = PROGRAM.shipped.model_class(model.config.model_type, out)
     for written in (again, shipped.from_pretrained(out).eval()):
         torch.testing.assert_close(logits(written), expected, rtol=0, atol=2e-5)
     saved = shipped.from_pretrained(out)
@@ -103,7 +101,7 @@ def test_edited_models_in_memory_are_exported(family: str, program: str, tmp_pat
     model = edit(tiny_model(family, output_router_logits=True), program)
     expected = logits(model)
     surgeon.export(model, tmp_path / "out")
-    shipped = PROGRAM.model_class(model.config.model_type, tmp_path / "out")
+    shipped = PROGRAM.shipped.model_class(model.config.model_type, tmp_path / "out")
     for written in (load(tmp_path / "out"), shipped.from_pretrained(tmp_path / "out").eval()):
         torch.testing.assert_close(logits(written), expected, rtol=0, atol=2e-5)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["output_router_logits"]

@@ -17,12 +17,11 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import surgeon
 from surgeon.checkpoint.describe import describe
-from surgeon.checkpoint.load import load
 from surgeon.checkpoint.stored import Checkpoint
-from surgeon.checkpoint.write import Writing
+from surgeon.checkpoint.tensor_file import Writing
 from surgeon.commands.show import facts
-from surgeon.exports.adapters import export_with_adapter
-from surgeon.opened import open_edited
+from surgeon.exports.in_memory import export_with_adapter
+from surgeon.opened import load, open_edited
 from tests.checkpoint.helpers import (
     load_shipped,
     logits_of,

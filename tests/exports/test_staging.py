@@ -342,17 +342,17 @@ import os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from surgeon.checkpoint import write
+from surgeon.checkpoint import tensor_file
 from tests.checkpoint.helpers import run_export
 count = [0]
-right = write.content_of
+right = tensor_file.content_of
 def stop_halfway(planned):
     count[0] += 1
     if count[0] == 20:
         print("halfway", flush=True)
         signal.pause()
     return right(planned)
-write.content_of = stop_halfway
+tensor_file.content_of = stop_halfway
 run_export(Path(sys.argv[1]), Path(sys.argv[2]), "A0 F0 [A1 A2] [F1 F2]", overwrite=True)
 """
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 import surgeon
 from surgeon.checkpoint.forms import lay_out
-from surgeon.exports.in_memory import stock_layers_of
+from surgeon.exports.in_memory import stock_model
 from surgeon.exports.unfuse import unfuse
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
@@ -121,7 +121,7 @@ def test_what_is_trained_comes_back(family: str, tmp_path: Path) -> None:
     with torch.no_grad():
         for name, parameter in one.named_parameters():
             parameter.add_(0.1 if "#" in name else 0.0)
-    other.load_state_dict(stock_layers_of(one).state(one.state_dict()))
+    other.load_state_dict(stock_model(one).tensors)
     assert torch.equal(logits_of(other), logits_of(one))
 
 

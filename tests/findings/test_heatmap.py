@@ -14,12 +14,13 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from surgeon.analysis.cells import HEATMAPS, select
+from surgeon.analysis.cells import select
 from surgeon.findings.drawing import Picture
 from surgeon.findings.maps import Map
 from surgeon.findings.scan import Scan
 from surgeon.findings.scan_pictures import grid
 from surgeon.findings.tolerance import CAP
+from surgeon.language.operations.base import HEATMAPS
 
 BASE = 10.0
 OVER_STRETCHES = tuple(name for name, one in HEATMAPS.items() if one.varied is None)

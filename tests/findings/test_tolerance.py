@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from surgeon.analysis.cells import HEATMAPS
 from surgeon.findings.scan import Scan
 from surgeon.findings.tolerance import ScanTable, changed_layers, depth_saved
+from surgeon.language.operations.base import HEATMAPS
 from surgeon.language.program import Program
 from tests.findings.run_folders import BASE, scan_cells
 

@@ -14,8 +14,8 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from surgeon.opened import open_model
-from surgeon.quality.data import DEMO, default_data, load_windows, window_for
-from surgeon.quality.sources import files_in
+from surgeon.quality.data import default_data, load_windows, window_for
+from surgeon.quality.sources import DEMO, files_in
 from tests.tiny_models import TEXT, tiny_tokenizer
 
 

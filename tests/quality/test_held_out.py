@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from surgeon.quality.data import DEMO, held_out, load_windows, tokens_before_rest
+from surgeon.quality.data import held_out, load_windows, tokens_before_rest
+from surgeon.quality.sources import DEMO
 from tests.tiny_models import TEXT, tiny_tokenizer
 
 

@@ -23,7 +23,7 @@ def test_a_command_that_fails(tmp_path: Path) -> None:
 def test_the_table_counts_by_room() -> None:
     walks = {
         "prompt": {"opened.py", "models/edit.py"},
-        "export": {"opened.py", "exports/plan.py", "exports/prove.py"},
+        "export": {"opened.py", "exports/export.py", "exports/prove.py"},
     }
     lines = [line.split() for line in table(walks).splitlines()]
     assert lines[0] == ["room", "prompt", "export", "common"]

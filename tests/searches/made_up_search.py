@@ -17,8 +17,8 @@ from surgeon.opened import Model
 from surgeon.quality.summary import Quality
 from surgeon.searches.mixture import Proposal, Trial
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.question import PricedQuestion, Question
-from surgeon.searches.search import SURGEON, Search, make_sampler
+from surgeon.searches.question import SURGEON, PricedQuestion, Question
+from surgeon.searches.search import Search, make_sampler
 from surgeon.searches.study import list_trials, run_trials
 from surgeon.searches.terms import Terms
 from tests.tiny_models import tiny_model

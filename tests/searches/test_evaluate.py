@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional
 
 from surgeon.analysis.engine.sharing import share
-from surgeon.checkpoint.load import load, load_streamed
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, restore
+from surgeon.opened import load, load_streamed
 from surgeon.quality.data import Windows
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.summary import Quality

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.models.edit import edit
 from surgeon.quality.tokens import Tokens
 from surgeon.training.run import train

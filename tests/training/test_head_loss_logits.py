@@ -11,14 +11,8 @@ from torch.nn import functional
 
 from surgeon.quality.head import OutputHead
 from surgeon.training import head_loss
-from surgeon.training.head_loss import (
-    IGNORED,
-    FullLogits,
-    HeadLoss,
-    LogitsTask,
-    TopLogits,
-    loss_of_stream,
-)
+from surgeon.training.head_loss import FullLogits, HeadLoss, LogitsTask, TopLogits, loss_of_stream
+from surgeon.training.token_store import IGNORED
 from tests.tiny_models import tiny_model
 
 TOKENS, VOCABULARY = 23, 31

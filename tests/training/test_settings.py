@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from surgeon.training.settings import ALL_TOKENS, PRESETS, TrainSettings, preset
+from surgeon.training.settings import PRESETS, TrainSettings, preset
+from surgeon.training.token_store import ALL_TOKENS
 
 
 @pytest.mark.parametrize(

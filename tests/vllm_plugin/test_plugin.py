@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, LlamaConfig
 
-from surgeon.checkpoint.remote_code import PROGRAM
+from surgeon.checkpoint.forms import PROGRAM
 from surgeon.language.program import Program
 from surgeon.models.families import FAMILIES
 from surgeon.training.scratch.tracks import narrow
@@ -52,8 +52,8 @@ def test_vllm_starts_it_as_often_as_it_likes(monkeypatch: pytest.MonkeyPatch) ->
     register = EntryPoint("surgeon", points["surgeon"], GROUP).load()
     register()
     register()
-    assert set(found) == {PROGRAM.class_name(name) for name in FAMILIES}
-    own = {PROGRAM.prefix + name for name in FAMILIES}
+    assert set(found) == {PROGRAM.shipped.class_name(name) for name in FAMILIES}
+    own = {PROGRAM.shipped.prefix + name for name in FAMILIES}
     assert set(shapes.MODEL_ARCH_CONFIG_CONVERTORS) == {"falcon"} | own
     assert set(sys.modules["vllm.model_executor.models.config"].MODELS_CONFIG_MAP) == set(found)
     (model,) = set(found.values())
@@ -72,7 +72,7 @@ def test_configurations_are_read_without_the_checkpoint_s_own_code(tmp_path: Pat
     stored = json.loads((tmp_path / "ladder" / "config.json").read_text())
     assert type(config) is config_class
     assert isinstance(config, LlamaConfig)
-    assert config.architectures == stored["architectures"] == [PROGRAM.class_name("llama")]
+    assert config.architectures == stored["architectures"] == [PROGRAM.shipped.class_name("llama")]
     assert config.surgeon_program == "A0 F0 >A1 >F1"
     assert pickle.loads(pickle.dumps(config)).to_dict() == config.to_dict()
 

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.prefixes import PlanStates, Register, States
 from surgeon.analysis.engine.sharing import Extend, Join, Reach, RunStep, SharedPlan, Take, sublayers_in
-from surgeon.checkpoint.load import StreamedLayers, streamed_layers
 from surgeon.language.execute import Partial, State, advance, fork_output, land
 from surgeon.language.program import Fork, Program
 from surgeon.language.sublayer import KINDS, Sublayer
@@ -26,6 +25,7 @@ from surgeon.machine import available_bytes, free_bytes, resident_bytes, show_si
 from surgeon.models.edit import EditedLayers, ModelMachine, decoder_inputs, decoder_layers
 from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource, ModelWeights, Tensors, module_with, stored_tensors
+from surgeon.opened import StreamedLayers, streamed_layers
 from surgeon.quality.head import OutputHead
 
 # A stand-in for the layers sees the decoder's arguments; one thread at a time can put it there.

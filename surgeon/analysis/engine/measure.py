@@ -29,12 +29,12 @@ from surgeon.analysis.engine.machine import PlanMachine, lanes_for, run_plan, st
 from surgeon.analysis.engine.prefixes import PlanStates, StateCache, States
 from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, SharedPlan, Task, reads
 from surgeon.analysis.engine.walk import raise_not_finite
-from surgeon.checkpoint.load import streamed_layers
 from surgeon.errors import is_out_of_memory
 from surgeon.language.program import Program, steps_of
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.machine import Beside, one_at_a_time, torch_threads
 from surgeon.models.weights import FactorSource, TruncatedSVD
+from surgeon.opened import streamed_layers
 from surgeon.processes.journal import Journal, read_journal
 from surgeon.quality.head import (
     ByWindow,

@@ -1,32 +1,101 @@
-"""Forms: how a program is stored as a checkpoint, and how such a checkpoint is known and used."""
+"""Forms: how a program is stored as a checkpoint, in which layers, and how such a checkpoint is known and used."""
 
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import CONFIG_MAPPING
 
-from surgeon.checkpoint.forms.planning import PlannedTensor, TensorPlanner
-from surgeon.checkpoint.forms.stored_layers import (
-    Inexpressible,
-    StoredLayer,
-    per_layer_lists,
-    stored_layers,
-)
-from surgeon.checkpoint.remote_code import FAMILY_KEY, RemoteCode
+from surgeon.checkpoint.forms.planning import TensorPlanner
+from surgeon.checkpoint.imported import WRAPPERS
 from surgeon.checkpoint.stored import WEIGHTS_KEY, Checkpoint, StoredModel, Wrapped
-from surgeon.language.program import Program
+from surgeon.checkpoint.tensor_file import PlannedTensor
+from surgeon.errors import did_you_mean
+from surgeon.language.program import Fork, Node, Program, Step
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
-from surgeon.models.weights import FactorSource
+from surgeon.models.weights import FactorSource, indivisible
+from surgeon.models.weights.layers import narrow_units, require_parts
+from surgeon.words import layer_list
 
+if TYPE_CHECKING:  # takes seconds, and ranks do without
+    from transformers import PreTrainedModel
+
+FAMILY_KEY = "surgeon_family"  # in config.json, beside the program
+AROUND = "ForImageTextToText"  # ends names of classes around a text decoder
 NOT_ON_VLLM = "vLLM runs no program"
 BY_THE_FILE = "Unmodified vLLM, without surgeon, by the modeling file in this folder:"
+
+
+@dataclass(frozen=True)
+class RemoteCode:
+    """A modeling file, and its classes by architecture.
+
+    Attributes:
+        module: the file's name without .py, the same here and in a checkpoint.
+        stem: the beginning of its classes' names for a `model_type`; Config, Model or ForCausalLM follows.
+        prefix: of its checkpoints' `model_type`, before the original's.
+    """
+
+    module: str
+    stem: Callable[[str], str]
+    prefix: str = ""
+
+    @property
+    def file(self) -> Path:
+        """The file, as it lies in this package."""
+        return Path(__file__).parents[1] / "remote_code" / f"{self.module}.py"
+
+    def class_name(self, model_type: str) -> str:
+        """Return the name of the class with a language-model head, of an architecture or a wrapper."""
+        return f"{self.stem(model_type)}{head_of(model_type)}"
+
+    def auto_map(self, model_type: str) -> dict[str, str]:
+        """Return the `auto_map` of a checkpoint's config.json."""
+        head = head_of(model_type)
+        suffixes = {"AutoConfig": "Config", "AutoModel": "Model", f"AutoModel{head}": head}
+        if head == AROUND:
+            del suffixes["AutoModel"]
+        return {
+            auto: f"{self.module}.{self.stem(model_type)}{suffix}" for auto, suffix in suffixes.items()
+        }
+
+    def entries(self, model_type: str) -> dict[str, Any]:
+        """Return config.json's entries for the classes."""
+        return {
+            "architectures": [self.class_name(model_type)],
+            "auto_map": self.auto_map(model_type),
+            "model_type": self.prefix + model_type,
+        }
+
+    def model_class(self, model_type: str, folder: Path | None = None) -> type[PreTrainedModel]:
+        """Return the class with a language-model head: this package's, or that of a folder's copy."""
+        if folder is None:
+            module = importlib.import_module(f"surgeon.checkpoint.remote_code.{self.module}")
+        else:
+            # Under a name of its own, and without a __pycache__ beside it, which would be a part of the checkpoint.
+            module = ModuleType(f"surgeon_shipped_{self.module}")
+            sys.modules[module.__name__] = module  # transformers looks classes' modules up there
+            module.__file__ = str(folder / self.file.name)
+            exec(compile((folder / self.file.name).read_bytes(), module.__file__, "exec"), vars(module))
+        loaded: type[PreTrainedModel] = getattr(module, self.class_name(model_type))
+        return loaded
+
+
+def head_of(model_type: str) -> str:
+    """Return the end of the names of an architecture's classes with a language-model head."""
+    return AROUND if model_type in WRAPPERS else "ForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -45,6 +114,10 @@ class Layout:
     layers: tuple[StoredLayer, ...]
     program: Program | None = None
     wrapped: Wrapped | None = None
+
+
+# The most portable one first; the room itself names them.
+FORMS: dict[str, Form] = {}
 
 
 class Form(ABC):
@@ -106,7 +179,8 @@ class Form(ABC):
         Args:
             num_layers: of the original.
         """
-        return [tuple(layer.sources) for layer in stored_layers(program, family.steps_per_layer)]
+        layers = stored_layers(program, family.steps_per_layer, partly=True)
+        return [tuple(layer.sources) for layer in layers]
 
     def tensors(
         self,
@@ -121,7 +195,7 @@ class Form(ABC):
             dtype: to store floating-point numbers in; None to keep each tensor's own.
             factors: of matrices that the program has a rank for.
         """
-        return self.planner(original, dtype, factors).plan(layout.layers)
+        return self.planner(original, dtype, factors).plan([layer.sublayers for layer in layout.layers])
 
     def config(
         self,
@@ -164,9 +238,9 @@ class Form(ABC):
         """Tell whether a config.json has this form's mark."""
         return config.get("model_type") in self.model_types or self.mark in config
 
-    def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
-        """Return a checkpoint's `transformers` configuration, without program and remote classes."""
-        return config_beside(checkpoint.config, CONFIG_MAPPING[family.model_type])
+    def stock_config(self, entries: dict[str, Any], family: Family) -> Any:
+        """Return the `transformers` configuration of a config.json, without program and remote classes."""
+        return config_beside(entries, CONFIG_MAPPING[family.model_type])
 
     def own_program(self, config: Any) -> Program | None:  # noqa: ARG002
         """Return the program of a checkpoint, where it is not its layers one after the other."""
@@ -192,9 +266,7 @@ class Form(ABC):
             return MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored.config
         if wrapped is not None:
             model_type = wrapped.wrapper.model_type
-        model_class: Any = self.shipped.model_class(
-            model_type, stored.folder, around=wrapped is not None
-        )
+        model_class: Any = self.shipped.model_class(model_type, stored.folder)
         return model_class, model_class.config_class.from_pretrained(stored.folder)
 
     # How it is used.
@@ -214,3 +286,217 @@ def config_beside(entries: dict[str, Any], config_class: Any) -> Any:
     """Read the entries of a config.json but for those that name a program, or classes in a file."""
     left_out = ("model_type", "auto_map", PROGRAM_KEY, FAMILY_KEY)
     return config_class.from_dict({key: value for key, value in entries.items() if key not in left_out})
+
+
+def form_of(checkpoint: Checkpoint) -> Form:
+    """Return the form that a checkpoint is in, by the mark in its config.json; without one it is plain."""
+    marked = (form for form in FORMS.values() if form.is_marked(checkpoint.config))
+    return next(marked, FORMS["plain"])
+
+
+def lay_out(
+    program: Program,
+    family: Family,
+    config: Any,
+    form: str = "auto",
+    among: Collection[str] = (),
+    wrapped: Wrapped | None = None,
+) -> Layout:
+    """Choose the most portable form that holds the program exactly, or the form asked for.
+
+    Args:
+        config: the original's `transformers` configuration, for its widths and per-layer lists.
+        form: "auto", or one of FORMS.
+        among: the forms that "auto" looks at, all by default.
+        wrapped: the wrapper that the layers are to stand in, if they are a text decoder's.
+    """
+    if form not in ("auto", *FORMS):
+        raise ValueError(f"unknown form {form!r}; {did_you_mean(form, ('auto', *FORMS))}")
+    refusals: dict[str, list[str]] = {}  # the forms that cannot hold it, by the reason
+    copying: Layout | None = None
+    for one in map(FORMS.__getitem__, among or FORMS if form == "auto" else (form,)):
+        try:
+            layout = one.lay_out(program, family, config)
+            if wrapped is not None:
+                layout = one.inside(wrapped, layout, family)
+        except Inexpressible as refusal:
+            refusals.setdefault(str(refusal), []).append(one.name)
+            continue
+        copies = "" if one.stored_once else _copies(layout)
+        if copies and form == "auto":
+            copying = copying or replace(layout, reason=f"{layout.reason}; {copies}")
+            refusals.setdefault(
+                f"{copies} there; ask for it if other software is to load it", []
+            ).append(one.name)
+        else:
+            return replace(
+                layout, reason="; ".join(filter(None, [layout.reason, copies, *_explain(refusals)]))
+            )
+    if copying is not None:
+        return copying
+    if form == "auto":
+        what = "any form"
+    else:
+        what = f"the {form} form; leave form out for the most portable form that is exact"
+    raise ValueError(f"this program cannot be written in {what} ({'; '.join(_explain(refusals))})")
+
+
+def _copies(layout: Layout) -> str:
+    """Say which sublayers a layout has several times; empty if none."""
+    stored = Counter(sublayer for layer in layout.layers for sublayer in layer.sublayers)
+    layers = [layer for sublayer, times in stored.items() if times > 1 for layer in sublayer.layers]
+    which = f"layer{'s' * (len(set(layers)) > 1)} {layer_list(layers)}"
+    if layers:
+        return f"what runs several times, of {which}, is stored as often as it runs"
+    return ""
+
+
+def _explain(refusals: dict[str, list[str]]) -> list[str]:
+    return [f"not {' or '.join(forms)}, because {reason}" for reason, forms in refusals.items()]
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """A layer of the written checkpoint: the sublayers side by side in it; of one kind there may be none."""
+
+    attention: tuple[Sublayer, ...]
+    feed_forward: tuple[Sublayer, ...]
+
+    @property
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        return self.attention + self.feed_forward
+
+    @property
+    def has_stock_width(self) -> bool:
+        """True if it is as wide as the layers of the original."""
+        return self.is_single and all(
+            one.width is None and one.experts is None for one in self.sublayers
+        )
+
+    @property
+    def is_single(self) -> bool:
+        """True if it is one attention and one feed-forward, each unsliced."""
+        return all(
+            len(side) == 1 and side[0].piece is None for side in (self.attention, self.feed_forward)
+        )
+
+    @property
+    def lacks(self) -> list[str]:
+        """The kinds that it has none of, in the words of `transformers`."""
+        sides = {"attention": self.attention, "mlp": self.feed_forward}
+        return [name for name, side in sides.items() if not side]
+
+    @property
+    def sources(self) -> list[int]:
+        """The original's layers that it is made of, the attention's first one first."""
+        return list(dict.fromkeys(layer for sublayer in self.sublayers for layer in sublayer.layers))
+
+
+class Inexpressible(ValueError):
+    """A form cannot hold this program exactly; the message says why."""
+
+
+def stored_layers(
+    program: Program, steps_per_layer: int, partly: bool = False
+) -> tuple[StoredLayer, ...]:
+    """Divide the program into layers of an attention and a feed-forward step, or of one step with both.
+
+    Args:
+        partly: whether layers may lack one of the two.
+    """
+    for sublayer in program.sublayers():
+        if sublayer.ranks:
+            raise Inexpressible(f"{sublayer} has factors in place of matrices, which no stock layer has")
+    steps = list(map(_step_of_a_layer, program.nodes))
+    if steps_per_layer == 1:
+        return tuple(StoredLayer(*(_of_kind(step, kind, partly) for kind in KINDS)) for step in steps)
+    if partly:
+        return tuple(_partly_there(steps))
+    for index, step in enumerate(steps):
+        kind, what = ((ATTENTION, "an attention"), (FEED_FORWARD, "a feed-forward"))[index % 2]
+        if {sublayer.kind for sublayer in step.sublayers} != {kind}:
+            raise Inexpressible(f"{step} stands where a layer has {what} step")
+    if len(steps) % 2:
+        raise Inexpressible("the last attention step has no feed-forward step after it")
+    return tuple(
+        StoredLayer(a.sublayers, f.sublayers) for a, f in zip(steps[::2], steps[1::2], strict=True)
+    )
+
+
+def per_layer_lists(family: Family, config: Any, stored: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the configuration's lists with one entry per layer, by key.
+
+    Args:
+        config: as `transformers` reads it, which fills in some of them for some architectures.
+        stored: config.json as it stands, with keys that `transformers` does not know too.
+    """
+    candidates = {key: getattr(config, key, None) for key in family.entries.lists} | stored
+    return {
+        key: value
+        for key, value in candidates.items()
+        if isinstance(value, list)
+        and len(value) == config.num_hidden_layers
+        and key != "architectures"
+        and not key.endswith(("_token_id", "_token_ids"))
+    }
+
+
+def require_uniform(
+    layers: tuple[StoredLayer, ...], family: Family, lists: dict[str, list[Any]]
+) -> None:
+    """Refuse layers stored as one whose entries in per-layer lists differ."""
+    for key, values in lists.items():
+        for layer in layers:
+            # What says how far attention looks must be the same in the layers that an attention is made of.
+            alike = layer.attention if key in family.entries.lists else layer.sublayers
+            sources = [source for sublayer in alike for source in sublayer.layers]
+            for other in sources[1:]:
+                if values[other] != values[sources[0]]:
+                    raise Inexpressible(f"layers {sources[0]} and {other} differ in the config's {key}")
+
+
+def require_divisible(sublayers: Iterable[Sublayer], family: Family, config: Any) -> None:
+    """Refuse slices without a whole number of heads and neurons."""
+    for sublayer in sublayers:
+        units = family.units(config, sublayer.layers[0])
+        spec = family.spec(sublayer.kind, sublayer.layers[0])
+        require_parts(sublayer, spec, family)
+        own = {projection.unit: units[projection.unit] for projection in spec.projections}
+        reason = indivisible(sublayer, narrow_units(sublayer, own))
+        if reason is not None:
+            raise ValueError(reason)
+
+
+def _step_of_a_layer(node: Node) -> Step:
+    if isinstance(node, Fork):
+        raise Inexpressible(f"the fork {node} runs whole streams side by side")
+    if node.late:
+        raise Inexpressible(f"the step {node} is late")
+    return node
+
+
+def _partly_there(steps: list[Step]) -> Iterator[StoredLayer]:
+    """Yield layers of an attention step and the feed-forward step behind it, or of one of them alone."""
+    attention: tuple[Sublayer, ...] = ()
+    for step in steps:
+        kinds = {sublayer.kind for sublayer in step.sublayers}
+        if len(kinds) > 1:
+            raise Inexpressible(f"{step} has attention and feed-forward in one step")
+        if kinds == {FEED_FORWARD}:
+            yield StoredLayer(attention, step.sublayers)
+            attention = ()
+            continue
+        if attention:
+            yield StoredLayer(attention, ())
+        attention = step.sublayers
+    if attention:
+        yield StoredLayer(attention, ())
+
+
+def _of_kind(step: Step, kind: str, partly: bool) -> tuple[Sublayer, ...]:
+    found = tuple(sublayer for sublayer in step.sublayers if sublayer.kind == kind)
+    if not found and not partly:
+        raise Inexpressible(
+            f"{step} has no {'attention' if kind == ATTENTION else 'feed-forward'} beside the rest"
+        )
+    return found

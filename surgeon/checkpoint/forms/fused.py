@@ -6,7 +6,7 @@ Its configuration describes the architecture in the words of the modeling file i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,26 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint import remote_code
-from surgeon.checkpoint.forms.base import BY_THE_FILE, Form, Layout, by_transformers, config_beside
-from surgeon.checkpoint.forms.planning import (
-    Compute,
-    Computed,
-    PlannedTensor,
-    TensorPlanner,
-    averaging_dtype,
-    known_modules,
-)
-from surgeon.checkpoint.forms.stored_layers import (
+from surgeon.checkpoint.forms.base import (
+    BY_THE_FILE,
+    Form,
     Inexpressible,
+    Layout,
+    RemoteCode,
     StoredLayer,
+    by_transformers,
+    config_beside,
     require_divisible,
     require_uniform,
     stored_layers,
 )
-from surgeon.checkpoint.stored import Checkpoint, StoredModel
+from surgeon.checkpoint.forms.planning import (
+    Compute,
+    Computed,
+    TensorPlanner,
+    averaging_dtype,
+    known_modules,
+)
+from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.tensor_file import PlannedTensor
 from surgeon.language.program import Program, Step, steps_of
-from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.edit import PROGRAM_PREFIX
 from surgeon.models.families import Family, Projection
 from surgeon.models.families.fused import FUSED as FUSED_FAMILY
@@ -66,12 +70,13 @@ class FusedPlanner(TensorPlanner):
             for projection in spec.projections
         }
 
-    def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
+    def plan(self, layers: Sequence[tuple[Sublayer, ...]]) -> list[PlannedTensor]:
         planned = self._move(f"{FUSED_FAMILY.embedding}.weight", self.family.embedding)
         if self.family.positions.embedding is not None:
             planned += self._move(f"{POSITIONS}.weight", self.family.positions.embedding)
         for index, layer in enumerate(layers):
-            for kind, sublayers in ((ATTENTION, layer.attention), (FEED_FORWARD, layer.feed_forward)):
+            for kind in KINDS:
+                sublayers = tuple(sublayer for sublayer in layer if sublayer.kind == kind)
                 for sublayer in sublayers:  # whose tensors none may be left behind
                     known = known_modules(self.family.spec(kind))
                     for path in self.paths(sublayer):
@@ -79,10 +84,7 @@ class FusedPlanner(TensorPlanner):
                             raise ValueError(
                                 f"{path} of {self.family.name} cannot be stored in the fused form"
                             )
-                if sublayers:
-                    tensors = self._tensors(kind, sublayers)
-                else:
-                    tensors = {}
+                tensors = self._tensors(kind, sublayers) if sublayers else {}
                 for path, compute in tensors.items():
                     name = f"{FUSED_FAMILY.layers}.{index}.{path}"
                     planned += self.planned(name, compute)
@@ -99,13 +101,7 @@ class FusedPlanner(TensorPlanner):
         return planned
 
     def _move(self, name: str, path: str, part: str = "weight") -> list[PlannedTensor]:
-        whole = f"{path}.{part}"
-        if whole not in self.weights:
-            stored = self.weights.names.of(whole)
-            raise ValueError(
-                f"{self.source.folder} has no tensor {stored}, which {self.family.name} needs"
-            )
-        return self.planned(name, lambda weights: weights.tensor(whole))
+        return self.planned(name, lambda weights: weights.tensor(f"{path}.{part}"))
 
     def _tensors(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
         """Compute the projections, the norms of heads, and the norm before, which only norms in front of several."""
@@ -233,15 +229,16 @@ KIND_NAMES = {ATTENTION: "attention", FEED_FORWARD: "mlp"}  # as layers say that
 PATHS = {role: projection.path for role, projection in PROJECTIONS.items()}
 # What means the same in every architecture.
 CARRIED = (
-    *(
-        "vocab_size",
-        "hidden_size",
-        "max_position_embeddings",
-        "initializer_range",
-        "use_cache",
-        "tie_word_embeddings",
-    ),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "original_max_position_embeddings"),
+    "vocab_size",
+    "hidden_size",
+    "max_position_embeddings",
+    "initializer_range",
+    "use_cache",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "original_max_position_embeddings",
 )
 
 
@@ -251,7 +248,7 @@ class Fused(Form):
     name = "fused"
     # The latter was edited again.
     model_types = (FUSED_FAMILY.model_type, PROGRAM_PREFIX + FUSED_FAMILY.model_type)
-    shipped = remote_code.FUSED
+    shipped = RemoteCode("modeling_surgeon_fused", lambda _: "SurgeonFused")  # one for all architectures
     widths_differ = True
     why_code = "its layers differ in width, which no class of transformers allows"
     on_vllm = BY_THE_FILE
@@ -294,11 +291,6 @@ class Fused(Form):
         reason = f"{' and '.join(what)}; {who} it with the modeling file inside (trust_remote_code=True)"
         return Layout(self, reason, layers)
 
-    def sources(self, program: Program, family: Family, num_layers: int) -> list[tuple[int, ...]]:  # noqa: ARG002
-        return [
-            tuple(layer.sources) for layer in stored_layers(program, family.steps_per_layer, partly=True)
-        ]
-
     def config(
         self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]
     ) -> dict[str, Any]:
@@ -320,10 +312,8 @@ class Fused(Form):
     def class_entries(self, original: StoredModel, layout: Layout) -> dict[str, Any]:  # noqa: ARG002
         return self.shipped.entries(FUSED_FAMILY.model_type)
 
-    def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
-        config = config_beside(
-            checkpoint.config, self.shipped.model_class(family.model_type).config_class
-        )
+    def stock_config(self, entries: dict[str, Any], family: Family) -> Any:
+        config = config_beside(entries, self.shipped.model_class(family.model_type).config_class)
         config.auto_map = self.shipped.auto_map(family.model_type)
         return config
 

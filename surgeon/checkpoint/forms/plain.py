@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from surgeon.checkpoint.forms.base import Form, Layout
-from surgeon.checkpoint.forms.planning import PlannedTensor
-from surgeon.checkpoint.forms.stored_layers import (
+from surgeon.checkpoint.forms.base import (
+    Form,
     Inexpressible,
+    Layout,
     StoredLayer,
     per_layer_lists,
     require_uniform,
     stored_layers,
 )
 from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.tensor_file import PlannedTensor
 from surgeon.language.program import Program
 from surgeon.models.families import Family
 from surgeon.models.routing import check_groups

@@ -5,7 +5,7 @@ Nothing here knows their form; a form that stores tensors in another way than th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -13,9 +13,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.forms.stored_layers import StoredLayer
 from surgeon.checkpoint.stored import Checkpoint, StoredModel
-from surgeon.checkpoint.tensor_file import TensorFiles
+from surgeon.checkpoint.tensor_file import PlannedTensor, TensorFiles
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Family, Projection, SublayerSpec
 from surgeon.models.weights import (
@@ -37,35 +36,6 @@ Computed = Tensor | Iterator[Tensor]
 Compute = Callable[[ModelWeights], Computed]
 # Of modules without weights: causal masks and angles, which early checkpoints store. They follow from the config.
 BUFFERS = ("bias", "masked_bias", "inv_freq")
-
-
-@dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor to be written.
-
-    Attributes:
-        dtype: to be stored in.
-        rounded: whether storing it may lose digits, because it is computed, or stored more coarsely than it was.
-        rows: computes its value, in float32 if it is rounded afterwards: all rows in order, some at a time.
-        sources: the stored tensors that it is computed from, in the order in which they are read.
-        blocks: the bytes of its only source, where it is a copy: it is never held as a whole.
-        part_of: the quantised matrix that it holds a part of, by the name that this has for its architecture.
-        dequantised: whether it is computed from quantised matrices, and is none any more.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rounded: bool
-    rows: Callable[[], Iterator[Tensor]]
-    sources: tuple[str, ...] = ()
-    blocks: Callable[[], Iterator[memoryview]] | None = None
-    part_of: str | None = None
-    dequantised: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def plan_copy(files: TensorFiles, name: str) -> PlannedTensor:
@@ -124,7 +94,7 @@ class TensorPlanner:
     """Plans the tensors of a checkpoint made of another one's layers.
 
     Raises:
-        ValueError: if the original lacks a tensor that its architecture has, or has one in a layer that is not known.
+        ValueError: if the original has a tensor in a layer that is not known.
     """
 
     def __init__(
@@ -140,8 +110,8 @@ class TensorPlanner:
         self.prefix = self.weights.names.layers
         self.unquantised = original.dtype  # of what is computed of quantised matrices
 
-    def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
-        """Plan all tensors in the order in which a forward pass needs them."""
+    def plan(self, layers: Sequence[tuple[Sublayer, ...]]) -> list[PlannedTensor]:
+        """Plan all tensors of layers, by their sublayers, in the order in which a forward pass needs them."""
         outside = [name for name in self.source.names() if not name.startswith(self.prefix)]
         embeddings = {path.rpartition(".")[2] for path in self.family.embeddings}
         first = [name for name in outside if embeddings & set(name.split("."))]
@@ -149,7 +119,7 @@ class TensorPlanner:
         planned = [tensor for name in first for tensor in self._copy(name)]
         for index, layer in enumerate(layers):
             # One norm may be both's.
-            computed = dict(chain.from_iterable(map(self._sublayer_tensors, layer.sublayers)))
+            computed = dict(chain.from_iterable(map(self._sublayer_tensors, layer)))
             for path, compute in computed.items():
                 planned += self.planned(f"{self.prefix}{index}.{path}", compute)
         return planned + [tensor for name in last for tensor in self._copy(name)]
@@ -270,13 +240,6 @@ class TensorPlanner:
             if not name.startswith(known):
                 raise ValueError(
                     f"{prefix}{name} is no tensor of {self.family.name} that surgeon knows; it cannot be exported"
-                )
-        needed = [projection.path for projection in spec.projections if not projection.stacked]
-        norms = spec.stream_norms.values() if self.family.norms.parts else ()
-        for path in (*norms, *needed):
-            if not any(name.startswith(f"{path}.") and name.endswith("weight") for name in names):
-                raise ValueError(
-                    f"{self.source.folder} has no tensor {prefix}{path}.weight, which {self.family.name} needs"
                 )
         modules = known_modules(spec)
         own = (name for name in names if name.startswith(self._roots(spec)))

@@ -8,18 +8,27 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
-from surgeon.checkpoint import remote_code
-from surgeon.checkpoint.forms.base import BY_THE_FILE, NOT_ON_VLLM, Form, Layout, by_transformers
-from surgeon.checkpoint.forms.planning import ModulePlanner, PlannedTensor
-from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, require_divisible
-from surgeon.checkpoint.remote_code import FAMILY_KEY
+from surgeon.checkpoint.forms.base import (
+    BY_THE_FILE,
+    FAMILY_KEY,
+    NOT_ON_VLLM,
+    Form,
+    Inexpressible,
+    Layout,
+    RemoteCode,
+    StoredLayer,
+    by_transformers,
+    require_divisible,
+)
+from surgeon.checkpoint.forms.planning import ModulePlanner
 from surgeon.checkpoint.stored import StoredModel, Wrapped
+from surgeon.checkpoint.tensor_file import PlannedTensor
 from surgeon.language.program import Program
 from surgeon.language.sublayer import KINDS
-from surgeon.models.edit import PROGRAM_KEY
+from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import Family
 from surgeon.models.weights import FactorSource, Groups, absent_sublayers, leave_out, make_room
 
@@ -29,7 +38,11 @@ class ProgramForm(Form):
 
     name = "program"
     mark = PROGRAM_KEY
-    shipped = remote_code.PROGRAM
+    shipped = RemoteCode(
+        "modeling_surgeon_program",
+        lambda model_type: f"Program{CONFIG_MAPPING[model_type].__name__.removesuffix('Config')}",
+        prefix=PROGRAM_PREFIX,
+    )
     planner = ModulePlanner
     stored_once = True
     why_code = "no class of transformers runs its program"
@@ -124,7 +137,7 @@ class ProgramForm(Form):
         if layout.wrapped is not None:
             wrapper = layout.wrapped.wrapper
             row["inside"] = [wrapper.text, wrapper.decoder]
-            return self.shipped.entries(wrapper.model_type, around=True) | runs
+            return self.shipped.entries(wrapper.model_type) | runs
         scale = family.scales.logits(config)
         # By this name vLLM's transformers backend, which has a head of its own, knows it.
         if scale is None:

@@ -16,7 +16,8 @@ from typing import Any, Unpack, get_args
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from surgeon.checkpoint.config import open_stored
-from surgeon.checkpoint.stored import StoredModel, read_json
+from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.errors import did_you_mean, first_line, show_value
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from surgeon.checkpoint.codas import Coda
+from surgeon.checkpoint.describe import layers_by_recipe
 from surgeon.checkpoint.tensor_file import read_header
-from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.errors import first_line
 from surgeon.exports.in_memory import stock_model
-from surgeon.exports.on_demand import build_empty
+from surgeon.exports.prove import build_empty
 from surgeon.language.program import Node, Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import EditedLayers, ModelMachine, edit, restore
@@ -183,15 +183,17 @@ class ModelTensors:
 def tensors_of(model: PreTrainedModel) -> ModelTensors:
     """Collect the tensors of a model; averages and slices of its program are layers behind its own."""
     prefix = f"{family_of(model.config).layers}."
-    with stock_model(model) as stock:
-        config = copy.deepcopy(model.config)
-    named = model.named_parameters(remove_duplicate=False)
-    others = {name: one.detach() for name, one in named if not name.startswith(prefix)}
-    layers = [
-        {name: one.detach() for name, one in layer.named_parameters(remove_duplicate=False)}
-        for layer in stock.layers
-    ]
-    return ModelTensors(config, stock.program, layers, others)
+    stock = stock_model(model)
+    buffers = {name.removeprefix(prefix).partition(".")[2] for name, _ in model.named_buffers()}
+    layers: list[dict[str, Tensor]] = [{} for _ in range(stock.config.num_hidden_layers)]
+    others = {}
+    for name, tensor in stock.tensors.items():
+        layer, _, path = name.removeprefix(prefix).partition(".")
+        if not name.startswith(prefix):
+            others[name] = tensor
+        elif path not in buffers:
+            layers[int(layer)][path] = tensor
+    return ModelTensors(stock.config, stock.program, layers, others)
 
 
 def named_layers(

@@ -37,7 +37,7 @@ from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.language.program import Program
 from surgeon.models.families import family_of
 from surgeon.processes.files import whole_file, write_json

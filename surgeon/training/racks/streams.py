@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.processes.files import check_space, whole_file, write_json
 from surgeon.runtime.comm.collectives import Line, Link, SystemClock
 from surgeon.training.head_loss import LossParts

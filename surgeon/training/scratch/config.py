@@ -25,7 +25,7 @@ from surgeon.language.recipe import FORMAT, DocumentReader, Recipe, read_documen
 from surgeon.language.yaml import line_of
 from surgeon.models.families import FAMILIES
 from surgeon.named import is_recipe, on_disk
-from surgeon.quality.data import DEFAULT_WINDOW
+from surgeon.quality import DEFAULT_WINDOW
 from surgeon.training.racks.run import RackOptions
 from surgeon.training.scratch.tracks import WIDTH_STEP, layer_of_each_width
 from surgeon.training.settings import TrainSettings, read_trainer_argument

@@ -12,9 +12,9 @@ from surgeon.analysis.engine import machine
 from surgeon.analysis.engine.machine import streaming_room, windows_at_once, working_bytes
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.sharing import SharedPlan, share
-from surgeon.checkpoint.load import load_streamed, streamed_layers
 from surgeon.language.program import Program
 from surgeon.machine import FREE_SHARE
+from surgeon.opened import load_streamed, streamed_layers
 from surgeon.quality.head import ByWindow, OutputHead
 from tests.analysis.scanning import scan_cells
 from tests.pretended import pretended_gpus

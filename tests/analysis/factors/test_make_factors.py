@@ -17,12 +17,11 @@ from surgeon.analysis.factors import make_factors as making_module
 from surgeon.analysis.factors.factor_plan import FactorFolder, FactorPlan, Making, plan_factors
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.checkpoint.load import load_streamed
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
 from surgeon.models.edit import edit, restore
-from surgeon.opened import Model
+from surgeon.opened import Model, load_streamed
 from surgeon.quality.data import Windows
 from tests.analysis.spectra import inputs_of, matrix_of, overwrite, places, text, written_out
 from tests.tiny_models import tiny_model
@@ -253,7 +252,7 @@ def test_what_was_killed_goes_on_with_equal_results(
 
 
 def test_a_streamed_model_gets_the_same_factors(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    from surgeon.checkpoint.load import load
+    from surgeon.opened import load
 
     plan = plan_of(f"A0{AT[0]} F0{AT[1]} [A1{AT[0]} A2] F1", sequential=True)
     whole = made(tmp_path / "whole", load(tiny_checkpoint), plan)

@@ -13,11 +13,10 @@ import surgeon
 from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.analysis.factors.recipe_factors import with_factors
 from surgeon.analysis.importance import unit_importance
-from surgeon.checkpoint.load import load
 from surgeon.language.recipe import parse_recipe
 from surgeon.models.edit import edit
 from surgeon.models.weights import ScoredUnits, UnitsByLayer
-from surgeon.opened import EditedModel, Model, open_model
+from surgeon.opened import EditedModel, Model, load, open_model
 from surgeon.quality.data import load_windows
 from tests.analysis.spectra import inputs_of, written_out
 from tests.tiny_models import tiny_model

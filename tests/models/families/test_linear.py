@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.remote_code import PROGRAM
+from surgeon.checkpoint.forms import PROGRAM
 from surgeon.cost.plans import plan_on_paper
 from surgeon.exports.export import plan_export, write_export
 from surgeon.language.operations.lowrank import lowrank
@@ -76,7 +76,9 @@ def test_a_cache_counts_tokens_with_and_without_full_attention(
     expected = plain(model, program)
     write_export(plan_export(open_model(source), Program.parse(program), "program"), tmp_path / "out")
     shipped = (
-        PROGRAM.model_class("qwen3_next", tmp_path / "out").from_pretrained(tmp_path / "out").eval()
+        PROGRAM.shipped.model_class("qwen3_next", tmp_path / "out")
+        .from_pretrained(tmp_path / "out")
+        .eval()
     )
     for running in (edit(model, program), shipped):
         cache, steps = None, []

@@ -15,15 +15,14 @@ from transformers import AutoModelForCausalLM
 import surgeon
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.sharing import share
-from surgeon.checkpoint.load import load_streamed
 from surgeon.checkpoint.stored import Checkpoint
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.commands.app import main
-from surgeon.exports.plan import check_exportable
+from surgeon.exports.export import check_exportable
 from surgeon.exports.prove import reference_of
 from surgeon.language.program import Program, layer_nodes
 from surgeon.models.families import family_of
-from surgeon.opened import open_model
+from surgeon.opened import load_streamed, open_model
 from surgeon.quality.data import load_windows
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.model.engine import RankEngine

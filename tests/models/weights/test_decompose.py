@@ -17,7 +17,6 @@ from surgeon.models.weights import decompose as decomposing
 from surgeon.models.weights.decompose import (
     METHODS,
     Decomposition,
-    Method,
     SecondMoment,
     Statistics,
     TruncatedSVD,
@@ -31,6 +30,7 @@ from surgeon.models.weights.decompose import (
     truncation_loss,
     whiten,
 )
+from surgeon.models.weights.quantised.methods import Method
 from surgeon.models.weights.store import Factors
 
 

@@ -30,7 +30,7 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 @pytest.mark.thorough
 @pytest.mark.parametrize("scheme", ["fp8", "gptq", "awq", "nf4"])
 def test_parity(ranks: Ranks, scheme: str, tmp_path: Path) -> None:
-    from surgeon.checkpoint.load import load
+    from surgeon.opened import load
 
     save_source(tmp_path / "quantised", num_layers=2)
     folder = quantise_folder(tmp_path / "quantised", scheme, tmp_path / "dense")

@@ -28,17 +28,10 @@ from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.comm.collectives import Alone, Collectives, Counts
 from surgeon.runtime.kernels import functions
 from surgeon.runtime.kernels.functions import Weighting, Window
-from surgeon.runtime.kernels.recording import WARM_UPS, CudaRecorder
+from surgeon.runtime.kernels.recording import WARM_UPS, CudaRecorder, Replay
 from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.recorded import (
-    Outputs,
-    PassSize,
-    Replay,
-    StaticDecode,
-    StaticLayout,
-    StaticPass,
-)
+from surgeon.runtime.model.recorded import Outputs, PassSize, StaticDecode, StaticLayout, StaticPass
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Decoding

@@ -19,7 +19,7 @@ from scripts.cost.cases import Case, read_cases
 from scripts.gpu import paper_bench, paper_racks, papers
 from scripts.gpu.paper_bench import Settings, Shared
 from scripts.gpu.paper_specs import Place, Row, Spec
-from surgeon.checkpoint.stored import read_json
+from surgeon.checkpoint.tensor_file import read_json
 from surgeon.language.program import Program
 from surgeon.processes.torchrun import TorchrunEnvironment
 from tests.processes.test_torchrun import free_port

@@ -16,14 +16,8 @@ from surgeon.quality.data import Windows, digest_of
 from surgeon.training.racks.model import RackModel, open_rack, rack_of
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.process import train_in_processes
-from surgeon.training.racks.run import (
-    RACK_FILE,
-    RackOptions,
-    RacksToTrain,
-    TrainedModel,
-    rack_folder,
-    train_in_turn,
-)
+from surgeon.training.racks.run import RACK_FILE, RackOptions, RacksToTrain, rack_folder, train_in_turn
+from surgeon.training.run import TrainedModel
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
 from tests.tiny_models import tiny_model

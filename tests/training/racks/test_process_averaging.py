@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from surgeon.training.racks.process import RackKeeper, parse_averaging
+from surgeon.training.racks.process import RackKeeper
+from surgeon.training.racks.run import parse_averaging
 from tests.selection import case
 from tests.training.racks.local_run import SETTINGS, TWO, in_processes, in_step, require_close
 from tests.training.racks.test_exchange import connected

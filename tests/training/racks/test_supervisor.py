@@ -24,12 +24,12 @@ from surgeon.training.racks.process import train_in_processes
 from surgeon.training.racks.run import (
     RacksPlan,
     RacksToTrain,
-    TrainedModel,
     finish_racks,
     gather,
     rack_folder,
     train_in_turn,
 )
+from surgeon.training.run import TrainedModel
 from tests import warm
 from tests.selection import case
 from tests.tiny_models import tiny_model

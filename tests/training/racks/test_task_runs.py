@@ -17,9 +17,9 @@ from surgeon.quality.text import logits_of, text_quality
 from surgeon.training.racks import run
 from surgeon.training.racks.model import open_rack, rack_of, save_rack
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.run import RacksToTrain, TrainedModel, rack_folder, train_in_turn
+from surgeon.training.racks.run import RacksToTrain, rack_folder, train_in_turn
 from surgeon.training.racks.streams import ItemKey, ItemKind, KeptStreams, RackStreams
-from surgeon.training.run import train
+from surgeon.training.run import TrainedModel, train
 from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
 from tests.tiny_models import tiny_model

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import surgeon
-from surgeon.checkpoint.load import load
-from surgeon.checkpoint.remote_code import PROGRAM
+from surgeon.checkpoint.forms import PROGRAM
 from surgeon.models.edit import edit, edited_layers, program_of
 from surgeon.models.families import FAMILIES, family_of
+from surgeon.opened import load
 from surgeon.training.scope import routers_of
 from surgeon.training.scratch.tracks import count_parameters, narrow
 from tests.tiny_models import DENSE_FAMILIES, disturb, tiny_model
@@ -203,7 +203,7 @@ def test_export_and_reload(family: str, tokens: Tensor, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(input_ids=tokens).logits
     surgeon.export(model, tmp_path / "tracks")
-    shipped: Any = PROGRAM.model_class(model.config.model_type, tmp_path / "tracks")
+    shipped: Any = PROGRAM.shipped.model_class(model.config.model_type, tmp_path / "tracks")
     loaded = load(tmp_path / "tracks")
     assert program_of(loaded) == program_of(model)
     for written in (loaded, shipped.from_pretrained(tmp_path / "tracks").eval()):
