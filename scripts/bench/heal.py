@@ -45,9 +45,9 @@ from surgeon.models.edit import edit, recipe_program
 from surgeon.processes.files import write_table
 from surgeon.provenance import provenance
 from surgeon.quality.data import DEMO, load_windows
+from surgeon.quality.head import HeldOutQuality
 from surgeon.quality.sources import DEMO_TRAINING
 from surgeon.quality.summary import Values, interval
-from surgeon.quality.text import HeldOutQuality
 from surgeon.training.distiller import Distillation
 from surgeon.training.run import finish_run, train
 from surgeon.training.settings import TrainSettings

@@ -24,13 +24,12 @@ from surgeon.named import split_values
 from surgeon.opened import EditedModel
 from surgeon.processes.files import write_json
 from surgeon.quality.data import Windows
+from surgeon.quality.head import OWN, logits_of, text_quality
 from surgeon.quality.summary import Quality
-from surgeon.quality.text import OWN, logits_of, text_quality
 from surgeon.words import hang_indent, plural
 
 if TYPE_CHECKING:  # they need lm-eval, which comes with an extra and takes seconds to import
-    from surgeon.quality.tasks import TaskSettings
-    from surgeon.quality.tasks_load import Tasks
+    from surgeon.quality.tasks import Tasks, TaskSettings
 
 
 @dataclass(frozen=True, repr=False)
@@ -143,8 +142,7 @@ def load_asked(
 ) -> tuple[Tasks, TaskSettings]:
     """Load the tasks by lm-eval, and their settings."""
     with needs_extra("tasks", "measuring tasks"):
-        from surgeon.quality.tasks import TaskSettings
-        from surgeon.quality.tasks_load import load_tasks
+        from surgeon.quality.tasks import TaskSettings, load_tasks
 
     settings = TaskSettings(limit, batch_size, chat, seed)
     return load_tasks(split_values(map(str, tasks)), positions, shots, seed), settings

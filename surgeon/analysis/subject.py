@@ -19,7 +19,6 @@ from surgeon.quality.data import (
     DEFAULT_TOKENS,
     Windows,
     default_data,
-    digest_of,
     load_windows,
     window_for,
 )
@@ -154,8 +153,7 @@ def _behind(
 ) -> tuple[Windows, int]:
     """The windows of a text behind its first tokens, which are whole windows, and how many tokens were read in all."""
     both = load_windows(model.tokenizer, data, window, before + wanted, separator)
-    ids = both.ids[before // window :]
-    return replace(both, ids=ids, digest=digest_of(ids)), both.ids.numel()
+    return both.behind(before // window), both.ids.numel()
 
 
 def calibration_entry(windows: Windows, after: int = 0) -> Calibration:

@@ -27,8 +27,8 @@ from surgeon.checkpoint.texts import Encoder
 from surgeon.opened import EditedModel
 from surgeon.processes.journal import Journal
 from surgeon.processes.torchrun import beside_torchrun
-from surgeon.quality.text_files import Reading
-from surgeon.quality.tokens import Tokens, tokenizer_digest
+from surgeon.quality.data import Tokens, tokenizer_digest
+from surgeon.quality.sources import Reading
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.service import Service, ServiceOptions
 from surgeon.runtime.stream import Answer, Stream

@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import datasets
 import numpy as np
@@ -36,9 +37,11 @@ from surgeon.processes.files import (
 )
 from surgeon.progress import progress
 from surgeon.quality.conversations import read_conversations
+from surgeon.quality.data import TextTokens, Tokens, tokenizer_digest
 from surgeon.quality.sources import (
     DEMO,
     DEMO_TRAINING,
+    Reading,
     are_apart,
     documents,
     file_and_column,
@@ -46,8 +49,6 @@ from surgeon.quality.sources import (
     is_folder,
     is_table,
 )
-from surgeon.quality.text_files import Reading
-from surgeon.quality.tokens import TextTokens, Tokens, tokenizer_digest
 
 Documents = Literal["joined", "apart", "whole"]
 Row = dict[str, NDArray[np.int32]]
@@ -196,57 +197,45 @@ _KNOWN_FILE = "known.json"
 ROWS_AT_ONCE = 1000
 
 
+@dataclass(eq=False)
 class TextSource:
     """A text, or conversations, as windows on disk.
 
     Attributes:
-        endless: whether it is made as it is asked for, and is no file of its name.
-        folder: of windows.
-
-    Args:
-        data, separator: as `load_windows` takes them.
+        source, separator: as `load_windows` takes them.
         documents: other than joined, a text without a separator is split by rows and files.
         chats: whether it holds conversations.
+        endless: whether it is made as it is asked for, and is no file of its name.
+        folder: of windows.
 
     Raises:
         ValueError: if documents are to be apart, and it is one text, or the tokenizer has no marks to put between.
         FileNotFoundError: if it is no text.
     """
 
-    endless = False
+    tokenizer: Any
+    source: str
+    window: int
+    documents: Documents
+    separator: str | None = None
+    chats: bool = False
+    endless: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        data: str,
-        window: int,
-        documents: Documents,
-        separator: str | None = None,
-        chats: bool = False,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.source = data
+    def __post_init__(self) -> None:
         self.folder = Path(datasets.config.HF_DATASETS_CACHE) / "surgeon"
-        self.window = window
-        self.documents = documents
-        self.separator = separator
-        self.chats = chats
-        self.by_row = documents != "joined"
-        self.apart = self.endless or are_apart(data, separator, self.by_row)
+        self.by_row = self.documents != "joined"
+        self.apart = self.endless or are_apart(self.source, self.separator, self.by_row)
         self.files: list[Path] = []
-        path = None
-        if not self.endless and is_folder(data):
-            self.files = files_in(data)
-        elif not self.endless:
-            path = file_and_column(data)[0]
-        if path is not None:
-            if self.by_row and separator is None and not is_table(path):
-                raise ValueError(
-                    f"{data} is one text, whose documents cannot be told apart; give the separator between them, or "
-                    "join them"
-                )
+        if not self.endless and is_folder(self.source):
+            self.files = files_in(self.source)
+        elif not self.endless and (path := file_and_column(self.source)[0]) is not None:
             self.files = [path]
-        fillers = [] if chats else [tokenizer.pad_token_id, tokenizer.eos_token_id]
+            if self.by_row and self.separator is None and not is_table(path):
+                raise ValueError(
+                    f"{self.source} is one text, whose documents cannot be told apart; give the separator between "
+                    "them, or join them"
+                )
+        fillers = [] if self.chats else [self.tokenizer.pad_token_id, self.tokenizer.eos_token_id]
         # The token that fills windows.
         self.pad = int(next((token for token in fillers if token is not None), 0))
 

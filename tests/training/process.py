@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from surgeon.checkpoint.stored import read_json
 from surgeon.models.edit import edit
-from surgeon.quality.tokens import Tokens
+from surgeon.quality.data import Tokens
 from surgeon.training.distiller import Distillation
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings

@@ -43,7 +43,7 @@ from surgeon.processes.files import write_json
 from surgeon.processes.rendezvous import connect_store, key_prefix, serve_store
 from surgeon.processes.sockets import interface_of, interface_variables
 from surgeon.processes.torchrun import TorchrunEnvironment
-from surgeon.quality.text import HeldOutQuality
+from surgeon.quality.head import HeldOutQuality
 from surgeon.training.arguments import gather_whole, set_whole, share_of_batch
 from surgeon.training.checkpoints import (
     checkpoints_of,

@@ -28,7 +28,7 @@ from surgeon.processes.rendezvous import serve_store
 from surgeon.processes.sockets import interface_of, interface_variables
 from surgeon.processes.torchrun import HOSTED, VARIABLES, TorchrunEnvironment
 from surgeon.progress import progress
-from surgeon.quality.text import HeldOutQuality
+from surgeon.quality.head import HeldOutQuality
 from surgeon.training.arguments import share_of_batch
 from surgeon.training.checkpoints import HELD_OUT_FILE, OTHERS_ENDED, TRAINING_FILE, read_rows
 from surgeon.training.racks.build import rack_of

@@ -20,8 +20,8 @@ from surgeon.exports.in_memory import export, export_with_codas
 from surgeon.exports.prove import Proof
 from surgeon.models.families import family_of
 from surgeon.processes.files import write_json
+from surgeon.quality.head import HeldOutQuality, logits_of
 from surgeon.quality.summary import Quality
-from surgeon.quality.text import HeldOutQuality, logits_of
 from surgeon.training.distiller import (
     Distillation,
     ask_teacher,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import surgeon
 from surgeon.models.edit import edit, program_of
-from surgeon.quality.text import logits_of, text_quality
+from surgeon.quality.head import logits_of, text_quality
 from surgeon.training.distiller import Distillation
 from surgeon.training.racks import task
 from surgeon.training.racks.build import rack_of
