@@ -259,11 +259,8 @@ class ConversationTokenizer:
         if count > self.longest:
             self.reading.left_out["rows_too_long"] += 1
             return None
-        across = _is_across(coded, len(prompt))
-        self.reading.sizes.update(characters=len(text), tokens=count, answers_across=across)
-        return _with_answer(
-            coded["input_ids"], _mark_between(coded, len(prompt), len(text)), self.reading
-        )
+        self.reading.sizes.update(characters=len(text), tokens=count)
+        return _mark_answers(coded, [(len(prompt), len(text))], self.reading)
 
 
 @dataclass(frozen=True)
@@ -309,20 +306,12 @@ class _Chat:
     def compared(self, ends: Sequence[int]) -> Tokens | None:
         """Tokenize messages up to the last of these ends; answers are found by comparing texts."""
         whole = self.text(ends[-1])
-        coded = self._tokens(ends[-1])
-        trained = list[list[bool]]()
+        spans = []
         for end in ends:
             asked = self.text(end - 1, asks=True)
-            answer = []
-            if whole.startswith(asked):
-                answer = _mark_between(coded, len(asked), count_alike(whole, self.text(end)))
-            if any(answer):
-                trained.append(answer)
-                self.reading.sizes["answers_across"] += _is_across(coded, len(asked))
-        self.reading.left_out["answers_rewritten"] += len(ends) - len(trained)
-        if not trained:
-            return None
-        return _with_answer(coded["input_ids"], np.any(trained, axis=0), self.reading)
+            behind = count_alike(whole, self.text(end)) if whole.startswith(asked) else 0
+            spans.append((len(asked), behind))
+        return _mark_answers(self._tokens(ends[-1]), spans, self.reading)
 
     def text(self, count: int, asks: bool = False) -> str:
         """Write the first messages, with the generation prompt where they ask for an answer."""
@@ -361,18 +350,24 @@ class _Chat:
             ) from error
 
 
+def _mark_answers(coded: Any, spans: list[tuple[int, int]], reading: Reading) -> Tokens | None:
+    """Mark the tokens of answers, which begin and end at these places of a text; None where there are none."""
+    answers = list[list[bool]]()
+    for first, behind in spans:
+        answer = [first < end <= behind for _, end in coded["offset_mapping"]]
+        if any(answer):
+            answers.append(answer)
+            across = any(start < first < end for start, end in coded["offset_mapping"])
+            reading.sizes["answers_across"] += across
+    reading.left_out["answers_rewritten"] += len(spans) - len(answers)
+    if not answers:
+        return None
+    return _with_answer(coded["input_ids"], np.any(answers, axis=0), reading)
+
+
 def _with_answer(ids: list[int], answer: ArrayLike, reading: Reading) -> Tokens:
     reading.sizes["trained"] += int(np.sum(answer))
     return Tokens(np.array(ids, np.int32), np.array(answer, np.bool_))
-
-
-def _mark_between(coded: Any, first: int, behind: int) -> list[bool]:
-    return [first < end <= behind for _, end in coded["offset_mapping"]]
-
-
-def _is_across(coded: Any, place: int) -> bool:
-    """Tell whether a token begins before a place of a text and ends behind it."""
-    return any(start < place < end for start, end in coded["offset_mapping"])
 
 
 def _parse_messages(found: Any, where: str) -> list[Message]:

@@ -396,17 +396,13 @@ def text_values(
     parts = []
     with progress("text", len(ids), "windows") if bar else nullcontext(lambda _: None) as advance:
         for window, counted in split_windows(ids, answers):
-
-            def predicted(logits: Tensor, of: Tensor | slice = counted) -> Tensor:
-                return logits[0, :-1][of].float()
-
-            logits = predicted(model(window))
+            logits = _predicting(model(window), counted)
             following = window[0, 1:][counted].to(logits.device)
             row = [float(functional.cross_entropy(logits, following))]
             if draft is not None:
-                row += _compare(logits, *map(predicted, draft(window)))
+                row += _compare(logits, *(_predicting(each, counted) for each in draft(window)))
             elif original is not None:
-                row += _compare(logits, predicted(original(window)), logits)
+                row += _compare(logits, _predicting(original(window), counted), logits)
             parts.append(row)
             advance(1)
     columns = list(np.array(parts).T)
@@ -419,6 +415,10 @@ def text_values(
         counts = answers[:, 1:].sum(1).double().numpy()
         columns = [pool_windows(column, counts) for column in columns]
     return dict(zip(("nll", *METRICS[1:]), columns, strict=False))
+
+
+def _predicting(logits: Tensor, counted: Tensor | slice) -> Tensor:
+    return logits[0, :-1][counted].float()
 
 
 def _compare(logits: Tensor, wanted: Tensor, drafted: Tensor) -> list[float]:

@@ -328,16 +328,11 @@ def _walk_files(folder: Path, within: frozenset[Path] = frozenset()) -> Iterator
 
 
 def _require_text(pieces: Iterable[str], path: Path) -> Iterator[str]:
-    blank: list[str] | None = []
+    has_text = False
     for piece in pieces:
-        if blank is None:
-            yield piece
-        elif piece.strip():
-            yield from (*blank, piece)
-            blank = None
-        else:
-            blank.append(piece)
-    if blank is not None:
+        has_text = has_text or bool(piece.strip())
+        yield piece
+    if not has_text:
         raise ValueError(f"{path} is empty; give a text file with something in it")
 
 

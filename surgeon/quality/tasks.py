@@ -199,10 +199,10 @@ def read_rows(path: Path) -> tuple[str, list[Row]]:
             fitting = [name for name, (keys, _) in FORMS.items() if set(keys) <= set(row)]
             if len(fitting) != 1:
                 known = "; ".join(f"{', '.join(keys)} ({name})" for name, (keys, _) in FORMS.items())
-                what = "fit no kind of task"
-                if fitting:
-                    what = "fit several kinds of task"
-                raise ValueError(f"{where}: the keys {', '.join(row)} {what}; a row has one of: {known}")
+                what = "several kinds" if fitting else "no kind"
+                raise ValueError(
+                    f"{where}: the keys {', '.join(row)} fit {what} of task; a row has one of: {known}"
+                )
             form = fitting[0]
             reasoned = "chain_of_thought" in row
         keys = FORMS[form][0]
@@ -484,11 +484,12 @@ class Answers(Journal):
 
     def write(self) -> None:
         """Write the added answers: a batch at a time, so that batches after a kill are the same."""
-        self.append(*self._unwritten.items())
-        self._unwritten.clear()
+        if self._unwritten:
+            self.append(*self._unwritten.items())
+            self._unwritten.clear()
 
     def take(self, line: Any) -> None:
-        key, value = line
+        key, value, *_ = line  # versions before 0.3 said which requests were cut
         self.known[key] = tuple(value) if isinstance(value, list) else value
 
 
@@ -554,10 +555,12 @@ class TaskModel(HFLM):  # type: ignore[misc]
                 advance(1)
 
             self.set_cache_hook(SimpleNamespace(add_partial=note))  # lm-eval calls it with each answer
+            before_passes = self.model.register_forward_pre_hook(lambda *_: answers.write())
             try:
                 if missing:
                     run(list(missing.values()), disable_tqdm=True)
             finally:
+                before_passes.remove()
                 answers.write()
         return [answers.known[key] for key in keys]
 
@@ -575,16 +578,6 @@ class TaskModel(HFLM):  # type: ignore[misc]
                 )
         answers: list[Any] = super()._loglikelihood_tokens(requests, *arguments, **options)
         return answers
-
-    def _model_call(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        self.answers.write()
-        logits: torch.Tensor = super()._model_call(*arguments, **options)
-        return logits
-
-    def _model_generate(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        self.answers.write()
-        tokens: torch.Tensor = super()._model_generate(*arguments, **options)
-        return tokens
 
 
 def _hash(value: Any) -> str:

@@ -131,15 +131,13 @@ class Packer:
                 # Into the open window that it fills best; beyond a number of open ones the fullest is done.
                 room = [self.window - each.shape[1] - piece.shape[1] for each in self._open]
                 fitting = [(left, index) for index, left in enumerate(room) if left >= 0]
-                if fitting:
-                    left, index = min(fitting)
-                    self._open[index] = np.concatenate([self._open[index], piece], axis=1)
-                else:
+                if not fitting:
                     if len(self._open) == _OPEN:
                         yield self._pad(self._open.pop(room.index(min(room))))
-                    self._open.append(piece)
-                    left = self.window - piece.shape[1]
-                    index = len(self._open) - 1
+                    fitting = [(self.window - piece.shape[1], len(self._open))]
+                    self._open.append(_NOTHING)
+                left, index = min(fitting)
+                self._open[index] = np.concatenate([self._open[index], piece], axis=1)
                 if left == 0:
                     yield self._row(self._open.pop(index))
 
@@ -151,8 +149,9 @@ class Packer:
             yield from map(self._pad, left)
 
     def _pad(self, marked: NDArray[np.int32]) -> Row:
-        left = self.window - marked.shape[1]
-        padding = _mark(Tokens(np.full(left, self.pad, np.int32), np.zeros(left, np.bool_)), begins=True)
+        padding = np.zeros((3, self.window - marked.shape[1]), np.int32)
+        padding[0] = self.pad
+        padding[1, :1] = 1
         return self._row(np.concatenate([marked, padding], axis=1))
 
     def _row(self, marked: NDArray[np.int32]) -> Row:
