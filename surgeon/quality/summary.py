@@ -189,7 +189,7 @@ def quality_of(
         whole: whether all windows were run.
         beside: another program, on all windows, to estimate nll and divergence of a stopped one by, as in `estimate`.
     """
-    numbers: dict[str, float] = {}
+    numbers: dict[str, Any] = {}
     for name in ("nll", *METRICS[1:]):
         if name in values:
             base = None
@@ -197,7 +197,7 @@ def quality_of(
                 base = beside.by_window(name)
             numbers |= _estimate(name, values[name], base, range(len(values[name])))
     windows = {name: tuple(own.tolist()) for name, own in values.items()}
-    return Quality(**numbers, tokens=tokens, windows=windows, whole=whole)  # type: ignore[arg-type]
+    return Quality(**numbers, tokens=tokens, windows=windows, whole=whole)
 
 
 ACCEPTANCES = ("greedy_acceptance", "sampled_acceptance")  # of what a program drafts
@@ -226,12 +226,12 @@ def estimate(
     numbers = _estimate("nll", nll, base, windows)
     if divergence is not None:
         numbers |= _estimate("divergence", divergence)
-    return Quality(**numbers)  # type: ignore[arg-type]
+    return Quality(**numbers)
 
 
 def _estimate(
     name: str, values: Values, base: Values | None = None, windows: Sequence[int] | None = None
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Estimate what values by window come to, with the ends of its interval, as fields of `Quality`."""
     mean = float(np.mean(values, dtype=np.float64))
     ends = interval(values)
