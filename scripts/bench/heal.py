@@ -46,9 +46,9 @@ from surgeon.opened import load
 from surgeon.processes.files import write_table
 from surgeon.provenance import provenance
 from surgeon.quality.data import load_windows
+from surgeon.quality.head import HeldOutQuality
 from surgeon.quality.sources import DEMO, DEMO_TRAINING
 from surgeon.quality.summary import Values, interval
-from surgeon.quality.text import HeldOutQuality
 from surgeon.training.run import finish_run, train
 from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.texts import load_texts

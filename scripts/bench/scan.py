@@ -48,9 +48,15 @@ from surgeon.language.program import Program
 from surgeon.models.edit import decoder_inputs
 from surgeon.models.families import family_of
 from surgeon.quality.data import Windows, load_windows
-from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions, join_measures
+from surgeon.quality.head import (
+    ByWindow,
+    OutputHead,
+    ReferencePredictions,
+    join_measures,
+    logits_of,
+    text_quality,
+)
 from surgeon.quality.summary import perplexity
-from surgeon.quality.text import logits_of, text_quality
 
 TOLERANCE = 1e-4  # relative, and in nats absolute where a divergence is next to nothing
 CHECK_EVERY = 23  # cells

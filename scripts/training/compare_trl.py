@@ -33,7 +33,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from surgeon.demo import demo_model
 from surgeon.quality.conversations import ConversationTokenizer, conversation_columns
-from surgeon.quality.text_files import Reading
+from surgeon.quality.sources import Reading
 
 NAMES = [
     "llama3",

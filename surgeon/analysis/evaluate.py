@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,22 +15,19 @@ import pandas as pd
 
 from surgeon.analysis.factors.recipe_factors import with_factors
 from surgeon.checkpoint.factor_cache import FactorCache
-from surgeon.errors import needs_extra
 from surgeon.findings.tasks import scores, scores_table, write_results
 from surgeon.models.edit import edit, restore
 from surgeon.models.verified import DraftOnText, NoVerifiedKeys, draft_on_text
 from surgeon.models.weights import TruncatedSVD
-from surgeon.named import split_values
 from surgeon.opened import EditedModel
 from surgeon.processes.files import write_json
 from surgeon.quality.data import Windows
+from surgeon.quality.head import OWN, logits_of, text_quality
 from surgeon.quality.summary import Quality
-from surgeon.quality.text import OWN, logits_of, text_quality
 from surgeon.words import hang_indent, plural
 
 if TYPE_CHECKING:  # they need lm-eval, which comes with an extra and takes seconds to import
-    from surgeon.quality.tasks import TaskSettings
-    from surgeon.quality.tasks_load import Tasks
+    from surgeon.quality.tasks import Tasks, TaskSettings
 
 
 @dataclass(frozen=True, repr=False)
@@ -130,24 +127,6 @@ def on_text(
         said = candidate.provenance(**more) | ({} if original is None else {"against": original.name})
         write_json(output / "text.json", said)
     return found
-
-
-def load_asked(
-    tasks: Sequence[str | Path],
-    positions: int,
-    shots: int | None,
-    limit: int | None,
-    batch_size: int,
-    chat: bool,
-    seed: int | None,
-) -> tuple[Tasks, TaskSettings]:
-    """Load the tasks by lm-eval, and their settings."""
-    with needs_extra("tasks", "measuring tasks"):
-        from surgeon.quality.tasks import TaskSettings
-        from surgeon.quality.tasks_load import load_tasks
-
-    settings = TaskSettings(limit, batch_size, chat, seed)
-    return load_tasks(split_values(map(str, tasks)), positions, shots, seed), settings
 
 
 def on_tasks(

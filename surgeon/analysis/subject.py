@@ -15,7 +15,7 @@ from surgeon.machine import available_bytes, gpu_with_room, parse_size, show_siz
 from surgeon.opened import Model, load, load_streamed, open_model
 from surgeon.provenance import FORMAT
 from surgeon.quality import DEFAULT_TOKENS
-from surgeon.quality.data import Windows, default_data, digest_of, load_windows, window_for
+from surgeon.quality.data import Windows, default_data, load_windows, window_for
 from surgeon.quality.sources import file_and_column
 
 _LEAST_ROOM = 64 << 20  # for the numbers of a single small task
@@ -147,8 +147,7 @@ def _behind(
 ) -> tuple[Windows, int]:
     """The windows of a text behind its first tokens, which are whole windows, and how many tokens were read in all."""
     both = load_windows(model.tokenizer, data, window, before + wanted, separator)
-    ids = both.ids[before // window :]
-    return replace(both, ids=ids, digest=digest_of(ids)), both.ids.numel()
+    return both.behind(before // window), both.ids.numel()
 
 
 def calibration_entry(windows: Windows, after: int = 0) -> Calibration:

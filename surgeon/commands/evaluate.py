@@ -89,8 +89,10 @@ def evaluate(
         FileNotFoundError, ValueError: if there is nothing to measure, or model, text or tasks cannot be used.
         OSError: if the output cannot be written.
     """
-    from surgeon.analysis.evaluate import Evaluation, factors_of, load_asked, on_tasks, on_text
+    from surgeon.analysis.evaluate import Evaluation, factors_of, on_tasks, on_text
     from surgeon.commands.opening import as_list
+    from surgeon.errors import needs_extra
+    from surgeon.named import split_values
     from surgeon.opened import EditedModel, choose_device, open_edited
     from surgeon.processes.files import make_folder
     from surgeon.quality import DEFAULT_TOKENS
@@ -117,12 +119,14 @@ def evaluate(
     elif data is not None and candidate.asked is not None and candidate.model.own is not None:
         # A checkpoint with a program of its own runs that, and not its stored layers.
         original = EditedModel(candidate.model.name, candidate.model)
-    positions = candidate.model.positions
     asked = None
     if tasks:
-        asked = load_asked(
-            as_list(tasks), positions, num_fewshot, limit, batch_size, apply_chat_template, seed
-        )
+        with needs_extra("tasks", "measuring tasks"):
+            from surgeon.quality.tasks import TaskSettings, load_tasks
+
+        settings = TaskSettings(limit, batch_size, apply_chat_template, seed)
+        names = split_values(map(str, as_list(tasks)))
+        asked = load_tasks(names, candidate.model.positions, num_fewshot, seed), settings
     found = Evaluation()
     with factors_of(candidate, folder) as candidate:
         if windows is not None:

@@ -279,13 +279,13 @@ def read_prompts(given: Sequence[str], file: Path | None) -> dict[str, str]:
 
     A text file has one on each line, blank lines left out; the rows of a .jsonl or .parquet file have it as "prompt".
     """
-    from surgeon.quality.sources import is_table, open_table, read_column
-    from surgeon.quality.text_files import Reading, read_pieces
+    from surgeon.quality.sources import Reading, is_table, open_rows, read_column, read_pieces
 
     prompts = {f"--prompt {number}": prompt for number, prompt in enumerate(given, start=1)}
     if file is not None and is_table(file):
-        rows = read_column(open_table(file, "prompt", Reading()), Reading())
-        for number, (where, text) in enumerate(rows, start=1):
+        table = open_rows(f"{file}:prompt", Reading())
+        assert table is not None
+        for number, (where, text) in enumerate(read_column(table, Reading()), start=1):
             if text is None:  # to leave it out would shift what is written for the others
                 raise ValueError(f"{where}: the row has no 'prompt'; every row needs one")
             prompts[f"{file}: prompt {number}"] = text

@@ -37,9 +37,9 @@ from surgeon.quality.data import (
     tokens_before_rest,
     window_for,
 )
+from surgeon.quality.head import OWN, VERIFIED, HeldOutQuality
 from surgeon.quality.sources import DEMO
 from surgeon.quality.summary import Quality, quality_of
-from surgeon.quality.text import OWN, VERIFIED, HeldOutQuality
 from surgeon.searches.drafting import DraftValue, FoundDraft, by_verified_keys
 from surgeon.searches.evaluate import KEPT_SHARE
 from surgeon.searches.front import quality_curves

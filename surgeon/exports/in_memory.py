@@ -78,7 +78,7 @@ from surgeon.models.weights.quantised import PackedTensor
 from surgeon.named import hub_name, on_disk
 from surgeon.opened import EditedModel, Model, from_files, load
 from surgeon.processes.files import scratch, write_json
-from surgeon.quality.text import in_evaluation_mode
+from surgeon.quality.head import in_evaluation_mode
 
 # `edit` and `load` are those of models whose `save_pretrained` writes their program, too.
 __all__ = ["edit", "load"]

@@ -47,6 +47,13 @@ class Score:
             return self.metric
         return f"{self.metric} ({self.filter})"
 
+    @property
+    def text(self) -> str:
+        """The number with its standard error."""
+        if self.stderr is None:
+            return number(self.value)
+        return f"{number(self.value)} ± {number(self.stderr, 2)}"
+
 
 @dataclass(frozen=True, repr=False)
 class TaskRun(RunResult):
@@ -100,24 +107,13 @@ class TaskRun(RunResult):
         yield from record_codes(surgery, program="The program that was evaluated")
 
     def _subject(self) -> str:
-        return str(
-            self.record.get("model_name")
-            or self.record.get("config", {}).get("model_args", {}).get("pretrained")
-            or self.name
-        )
+        return str(self.record.get("model_name") or self.name)
 
     @classmethod
     def together(cls, runs: Sequence[Self]) -> list[Block]:
-        by_run = [{(s.task, s.name): s for s in run.scores} for run in runs]
-        keys = list(dict.fromkeys(key for found in by_run for key in found))
-        rows = [
-            [
-                task,
-                metric,
-                *(_text(found[task, metric]) if (task, metric) in found else "" for found in by_run),
-            ]
-            for task, metric in keys
-        ]
+        by_run = [{(score.task, score.name): score.text for score in run.scores} for run in runs]
+        keys = dict.fromkeys(key for found in by_run for key in found)
+        rows = [[*key, *(found.get(key, "") for found in by_run)] for key in keys]
         head = ["task", "metric", *(run.name for run in runs)]
         note = "Value ± standard error. " + " ".join(f"{run.name}: {run._subject()}." for run in runs)
         if len(runs) > 1:
@@ -127,7 +123,7 @@ class TaskRun(RunResult):
     def summary(self) -> Iterator[Finding]:
         found = self.scores
         if found:
-            named = join_words(f"{s.task} {s.name} {_text(s)}" for s in found[:_NAMED])
+            named = join_words(f"{score.task} {score.name} {score.text}" for score in found[:_NAMED])
             more = ""
             if len(found) > _NAMED:
                 more = f", and {plural(len(found) - _NAMED, 'number')} more"
@@ -140,13 +136,9 @@ def scores_table(scores: Sequence[Score]) -> Table:
     rows = []
     for one in scores:
         counts = ("" if count is None else f"{count:,}" for count in (one.shots, one.rows))
-        rows.append([one.task, one.name, better[one.higher_is_better], _text(one), *counts])
+        rows.append([one.task, one.name, better[one.higher_is_better], one.text, *counts])
     head = ["task", "metric", "better", "value ± standard error", "shots", "rows"]
     return Table("Accuracy on tasks", head, rows, left=(1, 2))
-
-
-def _text(score: Score) -> str:
-    return number(score.value) + (f" ± {number(score.stderr, 2)}" if score.stderr is not None else "")
 
 
 def scores(results: Record) -> list[Score]:
@@ -165,12 +157,11 @@ def scores(results: Record) -> list[Score]:
             if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             stderr = values.get(f"{metric}_stderr,{way}")
+            if not isinstance(stderr, int | float):
+                stderr = None
             better = results.get("higher_is_better", {}).get(task, {}).get(metric)
             shots = results.get("n-shot", {}).get(task)
-            error = None
-            if isinstance(stderr, int | float):
-                error = float(stderr)
-            found.append(Score(task, shots, metric, way, float(value), error, rows, better))
+            found.append(Score(task, shots, metric, way, float(value), stderr, rows, better))
     return found
 
 
@@ -188,26 +179,22 @@ def write_results(
 
     make_folder(folder)
     moment = datetime.now().isoformat().replace(":", "-")
-    asked: dict[str, list[Record]] = results["samples"]
-    for task, rows in asked.items() if with_samples else ():
+    hashes: dict[str, str] = {}
+    for task, rows in results["samples"].items():
+        hashes[task] = hash_string(
+            "".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows)
+        )
         lines = []
-        for row in rows:  # as lm-eval writes them: lists of texts, which `datasets` can load again
+        for row in rows if with_samples else ():  # as lm-eval writes them, and `datasets` can load them
             requests = {
                 f"gen_args_{i}": {f"arg_{j}": part for j, part in enumerate(request)}
                 for i, request in enumerate(row["arguments"])
             }
             texts = {key: sanitize_list(row[key]) for key in ("resps", "filtered_resps")}
             lines.append(dumps(row | texts | {"arguments": requests, "target": str(row["target"])}))
-        name = task
-        if "/" in task:
-            name = sanitize_task_name(task)
-        write_text(folder / f"samples_{name}_{moment}.jsonl", "".join(f"{line}\n" for line in lines))
-    hashes = {
-        task: hash_string(
-            "".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows)
-        )
-        for task, rows in asked.items()
-    }
+        if with_samples:
+            name = sanitize_task_name(task) if "/" in task else task
+            write_text(folder / f"samples_{name}_{moment}.jsonl", "".join(f"{line}\n" for line in lines))
     listed = folder / f"results_{moment}.csv"
     whole = folder / f"results_{moment}.json"
     columns = list(Score.__dataclass_fields__)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -31,9 +31,8 @@ from surgeon.checkpoint.texts import (
     without_keys,
 )
 from surgeon.errors import first_line, show_value
-from surgeon.quality.sources import Row, open_rows
-from surgeon.quality.text_files import Reading, require_utf8
-from surgeon.quality.tokens import Tokens, count_alike
+from surgeon.quality.data import Tokens, count_alike
+from surgeon.quality.sources import Reading, Row, open_rows, require_utf8
 from surgeon.words import plural
 
 _COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"), ("prompt", "chosen"))
@@ -74,37 +73,34 @@ def read_conversations(
     table = open_rows(data, reading)
     if table is None:
         return None
-    rows, _, column, _ = table
-    first = next(rows, None)
+    first = next(table.rows, None)
     if first is None:
         return None
-    if column is None:
-        columns = conversation_columns(first[1])
-    else:
-        columns = (column,) if isinstance(first[1].get(column), list) else ()
+    columns = conversation_columns(first[1])
+    if table.column is not None:
+        columns = (table.column,) if isinstance(first[1].get(table.column), list) else ()
     if not columns:
         return None
     convert = ConversationTokenizer(tokenizer, columns, longest, reading)
-    return _convert_rows(convert, chain([first], rows), data)
+
+    def conversations() -> Iterator[Tokens]:
+        has_answers = False
+        for where, row in chain([first], table.rows):
+            found = convert(row, where)
+            if found is not None:
+                has_answers = True
+                yield found
+        if not has_answers:
+            raise ValueError(
+                f"there is nothing to train on: {reading.lines(data)[-1]}; give rows with answers, a larger window "
+                "where they are too long, or a chat template that marks answers ({% generation %}) where its own way "
+                "is another"
+            )
+
+    return conversations()
 
 
-def _convert_rows(
-    convert: ConversationTokenizer, rows: Iterable[tuple[str, Row]], data: str
-) -> Iterator[Tokens]:
-    has_answers = False
-    for where, row in rows:
-        found = convert(row, where)
-        if found is not None:
-            has_answers = True
-            yield found
-    if not has_answers:
-        raise ValueError(
-            f"there is nothing to train on: {convert.reading.lines(data)[-1]}; give rows with answers, a larger window "
-            "where they are too long, or a chat template that marks answers ({% generation %}) where its own way is "
-            "another"
-        )
-
-
+@dataclass(frozen=True)
 class ConversationTokenizer:
     """Writes conversations in the model's chat template and marks the tokens of answers.
 
@@ -112,7 +108,7 @@ class ConversationTokenizer:
     last answer are left out, and so is an empty answer with what follows. Prompts and completions that are texts are
     joined without a template, with the tokenizer's EOS at the end.
 
-    Args:
+    Attributes:
         tokenizer: a fast one of `transformers`.
         columns: as `conversation_columns` gives them.
         longest: tokens of a row, at most.
@@ -122,16 +118,17 @@ class ConversationTokenizer:
         ValueError: if the tokenizer gives no offsets of tokens.
     """
 
-    def __init__(self, tokenizer: Any, columns: Sequence[str], longest: int, reading: Reading) -> None:
-        if not tokenizer.is_fast:
+    tokenizer: Any
+    columns: tuple[str, ...]
+    longest: int
+    reading: Reading
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer.is_fast:
             raise ValueError(
-                f"{type(tokenizer).__name__} does not say where in a text its tokens stand, so that answers cannot be "
-                "told from the rest; use a model with a fast tokenizer (tokenizer.json)"
+                f"{type(self.tokenizer).__name__} does not say where in a text its tokens stand, so that answers "
+                "cannot be told from the rest; use a model with a fast tokenizer (tokenizer.json)"
             )
-        self.tokenizer = tokenizer
-        self.columns = tuple(columns)
-        self.longest = longest
-        self.reading = reading
 
     def __call__(self, row: Row, where: str) -> Tokens | None:
         """Tokenize a row; None where it is left out.
@@ -206,21 +203,7 @@ class ConversationTokenizer:
     def _chat(self, chat: _Chat, asked: int) -> Tokens | None:
         """Tokenize a chat; answers among its first `asked` messages do not count."""
         left_out = self.reading.left_out
-        # Numbers of messages up to each answer that is not empty, and of these before the first empty one.
-        assistants = {
-            number: bool(message["content"].strip()) or "tool_calls" in message
-            for number, message in enumerate(chat.messages, start=1)
-            if message["role"] == "assistant"
-        }
-        answers = [end for end, is_filled in assistants.items() if is_filled and end > max(asked, 1)]
-        empty = (end for end, is_filled in assistants.items() if not is_filled)
-        first_empty = next(empty, len(chat.messages) + 1)
-        ends = [end for end in answers if end < first_empty]
-        left_out["answers_behind_empty"] += len(answers) - len(ends)
-        for answer in (chat.messages[end - 1] for end in answers):
-            self.reading.sizes["answer_characters"] += len(answer["content"])
-            if calls := answer.get("tool_calls"):
-                self.reading.sizes["answer_characters"] += len(json.dumps(calls, ensure_ascii=False))
+        ends = self._count_answers(chat.messages, asked)
         if not ends:
             left_out["rows_without_answer"] += 1
             return None
@@ -243,6 +226,27 @@ class ConversationTokenizer:
             self.reading.sizes.update(characters=len(whole), tokens=len(found.ids))
         return found
 
+    def _count_answers(self, messages: list[Message], asked: int) -> list[int]:
+        """Count messages up to each answer behind the first `asked` that is not empty, nor behind an empty one."""
+        ends = list[int]()
+        is_whole = True
+        sizes = self.reading.sizes
+        for number, message in enumerate(messages, start=1):
+            if message["role"] != "assistant":
+                continue
+            calls = message.get("tool_calls")
+            is_filled = bool(message["content"].strip()) or "tool_calls" in message
+            is_whole = is_whole and is_filled
+            if is_filled and number > max(asked, 1):
+                sizes["answer_characters"] += len(message["content"])
+                if calls:
+                    sizes["answer_characters"] += len(json.dumps(calls, ensure_ascii=False))
+                if is_whole:
+                    ends.append(number)
+                else:
+                    self.reading.left_out["answers_behind_empty"] += 1
+        return ends
+
     def _texts(self, prompt: str, completion: str | None, where: str) -> Tokens | None:
         if not (completion or "").strip():
             self.reading.left_out["rows_without_answer"] += 1
@@ -255,11 +259,8 @@ class ConversationTokenizer:
         if count > self.longest:
             self.reading.left_out["rows_too_long"] += 1
             return None
-        across = _is_across(coded, len(prompt))
-        self.reading.sizes.update(characters=len(text), tokens=count, answers_across=across)
-        return _with_answer(
-            coded["input_ids"], _mark_between(coded, len(prompt), len(text)), self.reading
-        )
+        self.reading.sizes.update(characters=len(text), tokens=count)
+        return _mark_answers(coded, [(len(prompt), len(text))], self.reading)
 
 
 @dataclass(frozen=True)
@@ -305,20 +306,12 @@ class _Chat:
     def compared(self, ends: Sequence[int]) -> Tokens | None:
         """Tokenize messages up to the last of these ends; answers are found by comparing texts."""
         whole = self.text(ends[-1])
-        coded = self._tokens(ends[-1])
-        trained = list[list[bool]]()
+        spans = []
         for end in ends:
             asked = self.text(end - 1, asks=True)
-            answer = []
-            if whole.startswith(asked):
-                answer = _mark_between(coded, len(asked), count_alike(whole, self.text(end)))
-            if any(answer):
-                trained.append(answer)
-                self.reading.sizes["answers_across"] += _is_across(coded, len(asked))
-        self.reading.left_out["answers_rewritten"] += len(ends) - len(trained)
-        if not trained:
-            return None
-        return _with_answer(coded["input_ids"], np.any(trained, axis=0), self.reading)
+            behind = count_alike(whole, self.text(end)) if whole.startswith(asked) else 0
+            spans.append((len(asked), behind))
+        return _mark_answers(self._tokens(ends[-1]), spans, self.reading)
 
     def text(self, count: int, asks: bool = False) -> str:
         """Write the first messages, with the generation prompt where they ask for an answer."""
@@ -357,18 +350,24 @@ class _Chat:
             ) from error
 
 
+def _mark_answers(coded: Any, spans: list[tuple[int, int]], reading: Reading) -> Tokens | None:
+    """Mark the tokens of answers, which begin and end at these places of a text; None where there are none."""
+    answers = list[list[bool]]()
+    for first, behind in spans:
+        answer = [first < end <= behind for _, end in coded["offset_mapping"]]
+        if any(answer):
+            answers.append(answer)
+            across = any(start < first < end for start, end in coded["offset_mapping"])
+            reading.sizes["answers_across"] += across
+    reading.left_out["answers_rewritten"] += len(spans) - len(answers)
+    if not answers:
+        return None
+    return _with_answer(coded["input_ids"], np.any(answers, axis=0), reading)
+
+
 def _with_answer(ids: list[int], answer: ArrayLike, reading: Reading) -> Tokens:
     reading.sizes["trained"] += int(np.sum(answer))
     return Tokens(np.array(ids, np.int32), np.array(answer, np.bool_))
-
-
-def _mark_between(coded: Any, first: int, behind: int) -> list[bool]:
-    return [first < end <= behind for _, end in coded["offset_mapping"]]
-
-
-def _is_across(coded: Any, place: int) -> bool:
-    """Tell whether a token begins before a place of a text and ends behind it."""
-    return any(start < place < end for start, end in coded["offset_mapping"])
 
 
 def _parse_messages(found: Any, where: str) -> list[Message]:

@@ -1,21 +1,29 @@
-"""Text that a model is measured on, as fixed, non-overlapping windows of tokens."""
+"""Text that a model is measured on, as fixed, non-overlapping windows of tokens.
+
+Texts of any length are read in little memory: a long one is tokenized in overlapping blocks. Where the tokens of two
+blocks agree for a while, in the middle of their overlap, the second takes over: so the tokens are those of the whole
+text at once. Where they have no token in common there, as in a word of thousands of letters, the text is cut.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, takewhile
+from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from surgeon.quality import DEFAULT_TOKENS, DEFAULT_WINDOW
-from surgeon.quality.sources import DEMO, are_apart, documents
-from surgeon.quality.text_files import Reading
-from surgeon.quality.tokens import TextTokens
+from surgeon.quality.sources import DEMO, Reading, are_apart, documents
 
 __all__ = [
     "DEFAULT_TOKENS",
@@ -34,6 +42,175 @@ _TRIED_CHARACTERS = 4096  # of the default text, with a tokenizer
 _LOST_CHARACTERS = 0.1  # of them: with more, it is not for such text
 LEAST_HELD_OUT = 2  # windows: one has no interval
 _HOLD_OUT_ADVICE = "search on fewer tokens so that text is left, hold out other text, or hold out none"
+
+
+# Characters: in the first block of a document, in the longest, in what two have in common.
+_FIRST = 1 << 15
+_BLOCK = 1 << 17
+_OVERLAP = 1 << 11
+_AGREEING = 16  # tokens
+_AT_ONCE = 1 << 18  # characters that are tokenized together, on all cores
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of a document, or of a part of one; parts follow until one ends the document.
+
+    Attributes:
+        ids: (tokens,).
+        answer: (tokens,), tokens that a model learns to predict; None for all.
+        ends: whether the document ends here.
+    """
+
+    ids: NDArray[np.int32]
+    answer: NDArray[np.bool_] | None = None
+    ends: bool = True
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A part of a document, which begins with the end of the one before."""
+
+    text: str
+    begins: bool
+    ends: bool
+
+
+# (tokens, 3): id, and where each begins and ends in a text; slow tokenizers do not say where.
+_Placed = NDArray[np.int32]
+
+
+class TextTokens:
+    """Reads the tokens of documents one after the other.
+
+    Args:
+        tokenizer: of `transformers`.
+        apart: put the tokenizer's BOS before each document, or without one its EOS behind it; else the first one gets
+            what the tokenizer puts around a text.
+
+    Raises:
+        ValueError: if documents are to be apart, and the tokenizer has neither.
+    """
+
+    def __init__(self, tokenizer: Any, apart: bool) -> None:
+        self.tokenizer = tokenizer
+        self.is_fast = bool(getattr(tokenizer, "is_fast", False))
+        # Tokens before and behind each document, and those around all of the text.
+        self._marks: tuple[list[int], list[int]] = ([], [])
+        self._around: tuple[list[int], list[int]] = ([], [])
+        if not apart:
+            coded = tokenizer("a", return_special_tokens_mask=True)
+            coded = list(zip(coded["input_ids"], coded["special_tokens_mask"], strict=True))
+            before = [id_ for id_, _ in takewhile(itemgetter(1), coded)]
+            behind = [id_ for id_, _ in takewhile(itemgetter(1), reversed(coded))]
+            self._around = (before, behind[::-1])
+        elif tokenizer.bos_token_id is not None:
+            self._marks = ([tokenizer.bos_token_id], [])
+        elif tokenizer.eos_token_id is not None:
+            self._marks = ([], [tokenizer.eos_token_id])
+        else:
+            raise ValueError(
+                "documents cannot be kept apart: the tokenizer has no BOS and no EOS; drop the separator, and read one "
+                "text"
+            )
+        self._begun = False
+        # The last tokens of a document that goes on, by their places in the next block.
+        self._held = np.zeros((0, 3), np.int32)
+
+    def read(self, documents: Iterable[Iterable[str]]) -> Iterator[list[Tokens]]:
+        blocks = (block for pieces in documents for block in self._cut(pieces))
+        most = _FIRST
+        batch = list[_Block]()
+        for block in chain(blocks, [None]):
+            if block is not None:
+                batch.append(block)
+            if batch and (block is None or sum(len(each.text) for each in batch) >= most):
+                yield list(map(self._join, batch, self._code([each.text for each in batch])))
+                batch = []
+                most = min(2 * most, _AT_ONCE)  # little is read for little text
+        if self._around[1] and self._begun:
+            yield [Tokens(np.array(self._around[1], np.int32))]
+
+    def _cut(self, pieces: Iterable[str]) -> Iterator[_Block]:
+        held = ""
+        begins = True
+        size = _FIRST
+        for piece in pieces:
+            for start in range(0, len(piece), _BLOCK):
+                held += piece[start : start + _BLOCK]
+                while self.is_fast and len(held) > size:
+                    yield _Block(held[:size], begins, False)
+                    held = held[size - _OVERLAP :]
+                    begins = False
+                    size = min(2 * size, _BLOCK)
+        yield _Block(held, begins, True)
+
+    def _code(self, texts: list[str]) -> Iterator[_Placed]:
+        coded = self.tokenizer(texts, add_special_tokens=False, verbose=False)
+        for number, ids in enumerate(coded["input_ids"]):
+            found = np.zeros((len(ids), 3), np.int32)
+            found[:, 0] = ids
+            if self.is_fast and ids:
+                found[:, 1:] = coded.encodings[number].offsets
+            yield found
+
+    def _join(self, block: _Block, coded: _Placed) -> Tokens:
+        """Tokens that a block adds, up to where the next one begins."""
+        begin = []
+        if not self._begun:
+            begin = self._around[0]
+            self._begun = True
+        if block.begins:
+            begin = [*begin, *self._marks[0]]
+        else:
+            coded = self._go_on(block, coded)
+        close = self._marks[1]
+        if not block.ends:
+            close = []
+            start = len(block.text) - _OVERLAP
+            end = np.searchsorted(coded[:, 1], start)
+            self._held = coded[end:] - np.array([0, start, start], np.int32)
+            coded = coded[:end]
+        return Tokens(np.array([*begin, *coded[:, 0], *close], np.int32), ends=block.ends)
+
+    def _go_on(self, block: _Block, coded: _Placed) -> _Placed:
+        """Go on from the tokens of the block before to this one's where both agree longest in their overlap."""
+        held, common = (
+            [tuple(token) for token in part.tolist()]
+            for part in (self._held, coded[: np.searchsorted(coded[:, 1], _OVERLAP)])
+        )
+        where = {token: place for place, token in reversed([*enumerate(common)])}
+        seams = [
+            (left, where[token])
+            for left, token in enumerate(held)
+            if token[1] >= _OVERLAP // 2 and token in where
+        ]
+        if not seams:  # they never agree
+            (rest,) = self._code([block.text[_OVERLAP:]])
+            return np.concatenate([self._held, rest + np.array([0, _OVERLAP, _OVERLAP], np.int32)])
+
+        def agreeing(seam: tuple[int, int]) -> int:
+            left, place = seam
+            return count_alike(held[left : left + _AGREEING], common[place:])
+
+        left, place = max(seams, key=agreeing)
+        return np.concatenate([self._held[:left], coded[place:]])
+
+
+def count_alike(one: Sequence[object], other: Sequence[object]) -> int:
+    """Count the first items that two sequences have in common."""
+    both = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Hash a tokenizer (SHA-256): its rules where they can be written down, else its entries."""
+    rules = getattr(tokenizer, "backend_tokenizer", None)
+    if rules is None:
+        text = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    else:
+        text = rules.to_str()
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -60,6 +237,11 @@ class Windows:
     left_out: Mapping[str, int] = field(default_factory=dict)
     answers: Tensor | None = None
 
+    def behind(self, first: int) -> Windows:
+        """Leave out the first windows, and the notes, which whoever reads those has."""
+        ids = self.ids[first:]
+        return replace(self, ids=ids, digest=digest_of(ids), notes=())
+
     def record(self, name: str = "data") -> dict[str, Any]:
         """Describe the text as JSON values, under names that begin with `name`."""
         record: dict[str, Any] = {name: self.source, f"{name}_hash": self.digest}
@@ -82,10 +264,9 @@ def load_windows(
     window: int = DEFAULT_WINDOW,
     tokens: int = DEFAULT_TOKENS,
     separator: str | None = None,
-    after: int = 0,
     at_most: bool = False,
 ) -> Windows:
-    """Cut the first `tokens` tokens of a text, or those behind its first `after`, into windows.
+    """Cut the first tokens of a text into windows.
 
     With a separator the text is split into documents (at least one for each row of a table), each begun with the
     tokenizer's BOS, or ended with its EOS where it has no BOS. Documents follow one another in the windows. Without a
@@ -103,7 +284,6 @@ def load_windows(
             Text and JSON files may be compressed (.gz). Endings count in any letter case.
         window: tokens in a window.
         tokens: tokens in all, cut down to whole windows.
-        after: tokens to skip before these, whole windows.
         at_most: do not note that there is less text than that.
 
     Raises:
@@ -117,15 +297,11 @@ def load_windows(
         raise ValueError(
             f"tokens must be at least one window of {window}, not {tokens}; take more tokens or a smaller window"
         )
-    if after < 0 or after % window:
-        raise ValueError(
-            f"what is left out must be whole windows of {window} tokens, not {after} tokens"
-        )
     if separator == "":
         raise ValueError(
             "the separator is empty; give the text between documents, such as '<|endoftext|>'"
         )
-    wanted = after + tokens // window * window
+    wanted = tokens // window * window
     apart = are_apart(data, separator)
     ids: list[int] = []
     reading = Reading()
@@ -133,10 +309,19 @@ def load_windows(
         ids += [id_ for each in some for id_ in each.ids.tolist()]
         if len(ids) >= wanted:
             break
-    ids, shortage = _cut_windows(ids, data, window, after, wanted)
+    if not ids:
+        raise ValueError(f"{data} is empty; give a text file with something in it")
+    if len(ids) < window:
+        raise ValueError(
+            f"{data} has {len(ids)} tokens, fewer than one window of {window}; use a smaller window or more text"
+        )
+    ids = ids[: min(wanted, len(ids) // window * window)]
     notes = reading.lines(data)
-    if shortage and not at_most:
-        notes.insert(0, shortage)
+    if len(ids) < wanted and not at_most:
+        notes.insert(
+            0,
+            f"{data} has only {len(ids)} tokens in whole windows of the {wanted} asked for: all are used",
+        )
     if not apart:
         notes += marks_in_text(tokenizer, ids, data)
     tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
@@ -177,32 +362,6 @@ def default_data(tokenizer: Any) -> str:
         stacklevel=2,
     )
     return DEMO
-
-
-def _cut_windows(
-    ids: list[int], data: str, window: int, after: int, wanted: int
-) -> tuple[list[int], str]:
-    """Take the whole windows up to token `wanted` behind the skipped ones; and a note where there are fewer."""
-    if not ids:
-        raise ValueError(f"{data} is empty; give a text file with something in it")
-    if len(ids) < window:
-        raise ValueError(
-            f"{data} has {len(ids)} tokens, fewer than one window of {window}; use a smaller window or more text"
-        )
-    read = min(wanted, len(ids) // window * window)
-    if read <= after:
-        raise ValueError(
-            f"{data} has only {len(ids)} tokens, and {after} of them are left out: not one window of {window} follows"
-        )
-    if read == wanted:
-        return ids[after:read], ""
-    behind = ""
-    if after:
-        behind = f" behind the first {after}"
-    asked = f"of the {wanted - after} asked for"
-    return ids[
-        after:read
-    ], f"{data} has only {read - after} tokens in whole windows{behind} {asked}: all are used"
 
 
 def digest_of(ids: Tensor) -> str:
@@ -248,10 +407,14 @@ def held_out(
         )
     if other is None:
         used = searched.ids.numel()
-        try:
-            found = load_windows(tokenizer, searched.source, window, wanted, separator, after=used)
-        except ValueError as error:
-            raise ValueError(f"nothing is left to hold out: {error}; {_HOLD_OUT_ADVICE}") from error
+        every = load_windows(tokenizer, searched.source, window, used + wanted, separator, at_most=True)
+        found = every.behind(len(searched.ids))
+        there = f"{searched.source} has only {found.ids.numel()} tokens in whole windows behind the first {used}"
+        if not len(found.ids):
+            raise ValueError(f"nothing is left to hold out: {there}; {_HOLD_OUT_ADVICE}")
+        if len(found.ids) < wanted // window:
+            note = f"{there} of the {wanted // window * window} asked for: all are used"
+            found = replace(found, notes=(note,))
     else:
         found = load_windows(tokenizer, other, window, wanted, separator)
         if again := shared_windows(found, searched):

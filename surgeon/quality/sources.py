@@ -1,9 +1,11 @@
 """Sources of text: a text file, a table (.jsonl, .json, .parquet), a dataset, the demo's files.
 
-Everything is streamed, and only what is read is checked. Files are read by text_files.py and here instead of the
-builders of `datasets`: these name no line of a damaged file (an error says "in row 2" of a block), give a missing
-column as null, keep a byte order mark at the start of text and refuse one inside joined JSON files, and pass NUL bytes
-on.
+Everything is streamed, and only what is read is checked. Files are read here instead of by the builders of `datasets`:
+these name no line of a damaged file (an error says "in row 2" of a block), give a missing column as null, keep a byte
+order mark at the start of text and refuse one inside joined JSON files, and pass NUL bytes on.
+
+Text is UTF-8. A byte order mark at its start is dropped and CRLF read as LF; both are counted. UTF-16, other encodings,
+archives and NUL bytes are refused by name.
 
 The column of a table does not depend on where the table begins: it is the named one; or text, if any row has such a
 key, be it null; or the only one that holds strings. At most a thousand rows are looked through; a later row that
@@ -12,29 +14,228 @@ contradicts the choice is refused. Rows without text are counted.
 
 from __future__ import annotations
 
+import codecs
+import gzip
+import json
+import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from surgeon.checkpoint.config import without_retries
 from surgeon.errors import first_line, show_value
 from surgeon.named import is_path, on_disk
-from surgeon.quality.text_files import (
-    Reading,
-    is_packed,
-    read_json_lines,
-    read_pieces,
-    require_utf8,
-    suffix_of,
-)
+from surgeon.words import plural
 
 DEMO = "demo"
-TEXT_FILES = (".txt", ".md", ".py")
 DEMO_TRAINING = "demo:train"
+TEXT_FILES = (".txt", ".md", ".py")
+JSON_LINES = (".jsonl", ".json", ".ndjson")
+PARQUET = ".parquet"
+TEXT_COLUMN = "text"
 ROW_SEPARATOR = "\n\n"  # between rows that are read as one text
+_ROLE_KEYS = {"role", "from"}  # of messages
 _ROWS_TOGETHER = 1000
 _CHARACTERS_TOGETHER = 1 << 20
+_PARQUET_ROWS = 32
+_ROWS_LOOKED_AT = 1000
+_CHARACTERS_LOOKED_AT = 1 << 26
+Row = dict[str, Any]
+PACKED = ".gz"
+_FIRST_BLOCK = 1 << 16
+_LARGEST_BLOCK = 1 << 22
+_CONVERT = "convert it, as in: iconv -f {} -t UTF-8 {{path}} > utf8.txt"
+# What a file is that begins so, and what to do; of two beginnings the longer one comes first.
+_NO_TEXT = {
+    codecs.BOM_UTF32_LE: ("text in UTF-32", _CONVERT.format("UTF-32")),
+    codecs.BOM_UTF32_BE: ("text in UTF-32", _CONVERT.format("UTF-32")),
+    codecs.BOM_UTF16_LE: ("text in UTF-16", _CONVERT.format("UTF-16")),
+    codecs.BOM_UTF16_BE: ("text in UTF-16", _CONVERT.format("UTF-16")),
+    b"\x1f\x8b": ("a file compressed by gzip", "give it a name that ends in .gz"),
+    b"\x28\xb5\x2f\xfd": ("a file compressed by zstd", "unpack it (unzstd {path})"),
+    b"\xfd7zXZ": ("a file compressed by xz", "unpack it (unxz {path})"),
+    b"PK\x03\x04": ("a zip archive", "unpack it (unzip {path})"),
+}
+_LONGEST_MARK = max(map(len, _NO_TEXT))
+_FEW = 0.1  # of the tokens of answers
+
+
+@dataclass
+class Reading:
+    """Counts and notes of a text, as far as it has been read.
+
+    Attributes:
+        column: of a table or dataset; None for text.
+        rows: of a table, read so far.
+        left_out: counts of byte_order_marks, carriage_returns, null_rows, rows_without_column, empty_documents; of
+            conversations rows_without_answer, rows_too_long (the first answer ends beyond the limit), answers_cut
+            (beyond the limit), answers_behind_empty, answers_rewritten (read, not trained on), and rows with each key
+            that is not used, as "column 'id'" or "key 'name' of messages".
+        sizes: of conversations: `characters` of the `tokens`; `answer_characters` of rows, trained on or not;
+            answers_across, answers whose first token begins in the prompt; and tokens `trained` on.
+        notes: further ones, one line each.
+    """
+
+    column: str | None = None
+    rows: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    sizes: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self, source: str) -> list[str]:
+        count = self.left_out
+        words = {
+            "byte_order_marks": "the byte order mark at its start",
+            "carriage_returns": f"{plural(count['carriage_returns'], 'carriage return')} of CRLF line ends",
+            "null_rows": f"{plural(count['null_rows'], 'row')} with null in column {self.column!r}",
+            "rows_without_column": f"{plural(count['rows_without_column'], 'row')} without column {self.column!r}",
+            "empty_documents": plural(count["empty_documents"], "empty document"),
+            "rows_without_answer": f"{plural(count['rows_without_answer'], 'row')} without an answer",
+            "rows_too_long": f"{plural(count['rows_too_long'], 'row')} whose first answer ends behind a window's end",
+            "answers_cut": f"{plural(count['answers_cut'], 'answer')} behind a window's end",
+            "answers_behind_empty": f"{plural(count['answers_behind_empty'], 'answer')} behind an empty one",
+            "answers_rewritten": f"the learning of {plural(count['answers_rewritten'], 'answer')} that the chat "
+            "template writes in another way than the model at its turn",
+        }
+        words |= {
+            name: f"{name} of {plural(count[name], 'row')}"
+            for name in sorted(count)
+            if name not in words
+        }
+        named = [words[name] for name in words if count[name]]
+        read = ""
+        if self.rows:
+            read = f" (of {plural(self.rows, 'row')} read)"
+        left_out = []
+        if named:
+            left_out = [f"{source}: left out {', '.join(named)}{read}"]
+        answers = []
+        size = self.sizes
+        if across := size["answers_across"]:
+            answers.append(
+                f"{source}: {plural(across, 'answer')} that begin inside a token, together with the end of what was "
+                "asked, count from that token on; a prompt that ends in a space is better without, and the answer with "
+                "it"
+            )
+        about = round(size["answer_characters"] * size["tokens"] / max(1, size["characters"]))
+        if size["trained"] < _FEW * about:
+            answers.append(
+                f"{source}: only {plural(size['trained'], 'token')} of answers count, where the answers in its rows "
+                f"are about {about:,}; see what is left out, and one row as it is trained on (--show-row)"
+            )
+        return [*self.notes, *left_out, *answers]
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix of a file in small letters, without that of compression."""
+    return (path.with_suffix("") if is_packed(path) else path).suffix.lower()
+
+
+def is_packed(path: Path) -> bool:
+    """Tell whether a file's name ends in .gz."""
+    return path.suffix.lower() == PACKED
+
+
+def require_utf8(text: str, where: str) -> str:
+    """Refuse text with lone surrogates, which JSON may spell out.
+
+    Raises:
+        ValueError: with the place.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}"
+        raise ValueError(f"{where} is not text in UTF-8 ({half}); mend this row") from None
+    return text
+
+
+@contextmanager
+def open_text(path: Path, reading: Reading) -> Iterator[BinaryIO]:
+    """Open a file's bytes, unpacked, behind a byte order mark."""
+    try:
+        with gzip.open(path) if is_packed(path) else path.open("rb") as opened:
+            file = cast("BinaryIO", opened)
+            start = file.read(_LONGEST_MARK)
+            for mark, (what, advice) in _NO_TEXT.items():
+                if start.startswith(mark):
+                    bytes_ = mark.hex(" ").upper()
+                    raise ValueError(
+                        f"{path} begins as {what} does ({bytes_}); {advice.format(path=path)}"
+                    )
+            marked = start.startswith(codecs.BOM_UTF8)
+            reading.left_out["byte_order_marks"] += marked
+            file.seek(len(codecs.BOM_UTF8) if marked else 0)
+            yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"{path} is truncated or not compressed by gzip ({error}); fetch or copy it again"
+        ) from error
+
+
+def read_pieces(path: Path, reading: Reading | None = None) -> Iterator[str]:
+    """Read a text file in pieces, each twice as long as the last, so that joining them stays cheap."""
+    reading = reading or Reading()
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with open_text(path, reading) as file:
+        size = _FIRST_BLOCK
+        before = file.tell()
+        begun = ""
+        while True:
+            block = file.read(size)
+            if (place := block.find(0)) >= 0:
+                raise ValueError(
+                    f"{path} is no text: byte {before + place} is NUL, as in a binary file, or in UTF-16 without a "
+                    "byte order mark; convert it, or give another file"
+                )
+            # The beginning of a character that the last block ended in.
+            carried = len(decoder.getstate()[0])
+            try:
+                piece = begun + decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, before - carried + error.start) from error
+            # Of a line end, perhaps.
+            begun = ""
+            if block and piece.endswith("\r"):
+                begun = "\r"
+            piece = piece.removesuffix(begun)
+            reading.left_out["carriage_returns"] += piece.count("\r\n")
+            yield piece.replace("\r\n", "\n")
+            if not block:
+                return
+            before = before + len(block)
+            size = min(2 * size, _LARGEST_BLOCK)
+
+
+def _not_utf8(where: object, byte: int) -> ValueError:
+    return ValueError(f"{where} is not UTF-8 text (byte {byte}); convert it, or give another file")
+
+
+def read_json_lines(path: Path, reading: Reading | None = None) -> Iterator[tuple[str, Row]]:
+    """Read the objects of a file with one on each line, with file and line; blank lines are skipped."""
+    with open_text(path, reading or Reading()) as file:
+        before = file.tell()
+        for number, line in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            try:
+                # Joined files have byte order marks inside.
+                text = line.decode().removeprefix("\ufeff").strip()
+                row = json.loads(text or "null")
+            except UnicodeDecodeError as error:
+                raise _not_utf8(where, before + error.start) from error
+            except (ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"{where}: not valid JSON ({error}); each line must be one object"
+                ) from error
+            if isinstance(row, dict):
+                yield where, row
+            elif text:
+                raise ValueError(f"{where}: each line must be one JSON object, not {type(row).__name__}")
+            before += len(line)
 
 
 def are_apart(data: str, separator: str | None, by_row: bool = False) -> bool:
@@ -63,34 +264,39 @@ def documents(
         for file in files_in(data):
             yield from documents(str(file), separator, reading, by_row)
         return
-    table = open_rows(data, reading, whole_rows=False)
-    is_text = table is None and data not in (DEMO, DEMO_TRAINING)
-    texts: Iterable[Iterable[str]]  # each in pieces
-    path = None
-    if table is not None:
-        filled = (text for _, text in read_column(table, reading) if text is not None)
-        texts = ([text] for text in (filled if separator is not None or by_row else _join_rows(filled)))
-    elif is_text:
-        path, column = file_and_column(data)
-        assert path is not None
-        if column is not None:
-            raise ValueError(f"{path} is read as a text file, which has no columns; drop :{column}")
-        texts = [read_pieces(path, reading)]
-    else:
+    rows = open_rows(data, reading, whole_rows=False)
+    if rows is None and data not in (DEMO, DEMO_TRAINING):
+        yield from _file_documents(data, separator, reading)
+        return
+    texts: Iterable[str]
+    if rows is None:
         from surgeon.demo import demo_data, demo_training_data
 
-        texts = ([text] for text in (demo_data() if data == DEMO else demo_training_data()))
-    for pieces in texts:
+        texts = demo_data() if data == DEMO else demo_training_data()
+    else:
+        texts = (text for _, text in read_column(rows, reading) if text is not None)
+        if separator is None and not by_row:
+            texts = _join_rows(texts)
+    for text in texts:
         if separator is not None:
-            yield from ([part] for part in _split_text(pieces, separator, reading))
-        elif by_row and not is_text:
-            text = "".join(pieces)
-            if text.strip():
-                yield [text]
-            else:
-                reading.left_out["empty_documents"] += 1
+            yield from ([part] for part in _split_text([text], separator, reading))
+        elif by_row and not text.strip():
+            reading.left_out["empty_documents"] += 1
         else:
-            yield _require_text(pieces, path) if is_text else pieces
+            yield [text]
+
+
+def _file_documents(data: str, separator: str | None, reading: Reading) -> Iterator[Iterable[str]]:
+    """Stream the documents of a text file, which has one at least."""
+    path, column = file_and_column(data)
+    assert path is not None
+    if column is not None:
+        raise ValueError(f"{path} is read as a text file, which has no columns; drop :{column}")
+    pieces = read_pieces(path, reading)
+    if separator is None:
+        yield _require_text(pieces, path)
+    else:
+        yield from ([part] for part in _split_text(pieces, separator, reading))
 
 
 def is_folder(data: str) -> bool:
@@ -121,17 +327,12 @@ def _walk_files(folder: Path, within: frozenset[Path] = frozenset()) -> Iterator
             yield from _walk_files(path, within)
 
 
-def _require_text(pieces: Iterable[str], path: Path | None) -> Iterator[str]:
-    blank: list[str] | None = []
+def _require_text(pieces: Iterable[str], path: Path) -> Iterator[str]:
+    has_text = False
     for piece in pieces:
-        if blank is None:
-            yield piece
-        elif piece.strip():
-            yield from (*blank, piece)
-            blank = None
-        else:
-            blank.append(piece)
-    if blank is not None:
+        has_text = has_text or bool(piece.strip())
+        yield piece
+    if not has_text:
         raise ValueError(f"{path} is empty; give a text file with something in it")
 
 
@@ -194,18 +395,22 @@ def _join_rows(rows: Iterable[str]) -> Iterator[str]:
 
 
 def open_rows(data: str, reading: Reading, whole_rows: bool = True) -> TextRows | None:
-    """Open the rows of a table or a dataset; None for other text.
+    """Open the rows of a table or a dataset; None for other text. Errors in a file come as rows are read.
 
     Args:
-        whole_rows: as `open_table` takes it.
+        whole_rows: else only the named column, or text, of a parquet file that has it.
     """
-    if is_folder(data):
+    if data in (DEMO, DEMO_TRAINING) or is_folder(data):
         return None
     path, column = file_and_column(data)
-    if path is not None and is_table(path):
-        return open_table(path, column, reading, whole_rows)
-    if path is not None or data in (DEMO, DEMO_TRAINING):
-        return None
+    if path is not None:
+        if not is_table(path):
+            return None
+        if suffix_of(path) == PARQUET:
+            found = _parquet_rows(path, None if whole_rows else column or TEXT_COLUMN)
+        else:
+            found = read_json_lines(path, reading)
+        return TextRows(found, str(path), column, str(path))
     name, config, split, chosen = (data.split(":", 3) + [""] * 3)[:4]
     if not name:
         raise ValueError(
@@ -235,22 +440,11 @@ def open_rows(data: str, reading: Reading, whole_rows: bool = True) -> TextRows 
                 "again"
             ) from error
 
-    return TextRows(rows(), f"dataset {name}", chosen or None, f"{name}:{config}:{split}:{{column}}")
-
-
-JSON_LINES = (".jsonl", ".json", ".ndjson")
-PARQUET = ".parquet"
-TEXT_COLUMN = "text"
-_ROLE_KEYS = {"role", "from"}  # of messages
-_PARQUET_ROWS = 64
-_ROWS_LOOKED_AT = 1000
-_CHARACTERS_LOOKED_AT = 1 << 26
-
-Row = dict[str, Any]
+    return TextRows(rows(), f"dataset {name}", chosen or None, f"{name}:{config}:{split}")
 
 
 def is_table(path: Path) -> bool:
-    """Tell whether `open_table` reads a file, by its name."""
+    """Tell whether `open_rows` reads a file, by its name."""
     return suffix_of(path) in (*JSON_LINES, PARQUET)
 
 
@@ -261,27 +455,13 @@ class TextRows(NamedTuple):
         rows: a stream, each with its place.
         source: for error messages.
         column: named by the user.
-        how: pattern by which a user names a column.
+        named: as a user names it, in front of a colon and a column.
     """
 
     rows: Iterator[tuple[str, Row]]
     source: str
     column: str | None
-    how: str = "{source}:{column}"
-
-
-def open_table(path: Path, column: str | None, reading: Reading, whole_rows: bool = True) -> TextRows:
-    """Open the rows of a .jsonl, .json (one object a line) or .parquet file; errors come as rows are read.
-
-    Args:
-        whole_rows: else only the named column, or text, of a parquet file that has it.
-    """
-    if suffix_of(path) == PARQUET:
-        return TextRows(
-            _parquet_rows(path, None if whole_rows else column or TEXT_COLUMN), str(path), column
-        )
-    rows = ((f"{path}:{number}", row) for number, row in read_json_lines(path, reading))
-    return TextRows(rows, str(path), column)
+    named: str
 
 
 def _parquet_rows(path: Path, wanted: str | None) -> Iterator[tuple[str, Row]]:
@@ -338,7 +518,7 @@ def read_column(table: TextRows, reading: Reading) -> Iterator[tuple[str, str | 
         ValueError: if a row is damaged or holds something else there (with file and line), no row has text there, or
             the column is ambiguous.
     """
-    rows, source, column, how = table
+    rows, source, column, named = table
     chosen = column or TEXT_COLUMN
     looked_at, is_whole = _read_ahead(rows, chosen)
     if not looked_at:
@@ -348,7 +528,7 @@ def read_column(table: TextRows, reading: Reading) -> Iterator[tuple[str, str | 
         place = f"{source} (its first {len(looked_at):,} rows)"
     is_guessed = column is None and chosen not in looked_at[-1][1]
     if is_guessed:
-        chosen = _choose_column(looked_at, place, source, how)
+        chosen = _choose_column(looked_at, place, named)
         if not is_whole:
             reading.notes.append(f"column {chosen!r} is read, the only one of text in {place}")
     elif chosen not in looked_at[-1][1]:
@@ -361,7 +541,7 @@ def read_column(table: TextRows, reading: Reading) -> Iterator[tuple[str, str | 
         if is_guessed and (others := [name for name in _text_columns(row) if name != chosen]):
             raise ValueError(
                 f"{where}: a column {others[0]!r} begins here, and {chosen!r} was the only one of text in {place}; say "
-                f"which one, as in {how.format(source=source, column=others[0])}"
+                f"which one, as in {named}:{others[0]}"
             )
         value = row.get(chosen)
         if value is None:
@@ -373,7 +553,7 @@ def read_column(table: TextRows, reading: Reading) -> Iterator[tuple[str, str | 
     if not has_text:
         raise ValueError(
             f"column {chosen!r} of {source} has no text in any of its {reading.rows:,} rows; say another one, as in "
-            f"{how.format(source=source, column='COLUMN')}"
+            f"{named}:COLUMN"
         )
 
 
@@ -394,8 +574,8 @@ def _text_columns(row: Row) -> list[str]:
     return [name for name, value in row.items() if isinstance(value, str) or name == TEXT_COLUMN]
 
 
-def _choose_column(rows: Sequence[tuple[str, Row]], place: str, source: str, how: str) -> str:
-    """Choose the column of text of rows in `place`, the part of `source` that was looked at."""
+def _choose_column(rows: Sequence[tuple[str, Row]], place: str, named: str) -> str:
+    """Choose the column of text of rows in `place`, the part of a source that was looked at."""
     names = [*dict.fromkeys(name for _, row in rows for name in _text_columns(row))]
     if TEXT_COLUMN in names:
         return TEXT_COLUMN
@@ -403,19 +583,18 @@ def _choose_column(rows: Sequence[tuple[str, Row]], place: str, source: str, how
         for chat, value in row.items():
             first = value[0] if isinstance(value, list) and value else None
             if isinstance(first, dict) and not first.keys().isdisjoint(_ROLE_KEYS):
-                columns = " or ".join(how.format(source=source, column=name) for name in names)
+                columns = " or ".join(f"{named}:{name}" for name in names)
                 raise ValueError(
                     f"{place} holds conversations in column {chat!r}, which are not read as text; heal and train take "
-                    f"them (as {how.format(source=source, column=chat)}); to read another column as text, say which: "
+                    f"them (as {named}:{chat}); to read another column as text, say which: "
                     f"{columns or 'give text'}"
                 )
     if len(names) == 1:
         return names[0]
     if not names:
         raise ValueError(f"{place} has no column of text")
-    example = how.format(source=source, column=names[0])
     raise ValueError(
-        f"{place} has several columns of text: {', '.join(names)}; say which one, as in {example}"
+        f"{place} has several columns of text: {', '.join(names)}; say which one, as in {named}:{names[0]}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import pandas as pd
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
-UNKNOWN = (math.nan, math.nan)  # of an interval
 
 Values = NDArray[np.float64]  # (windows,)
 
@@ -64,10 +63,10 @@ def known_interval(
 
 def perplexity_interval(nll: Values) -> tuple[float, float] | None:
     """The 95% interval of the perplexity; None where it is unknown."""
-    low, high = known_interval(nll, least=0.0)
+    low, high = estimate(nll).ends("perplexity")
     if math.isnan(low):
         return None
-    return (_exp(low), _exp(high))
+    return low, high
 
 
 @dataclass(frozen=True)
@@ -188,27 +187,17 @@ def quality_of(
         values: by name, as of `Quality.windows`.
         tokens: predicted.
         whole: whether all windows were run.
-        beside: another program, on all windows, to estimate a stopped one by.
+        beside: another program, on all windows, to estimate nll and divergence of a stopped one by, as in `estimate`.
     """
-    nll = values["nll"]
-    divergence = values["divergence"]
-    if whole or beside is None:
-        found = estimate(nll, divergence)
-    else:
-        # The other's on all windows plus the mean difference on these; intervals as in `estimate`.
-        count = len(nll)
-        found = estimate(nll, divergence, beside.by_window("nll"), range(count))
-        base = beside.by_window("divergence")
-        difference = divergence - base[:count]
-        low, high = _within(_estimate_interval(divergence, difference, base), 0.0)
-        mean = mean_divergence(base.mean() + difference)
-        found = replace(found, divergence=mean, divergence_low=low, divergence_high=high)
-    windows = {name: tuple(own.tolist()) for name, own in values.items()}
-    means: dict[str, Any] = {}
-    for name in ACCEPTANCES:
+    numbers: dict[str, Any] = {}
+    for name in ("nll", *METRICS[1:]):
         if name in values:
-            means[name] = float(np.mean(values[name], dtype=np.float64))
-    return replace(found, tokens=tokens, windows=windows, whole=whole, **means)
+            base = None
+            if not (whole or beside is None or name in ACCEPTANCES):
+                base = beside.by_window(name)
+            numbers |= _estimate(name, values[name], base, range(len(values[name])))
+    windows = {name: tuple(own.tolist()) for name, own in values.items()}
+    return Quality(**numbers, tokens=tokens, windows=windows, whole=whole)
 
 
 ACCEPTANCES = ("greedy_acceptance", "sampled_acceptance")  # of what a program drafts
@@ -217,7 +206,10 @@ ESTIMATE_COLUMNS = [f"{metric}{end}" for metric in METRICS[:2] for end in ("", "
 
 
 def estimate(
-    nll: Values, divergence: Values, base: Values | None = None, windows: Sequence[int] | None = None
+    nll: Values,
+    divergence: Values | None = None,
+    base: Values | None = None,
+    windows: Sequence[int] | None = None,
 ) -> Quality:
     """Estimate perplexity and divergence from values on all windows, or on some, each (windows,).
 
@@ -231,41 +223,45 @@ def estimate(
         base: the unedited model's nll on all windows; not needed if the values are on all of them.
         windows: numbers of the windows of these values.
     """
-    if base is None or windows is None or len(nll) == len(base):
-        value = perplexity(nll)
-        low, high = interval(nll)
-    else:
-        difference = nll - base[list(windows)]
-        value = perplexity(base.mean() + difference)
-        low, high = _estimate_interval(nll, difference, base)
-    return Quality(
-        value,
-        _exp(low) if math.isfinite(low) else math.nan,
-        _exp(high) if math.isfinite(high) else math.nan,
-        mean_divergence(divergence),
-        *known_interval(divergence, 0.0),
-    )
+    numbers = _estimate("nll", nll, base, windows)
+    if divergence is not None:
+        numbers |= _estimate("divergence", divergence)
+    return Quality(**numbers)
+
+
+def _estimate(
+    name: str, values: Values, base: Values | None = None, windows: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Estimate what values by window come to, with the ends of its interval, as fields of `Quality`."""
+    mean = float(np.mean(values, dtype=np.float64))
+    ends = interval(values)
+    if not (base is None or windows is None or len(values) == len(base)):
+        difference = values - base[list(windows)]
+        mean = float(base.mean() + difference.mean())
+        count = len(values)
+        if math.isfinite(ends[1]):
+            from scipy import stats
+
+            part = 1 / count - 1 / len(base)
+            variance = np.var(values, ddof=1) / len(base) + np.var(difference, ddof=1) * part
+            half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * math.sqrt(variance)
+            ends = (mean - half, mean + half)
+    low, high = _within(ends, 0.0, 1.0 if name in ACCEPTANCES else math.inf)
+    if name == "nll":
+        name = "perplexity"
+        mean = _exp(mean)
+        if math.isfinite(high):
+            low, high = map(_exp, (low, high))
+    elif name == "divergence":
+        mean = max(0.0, mean) if math.isfinite(mean) else math.inf
+    return {name: mean, f"{name}_low": low, f"{name}_high": high}
 
 
 def _within(ends: tuple[float, float], least: float, most: float = math.inf) -> tuple[float, float]:
     if not math.isfinite(ends[1]):
-        return UNKNOWN
+        return math.nan, math.nan
     low, high = (min(most, max(least, end)) for end in ends)
     return low, high
-
-
-def _estimate_interval(values: Values, difference: Values, base: Values) -> tuple[float, float]:
-    from scipy import stats
-
-    count = len(values)
-    of_all = len(base)
-    if count < 2 or not np.isfinite(values).all():
-        return interval(values)
-    variance = np.var(values, ddof=1) / of_all + np.var(difference, ddof=1) * (1 / count - 1 / of_all)
-
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * math.sqrt(variance)
-    mean = float(base.mean() + difference.mean())
-    return mean - half, mean + half
 
 
 def _exp(value: float) -> float:

@@ -15,8 +15,7 @@ from surgeon.findings.tasks import Score, scores
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, require_unedited, restore
 from surgeon.models.weights import FactorSource
-from surgeon.quality.tasks import Answers, TaskModel, TaskSettings, run_tasks
-from surgeon.quality.tasks_load import Tasks, load_tasks
+from surgeon.quality.tasks import Answers, TaskModel, Tasks, TaskSettings, load_tasks, run_tasks
 from surgeon.searches.mixture import Trial
 from surgeon.searches.quantities import ACCURACY, Aspect
 

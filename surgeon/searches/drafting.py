@@ -23,8 +23,8 @@ from surgeon.models.edit import program_of, restore
 from surgeon.models.verified import NoVerifiedKeys, draft_on_text
 from surgeon.opened import Model, streamed_layers
 from surgeon.processes.files import finite
+from surgeon.quality.head import OWN, VERIFIED, logits_of, text_values
 from surgeon.quality.summary import ACCEPTANCES, Quality
-from surgeon.quality.text import OWN, VERIFIED, logits_of, text_values
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DRAFT_PASS, Aspect, show_seconds

@@ -30,8 +30,8 @@ from surgeon.models.lora import LoraLayer, PeftModel
 from surgeon.models.weights.quantised import PackedTensor
 from surgeon.processes.files import lock, make_folder, write_json
 from surgeon.progress import progress
+from surgeon.quality.head import HeldOutQuality
 from surgeon.quality.summary import Quality
-from surgeon.quality.text import HeldOutQuality
 from surgeon.training.checkpoints import (
     EarlyEnd,
     RunLog,

@@ -26,8 +26,8 @@ from surgeon.checkpoint.texts import Encoder, chat_text
 from surgeon.opened import EditedModel
 from surgeon.processes.journal import Journal
 from surgeon.processes.torchrun import beside_torchrun
-from surgeon.quality.text_files import Reading
-from surgeon.quality.tokens import Tokens, tokenizer_digest
+from surgeon.quality.data import Tokens, tokenizer_digest
+from surgeon.quality.sources import Reading
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.service import Answer, Service, ServiceOptions, Stream
 from surgeon.runtime.worker.rank import RankOptions

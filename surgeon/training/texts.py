@@ -26,14 +26,13 @@ from surgeon.quality.conversations import read_conversations
 from surgeon.quality.data import (
     HELD_OUT_SHARE,
     HELD_OUT_TOKENS,
+    Tokens,
     Windows,
     check_window,
     digest_of,
-    load_windows,
     marks_in_text,
 )
-from surgeon.quality.text_files import Reading, read_pieces
-from surgeon.quality.tokens import Tokens
+from surgeon.quality.sources import read_pieces
 from surgeon.training.token_store import (
     ROWS_AT_ONCE,
     SELF,
@@ -220,16 +219,16 @@ def load_texts(
                 f"{name} holds conversations, which are apart as they are; leave the separator out"
             )
         documents = "whole"
-    size = max(window, HELD_OUT_TOKENS) if held_out_tokens is None else held_out_tokens
-    measured = None
+    size = HELD_OUT_TOKENS if held_out_tokens is None else held_out_tokens
     behind = max(1, size // window)
+    measured = None
     if held_out is not None:
+        source = TextSource(
+            tokenizer, held_out, window, "whole" if chats else "joined", separator, chats
+        )
+        other, _ = _split(source, behind, 0, is_share=False)
+        measured = replace(_to_measure(other.rows, other, separator), notes=other.notes)
         behind = 0
-        if chats:
-            measured = _load_conversations(tokenizer, held_out, window, size)
-        else:
-            at_most = held_out_tokens is None
-            measured = load_windows(tokenizer, held_out, window, size, separator, at_most=at_most)
     wanted = max(1, tokens // window)
     texts = list[TrainingText]()
     rests = list[datasets.Dataset]()
@@ -239,20 +238,25 @@ def load_texts(
         needed = wanted if len(several) == 1 else ceil(share * wanted) + 1
         text, rest = _split(source, needed, ceil(share * behind), held_out_tokens is None)
         texts.append(text)
-        rests += [] if rest is None else [rest]
+        if rest is not None:
+            rests.append(rest)
         if measured is not None:
             require_apart(text, measured)
     training = texts[0] if len(texts) == 1 else mix_texts(texts, several)
     if measured is not None:
         return TrainTexts(training, measured)
     rows = datasets.concatenate_datasets(rests)
+    return TrainTexts(training, _to_measure(rows, training, separator), len(rows))
+
+
+def _to_measure(rows: datasets.Dataset, text: TrainingText, separator: str | None) -> Windows:
+    """Make windows to measure on of rows of a text; of documents that are apart one of each."""
     if "labels" in rows.column_names:
-        found = pad_pieces(split_documents(rows), training.source)
+        found = pad_pieces(split_documents(rows), text.source)
     else:
         ids = rows.with_format("torch")[:]["input_ids"]
-        found = Windows(ids, training.source, digest_of(ids))
-    found = replace(found, separator=separator, column=training.column, left_out=training.left_out)
-    return TrainTexts(training, found, len(rows))
+        found = Windows(ids, text.source, digest_of(ids))
+    return replace(found, separator=separator, column=text.column, left_out=text.left_out)
 
 
 def _hold_conversations(tokenizer: Any, names: Sequence[str], own: Iterable[str], window: int) -> bool:
@@ -318,49 +322,33 @@ def _split(
     text = TrainingText(
         training, source.source, digest, tuple(notes), known["column"], known["left_out"]
     )
-    rest = None
-    if behind:
-        rest = rows.select(range(count, count + behind))
-    return text, rest
+    if not behind:
+        return text, None
+    return text, rows.select(range(count, count + behind))
 
 
 def require_apart(text: TrainingText, measured: Windows) -> None:
     """Refuse to measure on what is trained on."""
     if measured.answers is None:
+        what = "windows"
         seen = {row.tobytes() for row in measured.ids.numpy()}
         blocks = text.rows.with_format("numpy").iter(ROWS_AT_ONCE)
-        if any(row.astype(np.int64).tobytes() in seen for block in blocks for row in block["input_ids"]):
-            raise ValueError(
-                f"windows of the held-out text {measured.source} are in the training text {text.source}, too; a model "
-                "is not judged by what it was trained on: hold out another text, or name none"
-            )
-        return
-    windows = zip(measured.ids.numpy(), measured.answers.numpy(), strict=True)
-    seen = {_up_to_last_answer(Tokens(ids, answer)) for ids, answer in windows}
-    if again := sum(_up_to_last_answer(each) in seen for each in split_documents(text.rows)):
+        own = (row.astype(np.int64).tobytes() for block in blocks for row in block["input_ids"])
+    else:
+        what = "conversations"
+        windows = zip(measured.ids.numpy(), measured.answers.numpy(), strict=True)
+        seen = {_up_to_last_answer(Tokens(ids, answer)) for ids, answer in windows}
+        own = (_up_to_last_answer(each) for each in split_documents(text.rows))
+    if again := sum(one in seen for one in own):
         raise ValueError(
-            f"{again} of the conversations of {text.source} are in the held-out text {measured.source}, too; a model "
-            "is not judged by what it was trained on: hold out others, or name none"
+            f"{again} of the {what} of the held-out text {measured.source} are in the training text {text.source}, "
+            "too; a model is not judged by what it was trained on: hold out another text, or name none"
         )
 
 
 def _up_to_last_answer(found: Tokens) -> bytes:
     assert found.answer is not None
     return found.ids[: np.flatnonzero(found.answer)[-1] + 1].astype(np.int32).tobytes()
-
-
-def _load_conversations(tokenizer: Any, data: str, window: int, tokens: int) -> Windows:
-    """Read the first conversations of a text, of so many tokens, to measure on."""
-    reading = Reading()
-    read = list[Tokens]()
-    total = 0
-    for some in TextSource(tokenizer, data, window, "whole", chats=True).tokens(reading):
-        read += some
-        total += sum(len(each.ids) for each in some)
-        if total >= tokens:
-            break
-    found = pad_pieces(read, data)
-    return replace(found, notes=tuple(reading.lines(data)), left_out=+reading.left_out)
 
 
 def pad_pieces(found: Iterable[Tokens], source: str) -> Windows:
@@ -415,22 +403,16 @@ class RunOrder:
         self.parts = tuple(parts) or ((windows, 1.0),)
         self.count = steps * batch
         self.seed = seed
-        self._first = [
-            sum(count for count, _ in self.parts[:number]) for number in range(len(self.parts))
-        ]
+        counts, weights = np.array(self.parts).T
+        self._first = (np.cumsum(counts) - counts).astype(int)
         # Last epoch drawn of each text, and its order.
         self._drawn = dict[int, tuple[int, Tensor]]()
-        if len(self.parts) > 1:
-            weights = [weight for _, weight in self.parts]
-            shares = np.array(weights) / sum(weights)
-            numbers = [np.arange(int(share * self.count) + 2) for share in shares]
-            times = np.concatenate(
-                [(each + 0.5) / share for each, share in zip(numbers, shares, strict=True)]
-            )
-            texts = np.repeat(np.arange(len(shares)), [len(each) for each in numbers])
-            order = np.argsort(times, kind="stable")[: self.count]
-            self._text = texts[order]
-            self._turn = np.concatenate(numbers)[order]
+        shares = weights / weights.sum()
+        turns = [np.arange(int(share * self.count) + 2) for share in shares]
+        times = [(each + 0.5) / share for each, share in zip(turns, shares, strict=True)]
+        order = np.argsort(np.concatenate(times), kind="stable")[: self.count]
+        self._text = np.repeat(np.arange(len(shares)), [len(each) for each in turns])[order]
+        self._turn = np.concatenate(turns)[order]
 
     def __len__(self) -> int:
         return self.count
@@ -439,16 +421,13 @@ class RunOrder:
         return map(self.__getitem__, range(self.count))
 
     def __getitem__(self, place: int) -> int:
-        text, turn = (
-            (0, place) if len(self.parts) == 1 else (int(self._text[place]), int(self._turn[place]))
-        )
+        text = int(self._text[place])
         windows = self.parts[text][0]
-        epoch, place_in_epoch = divmod(turn, windows)
+        epoch, place_in_epoch = divmod(int(self._turn[place]), windows)
         if self._drawn.get(text, (-1,))[0] != epoch:
             generator = torch.Generator().manual_seed((text << 56) + (self.seed << 20) + epoch)
             self._drawn[text] = epoch, torch.randperm(windows, generator=generator)
-        order = self._drawn[text][1]
-        return self._first[text] + int(order[place_in_epoch])
+        return int(self._first[text]) + int(self._drawn[text][1][place_in_epoch])
 
 
 class TrainingWindows(Dataset[dict[str, Tensor]]):

@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import datasets
 import numpy as np
@@ -36,9 +37,11 @@ from surgeon.processes.files import (
 )
 from surgeon.progress import progress
 from surgeon.quality.conversations import read_conversations
+from surgeon.quality.data import TextTokens, Tokens, tokenizer_digest
 from surgeon.quality.sources import (
     DEMO,
     DEMO_TRAINING,
+    Reading,
     are_apart,
     documents,
     file_and_column,
@@ -46,8 +49,6 @@ from surgeon.quality.sources import (
     is_folder,
     is_table,
 )
-from surgeon.quality.text_files import Reading
-from surgeon.quality.tokens import TextTokens, Tokens, tokenizer_digest
 
 Documents = Literal["joined", "apart", "whole"]
 Row = dict[str, NDArray[np.int32]]
@@ -130,15 +131,13 @@ class Packer:
                 # Into the open window that it fills best; beyond a number of open ones the fullest is done.
                 room = [self.window - each.shape[1] - piece.shape[1] for each in self._open]
                 fitting = [(left, index) for index, left in enumerate(room) if left >= 0]
-                if fitting:
-                    left, index = min(fitting)
-                    self._open[index] = np.concatenate([self._open[index], piece], axis=1)
-                else:
+                if not fitting:
                     if len(self._open) == _OPEN:
                         yield self._pad(self._open.pop(room.index(min(room))))
-                    self._open.append(piece)
-                    left = self.window - piece.shape[1]
-                    index = len(self._open) - 1
+                    fitting = [(self.window - piece.shape[1], len(self._open))]
+                    self._open.append(_NOTHING)
+                left, index = min(fitting)
+                self._open[index] = np.concatenate([self._open[index], piece], axis=1)
                 if left == 0:
                     yield self._row(self._open.pop(index))
 
@@ -150,8 +149,9 @@ class Packer:
             yield from map(self._pad, left)
 
     def _pad(self, marked: NDArray[np.int32]) -> Row:
-        left = self.window - marked.shape[1]
-        padding = _mark(Tokens(np.full(left, self.pad, np.int32), np.zeros(left, np.bool_)), begins=True)
+        padding = np.zeros((3, self.window - marked.shape[1]), np.int32)
+        padding[0] = self.pad
+        padding[1, :1] = 1
         return self._row(np.concatenate([marked, padding], axis=1))
 
     def _row(self, marked: NDArray[np.int32]) -> Row:
@@ -196,57 +196,45 @@ _KNOWN_FILE = "known.json"
 ROWS_AT_ONCE = 1000
 
 
+@dataclass(eq=False)
 class TextSource:
     """A text, or conversations, as windows on disk.
 
     Attributes:
-        endless: whether it is made as it is asked for, and is no file of its name.
-        folder: of windows.
-
-    Args:
-        data, separator: as `load_windows` takes them.
+        source, separator: as `load_windows` takes them.
         documents: other than joined, a text without a separator is split by rows and files.
         chats: whether it holds conversations.
+        endless: whether it is made as it is asked for, and is no file of its name.
+        folder: of windows.
 
     Raises:
         ValueError: if documents are to be apart, and it is one text, or the tokenizer has no marks to put between.
         FileNotFoundError: if it is no text.
     """
 
-    endless = False
+    tokenizer: Any
+    source: str
+    window: int
+    documents: Documents
+    separator: str | None = None
+    chats: bool = False
+    endless: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        data: str,
-        window: int,
-        documents: Documents,
-        separator: str | None = None,
-        chats: bool = False,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.source = data
+    def __post_init__(self) -> None:
         self.folder = Path(datasets.config.HF_DATASETS_CACHE) / "surgeon"
-        self.window = window
-        self.documents = documents
-        self.separator = separator
-        self.chats = chats
-        self.by_row = documents != "joined"
-        self.apart = self.endless or are_apart(data, separator, self.by_row)
+        self.by_row = self.documents != "joined"
+        self.apart = self.endless or are_apart(self.source, self.separator, self.by_row)
         self.files: list[Path] = []
-        path = None
-        if not self.endless and is_folder(data):
-            self.files = files_in(data)
-        elif not self.endless:
-            path = file_and_column(data)[0]
-        if path is not None:
-            if self.by_row and separator is None and not is_table(path):
-                raise ValueError(
-                    f"{data} is one text, whose documents cannot be told apart; give the separator between them, or "
-                    "join them"
-                )
+        if not self.endless and is_folder(self.source):
+            self.files = files_in(self.source)
+        elif not self.endless and (path := file_and_column(self.source)[0]) is not None:
             self.files = [path]
-        fillers = [] if chats else [tokenizer.pad_token_id, tokenizer.eos_token_id]
+            if self.by_row and self.separator is None and not is_table(path):
+                raise ValueError(
+                    f"{self.source} is one text, whose documents cannot be told apart; give the separator between "
+                    "them, or join them"
+                )
+        fillers = [] if self.chats else [self.tokenizer.pad_token_id, self.tokenizer.eos_token_id]
         # The token that fills windows.
         self.pad = int(next((token for token in fillers if token is not None), 0))
 

@@ -28,7 +28,7 @@ from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of
 from surgeon.progress import TimeOver
 from surgeon.quality.data import Windows
-from surgeon.quality.text import logits_of, text_values
+from surgeon.quality.head import logits_of, text_values
 from tests import warm
 from tests.analysis.scanning import LAYERS, Stopped, plain_nll, run, scan_cells, stopping
 from tests.selection import one_in

@@ -350,7 +350,7 @@ def test_what_changes_nothing_is_said(endless: Path, capfd: pytest.CaptureFixtur
         (["--link-delay", "soon"], "error: 'soon' is no delay; write e.g. 1ms, 200us or 0.5s"),
         (["--link-bandwidth", "fast"], "error: 'fast' is no amount of memory.*"),
         (["--prompts", "missing.txt"], "error: missing.txt: No such file or directory"),
-        (["--prompts", "missing.jsonl"], "error: missing.jsonl: No such file or directory"),
+        (["--prompts", "missing.jsonl"], "error: there is no file missing.jsonl"),
         (["--prompts", "."], r"error: \.: Is a directory"),
     ],
     ids=str,

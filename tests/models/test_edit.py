@@ -19,7 +19,7 @@ from surgeon.language.program import Program
 from surgeon.models.edit import decoder_layers, program_of, restore
 from surgeon.models.families import family_of
 from surgeon.models.weights import TruncatedSVD
-from surgeon.quality.text import logits_of
+from surgeon.quality.head import logits_of
 from tests.pretended import pretended_gpus
 from tests.tiny_models import tiny_model
 

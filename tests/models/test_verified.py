@@ -14,7 +14,7 @@ from surgeon.language.sublayer import ATTENTION
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
 from surgeon.models.verified import ROUND, NoVerifiedKeys, VerifiedKeys, draft_on_text, draft_with
-from surgeon.quality.text import logits_of, text_quality
+from surgeon.quality.head import logits_of, text_quality
 from tests.tiny_models import DENSE_FAMILIES, tiny_model
 
 IDS = torch.randint(5, 90, (2, 22), generator=torch.Generator().manual_seed(1))

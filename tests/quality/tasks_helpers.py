@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from surgeon.quality.tasks import Answers, TaskModel, TaskSettings, run_tasks
-from surgeon.quality.tasks_load import load_tasks
+from surgeon.quality.tasks import Answers, TaskModel, TaskSettings, load_tasks, run_tasks
 
 Row = dict[str, Any]
 

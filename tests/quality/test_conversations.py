@@ -15,8 +15,8 @@ from pyarrow import parquet
 from transformers import PreTrainedTokenizer
 
 from surgeon.quality.conversations import ConversationTokenizer, conversation_columns, read_conversations
-from surgeon.quality.text_files import Reading
-from surgeon.quality.tokens import Tokens
+from surgeon.quality.data import Tokens
+from surgeon.quality.sources import Reading
 from tests.tiny_models import tiny_tokenizer
 
 CHATML = (

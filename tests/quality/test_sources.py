@@ -16,7 +16,7 @@ import pytest
 from pyarrow import parquet
 
 from surgeon.checkpoint.config import hub_answers, without_retries
-from surgeon.quality import sources, text_files
+from surgeon.quality import sources
 from surgeon.quality.data import load_windows
 from tests.quality.written import Row, texts, write_jsonl
 from tests.tiny_models import tiny_tokenizer
@@ -92,7 +92,7 @@ def test_names_of_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [1, 2, 3, 5, 64])
 def test_characters_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    monkeypatch.setattr(text_files, "_FIRST_BLOCK", first)
+    monkeypatch.setattr(sources, "_FIRST_BLOCK", first)
     text = "aé€😀<sep>" * 50
     path = tmp_path / "a.txt"
     path.write_text(text, encoding="utf-8")

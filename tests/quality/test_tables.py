@@ -12,8 +12,7 @@ from pyarrow import parquet
 
 from surgeon.quality import sources
 from surgeon.quality.data import load_windows
-from surgeon.quality.sources import open_table, read_column
-from surgeon.quality.text_files import Reading
+from surgeon.quality.sources import Reading, open_rows, read_column
 from tests.quality.written import Row, texts, write_jsonl
 from tests.tiny_models import tiny_tokenizer
 
@@ -115,7 +114,9 @@ def test_long_rows_are_looked_at_no_further_than_need_be(
     monkeypatch.setattr(sources, "_CHARACTERS_LOOKED_AT", 10)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"content": "the quick brown fox"}\n' * 2 + "damaged")
-    rows = read_column(open_table(path, None, Reading()), Reading())
+    table = open_rows(str(path), Reading())
+    assert table is not None
+    rows = read_column(table, Reading())
     assert next(rows) == (f"{path}:1", "the quick brown fox")
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from lm_eval.utils import apply_template
 
-from surgeon.quality.tasks_files import file_task, read_rows
+from surgeon.quality.tasks import file_task, read_rows
 from tests.quality.tasks_helpers import CHOICES, CONTEXTS, CONTINUATIONS, NUMBERS, Row, write_rows
 
 CHOICE: Row = {"query": "q", "choices": ["a", "b"], "gold": 0}

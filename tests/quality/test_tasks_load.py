@@ -10,8 +10,8 @@ from lm_eval.api.group import Group
 from lm_eval.tasks import TaskManager
 
 from surgeon.named import split_values
-from surgeon.quality import tasks_load
-from surgeon.quality.tasks_load import PRESETS, Tasks, load_tasks, seeds_of
+from surgeon.quality import tasks as tasks_module
+from surgeon.quality.tasks import PRESETS, Tasks, load_tasks, seeds_of
 from tests.quality.tasks_helpers import CHOICES, NUMBERS, write_rows
 
 CODE = """\
@@ -58,7 +58,7 @@ def known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         own = [str(folder)] * include_defaults
         return TaskManager(include_path=[*own, *filter(None, [include_path])], include_defaults=False)
 
-    monkeypatch.setattr(tasks_load, "TaskManager", manager)
+    monkeypatch.setattr(tasks_module, "TaskManager", manager)
     return read
 
 

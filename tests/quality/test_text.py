@@ -14,8 +14,8 @@ import surgeon
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.sharing import share
 from surgeon.language.program import Program
+from surgeon.quality.head import logits_of, text_quality, text_values
 from surgeon.quality.summary import Quality
-from surgeon.quality.text import logits_of, text_quality, text_values
 from tests.tiny_models import VOCABULARY, tiny_model
 
 IDS = torch.randint(VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from surgeon.quality.data import load_windows
-from surgeon.quality.text_files import Reading
+from surgeon.quality.sources import Reading
 from tests.quality.written import texts
 from tests.tiny_models import TEXT, tiny_tokenizer
 
@@ -42,7 +42,7 @@ def test_files_with_marks_that_were_joined(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [1, 2, 3, 64])
 def test_line_ends_of_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    monkeypatch.setattr("surgeon.quality.text_files._FIRST_BLOCK", first)
+    monkeypatch.setattr("surgeon.quality.sources._FIRST_BLOCK", first)
     path, reading = tmp_path / "a.txt", Reading()
     path.write_bytes(b"the\r\nquick\r\r\nbrown\rfox\n\r\n\r")
     assert texts(path, None, reading) == ["the\nquick\r\nbrown\rfox\n\n\r"]

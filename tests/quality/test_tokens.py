@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from surgeon.demo import demo_data
-from surgeon.quality import tokens
-from surgeon.quality.tokens import TextTokens
+from surgeon.quality import data as tokens
+from surgeon.quality.data import TextTokens
 from tests.selection import case
 from tests.tiny_models import tiny_tokenizer
 

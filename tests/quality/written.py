@@ -10,8 +10,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet
 
-from surgeon.quality.sources import documents
-from surgeon.quality.text_files import Reading
+from surgeon.quality.sources import Reading, documents
 
 Row = dict[str, Any]
 

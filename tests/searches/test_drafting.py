@@ -27,9 +27,8 @@ from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of, restore
 from surgeon.models.verified import VerifiedKeys, draft_with
 from surgeon.quality.data import Windows
-from surgeon.quality.head import GREEDY, SAMPLED
+from surgeon.quality.head import GREEDY, SAMPLED, VERIFIED
 from surgeon.quality.summary import Quality, interval
-from surgeon.quality.text import VERIFIED
 from surgeon.runtime.comm.collectives import Link
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft

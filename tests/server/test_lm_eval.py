@@ -26,7 +26,7 @@ def test_scores_through_a_server_are_those_of_surgeon_eval(
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     import surgeon
-    from surgeon.quality.tasks_load import load_tasks
+    from surgeon.quality.tasks import load_tasks
     from tests.quality import tasks_helpers as helpers
     from tests.tiny_models import tiny_tokenizer
 

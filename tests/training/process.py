@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from surgeon.checkpoint.tensor_file import read_json
 from surgeon.models.edit import edit
-from surgeon.quality.tokens import Tokens
+from surgeon.quality.data import Tokens
 from surgeon.training.run import train
 from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts

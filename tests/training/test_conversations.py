@@ -129,7 +129,8 @@ def test_held_out_conversations_are_others_and_go_with_racks(tmp_path: Path) -> 
     assert torch.equal(again.held_out.answers, found.held_out.answers)
     assert again.training.rows[:] == found.training.rows[:]
     with pytest.raises(
-        ValueError, match=r"1 of the conversations of .* are in the held-out text .*shared.jsonl, too"
+        ValueError,
+        match=r"1 of the conversations of the held-out text .*shared.jsonl are in the training text .*, too",
     ):
         load_texts(
             tokenizer(), data, WINDOW, 1 << 20, written(tmp_path, ROWS[4:6], "shared.jsonl"), 1 << 20

@@ -17,7 +17,7 @@ from surgeon.models.weights import ModuleStore
 from surgeon.models.weights.quantised import PackedTensor
 from surgeon.opened import open_edited
 from surgeon.quality.data import Windows, digest_of
-from surgeon.quality.text import HeldOutQuality, logits_of, text_quality
+from surgeon.quality.head import HeldOutQuality, logits_of, text_quality
 from surgeon.training.model import student_of
 from surgeon.training.run import Trained, train
 from surgeon.training.settings import Distillation, TrainSettings

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from surgeon.quality.head import HeldOutQuality
 from surgeon.quality.summary import Quality
-from surgeon.quality.text import HeldOutQuality
 from surgeon.training.head_loss import text_loss
 from surgeon.training.run import Trained, TrainingTask, train
 from surgeon.training.settings import Distillation, TrainSettings

@@ -13,7 +13,7 @@ from torch.nn import functional
 import surgeon.training.texts as texts_module
 from surgeon.models.edit import edit
 from surgeon.quality.data import Windows, digest_of, load_windows
-from surgeon.quality.text import HeldOutQuality
+from surgeon.quality.head import HeldOutQuality
 from surgeon.training.racks.run import read_texts, write_texts
 from surgeon.training.run import Trained, train
 from surgeon.training.settings import TrainSettings

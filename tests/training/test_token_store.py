@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from surgeon.quality.data import Windows, digest_of
-from surgeon.quality.text_files import Reading
-from surgeon.quality.tokens import Tokens
+from surgeon.quality.data import Tokens, Windows, digest_of
+from surgeon.quality.sources import Reading
 from surgeon.training import token_store
 from surgeon.training.texts import TrainingText, require_apart
 from surgeon.training.token_store import TextSource, rows_digest

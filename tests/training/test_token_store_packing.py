@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
-from surgeon.quality.tokens import Tokens
+from surgeon.quality.data import Tokens
 from surgeon.training.head_loss import text_loss
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings

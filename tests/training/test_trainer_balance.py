@@ -25,7 +25,7 @@ DENSE = str(Program.dense(3))
 def trainer_of(model: Any, folder: Path) -> ModelTrainer:
     """What a run makes of a model, with no step taken."""
     from surgeon.quality.data import Windows, digest_of
-    from surgeon.quality.text import HeldOutQuality
+    from surgeon.quality.head import HeldOutQuality
     from surgeon.training.settings import training_arguments
     from surgeon.training.texts import TrainingText
 

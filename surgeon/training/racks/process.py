@@ -54,7 +54,7 @@ from surgeon.processes.torchrun import (
     interface_variables,
 )
 from surgeon.progress import progress
-from surgeon.quality.text import HeldOutQuality
+from surgeon.quality.head import HeldOutQuality
 from surgeon.training.checkpoints import (
     OTHERS_ENDED,
     TRAINING_FILE,

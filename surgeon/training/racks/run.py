@@ -42,8 +42,8 @@ from surgeon.language.program import Program
 from surgeon.models.families import family_of
 from surgeon.processes.files import whole_file, write_json
 from surgeon.quality.data import Windows
+from surgeon.quality.head import HeldOutQuality, logits_of
 from surgeon.quality.summary import Quality
-from surgeon.quality.text import HeldOutQuality, logits_of
 from surgeon.runtime.comm.collectives import Link
 from surgeon.training.checkpoints import HELD_OUT_FILE, TRAINING_FILE, checkpoints_of
 from surgeon.training.distiller import (

@@ -18,7 +18,7 @@ from surgeon.language.operations.width import chosen_by
 from surgeon.language.program import Program
 from surgeon.models.edit import check_layers, edit, recipe_program
 from surgeon.models.families import FAMILIES, Family, family_of
-from surgeon.quality.tokens import tokenizer_digest
+from surgeon.quality.data import tokenizer_digest
 from surgeon.training.racks.model import require_known
 from surgeon.training.racks.run import check_settings
 from surgeon.training.scope import choose_or_adapt

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import surgeon
 from surgeon.models.edit import edit, program_of
-from surgeon.quality.text import logits_of, text_quality
+from surgeon.quality.head import logits_of, text_quality
 from surgeon.training.racks import run
 from surgeon.training.racks.model import open_rack, rack_of, save_rack
 from surgeon.training.racks.partition import Racks
