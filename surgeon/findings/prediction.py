@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
 from surgeon.findings.bench import passes_table, uneven_shares
-from surgeon.findings.drawing import Chart, Picture, bars_chart, points, scale
-from surgeon.findings.maps import Legend, Map, map_cells
+from surgeon.findings.drawing import Chart, Legend, Map, Picture, bars_chart, points, scale
 from surgeon.findings.result import Block, Finding, RunResult, Table, table_file
 from surgeon.machine import show_size
 from surgeon.words import NO_VALUE, TIMES, hang_indent, number, plural, times
@@ -237,16 +236,12 @@ def _line_chart(own: pd.DataFrame, column: str, along: str, y: str, title: str) 
 
 def drafts_picture(found: dict[str, pd.DataFrame]) -> Picture:
     """Map each draft by its name: ranks down, batches across, of the first prompt and number of tokens."""
-    colours = Normalize(1.0, 2.0)
+    legend = Legend(Normalize(1.0, 2.0), "Times as fast as without drafts")
     panels = []
 
     def add(title: str, rows: pd.DataFrame, column: str) -> None:
-        values = rows.pivot(index="ranks", columns="batch", values=column)
         fields = {column: "times as fast", "ahead": "tokens ahead"}
-        cells = map_cells(
-            values, rows["ranks"], rows["batch"], rows, fields, "{row} ranks, batch {column}"
-        )
-        panels.append(Map(title.strip(), values, colours, ("batch", "ranks"), cells, "times as fast"))
+        panels.append(Map(title.strip(), rows, "ranks", "batch", fields, legend))
 
     for name, speeds in found.items():
         drawn = speeds[
@@ -255,5 +250,4 @@ def drafts_picture(found: dict[str, pd.DataFrame]) -> Picture:
         for chance, cells in drawn.groupby("acceptance"):
             add(f"{name} {chance:g} accepted", cells, "speedup")
         add(f"{name} alone (lossy)", drawn.drop_duplicates(["ranks", "batch"]), "alone_speedup")
-    legend = Legend(colours, "Times as fast as without drafts")
-    return Picture(panels, "Where drafts pay; refused cells stay empty.", "drafts", legend)
+    return Picture(panels, "Where drafts pay; refused cells stay empty.", "drafts")

@@ -10,8 +10,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.colors import Normalize
 
-from surgeon.findings.drawing import Picture, columns_chart
-from surgeon.findings.maps import Legend, Map, map_cells
+from surgeon.findings.drawing import Legend, Map, Picture, columns_chart
 from surgeon.findings.result import Block, Finding, RunResult, Table, table_file
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.words import MINUS, join_words, layer_list, number
@@ -89,38 +88,21 @@ class Similarity(RunResult):
         )
         yield Picture([cka, sizes], name="similarity")
         if len(self.distances):
-            table = self.distances
-            layers = range(int(table["last"].max()) + 1)
-            values = table.pivot_table(
-                index="first", columns="last", values="angular_distance", dropna=False
-            )
-            values = values.reindex(index=layers, columns=layers)
+            angles = self.distances["angular_distance"]
             # Layer 0 turns the embedding almost at a right angle: under one scale with it the others would look alike.
-            end = float(values.loc[1:].max().max())
+            end = float(angles[self.distances["first"] > 0].max())
             if not end > 0:
-                end = float(values.max().max())
+                end = float(angles.max())
             colours = Normalize(0, end or 1.0)
-            legend = Legend(
-                colours, "Colours: angular distance", capped=bool((values > end).to_numpy().any())
-            )
+            legend = Legend(colours, "Colours: angular distance", capped=bool((angles > end).any()))
             fields = {
                 "angular_distance": "angle",
                 "angular_distance_last_token": "angle at the last tokens",
             }
-            cells = map_cells(
-                values,
-                table["first"],
-                table["last"],
-                table,
-                fields,
-                "layers {row} to {column}",
-                "layer {row}",
-            )
             title = "Angle between the streams before and after a stretch"
             caption = "Angular distance over all tokens; dark stretches hardly turn the stream. 0.5 is at right angles."
-            axes = ("last layer", "first layer")
-            angles = Map(title, values, colours, axes, cells, caption=caption, legend=legend)
-            yield Picture([angles], name="distances")
+            drawn = Map(title, self.distances, "first", "last", fields, legend, caption)
+            yield Picture([drawn], name="distances")
         if len(self.proxies):
             yield self._best_proxies()
 
