@@ -404,7 +404,7 @@ def test_how_a_trained_model_is_stored_is_checked_before_it_is_trained(tmp_path:
             given = ("demo", "demo:train") if call is surgeon.heal else ("none.yaml",)
             with pytest.raises(ValueError, match=said):
                 cast("Any", call)(*given, tmp_path / "no", **wrong)
-    with pytest.raises(ValueError, match=r"settings are TrainSettings\(...\), or a paper's by name"):
+    with pytest.raises(ValueError, match=r"settings must be TrainSettings or a text, not"):
         surgeon.heal("demo", "demo:train", tmp_path / "no", settings=cast("Any", {"steps": 2}))
     assert not list(tmp_path.iterdir())
 

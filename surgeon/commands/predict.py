@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from surgeon.cost.deployment import Deployment
     from surgeon.cost.hardware import Hardware
     from surgeon.cost.sweep import SweepCell
-    from surgeon.findings.prediction import Predictions
+    from surgeon.findings.speeds import Predictions
     from surgeon.language.program import Program
     from surgeon.opened import EditedModel, Model
 
@@ -188,7 +188,7 @@ def predict(
     from surgeon.cost.hardware import Hardware, load_hardware, write_hardware
     from surgeon.cost.sweep import explain_memory, prediction_table
     from surgeon.cost.sweep import sweep as predict_all
-    from surgeon.findings.prediction import Predictions
+    from surgeon.findings.speeds import Predictions
     from surgeon.named import on_disk
     from surgeon.processes.files import make_folder
     from surgeon.progress import progress
@@ -257,7 +257,7 @@ def _draft_table(
     import pandas as pd
 
     from surgeon.cost.drafts import draft_cells
-    from surgeon.findings.prediction import DRAFT_COLUMNS, words_of
+    from surgeon.findings.speeds import DRAFT_COLUMNS, words_of
 
     rows = list[dict[str, float]]()
     refused: dict[str, None] = {}
@@ -276,7 +276,7 @@ def _axes(sweep: str | Sequence[str] | Mapping[str, int | Sequence[int]]) -> dic
     """Read the values of each axis to predict for."""
     from surgeon.commands.opening import as_list, as_several
     from surgeon.cost.sweep import parse_sweep
-    from surgeon.findings.prediction import AXES
+    from surgeon.findings.speeds import AXES
 
     if not isinstance(sweep, Mapping):
         return parse_sweep(",".join(as_list(sweep)))
@@ -291,7 +291,7 @@ def _axes(sweep: str | Sequence[str] | Mapping[str, int | Sequence[int]]) -> dic
 
 def _heading(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
     """Head predictions with what they have in common."""
-    from surgeon.findings.prediction import words_of
+    from surgeon.findings.speeds import words_of
 
     deployments = [cell.deployment for cell in cells]
     loads = [cell.workload for cell in cells]

@@ -228,18 +228,13 @@ class SearchResult(RunResult):
         said = (
             f"Of {plural(len(trials), 'trial')} the winner is trial {best['trial']} ({why[:1].lower() + why[1:]}), "
             f"at depth {trial['depth']:g}: {edits}. Its divergence is {value_with_interval(best, 'divergence')} on "
-            "the text of the "
-            "search"
+            "the text of the search"
         )
-        original = self.record.get("original") if held is None else held["original"]
-        against = ""
-        if original is not None:
-            against = f" and the original's {_value(original, 'perplexity')}"
         if held is None:
-            return f"{said}, its perplexity {_value(best, 'perplexity')}{against}."
+            original = self.record.get("original") or {"perplexity": None}
+            return f"{said}, where the unedited model's perplexity is {_value(original, 'perplexity')}."
         unseen = winner_unseen(self.record)
-        said += f" and {value_with_interval(unseen, 'divergence')} on held-out text"
-        return f"{said}, where its perplexity is {_value(unseen, 'perplexity')}{against}."
+        return f"{said} and {value_with_interval(unseen, 'divergence')} on held-out text."
 
 
 def _on_held_out_text(held: Record) -> Table:

@@ -128,21 +128,14 @@ class Similarity(RunResult):
             if len(rho):
                 means = rho.mean(axis=1).sort_values(ascending=False, kind="stable")
                 name = _name(means.index[0])
+                best = number(float(means.iloc[0]), 3)
                 kinds = join_words(HEATMAPS[name].title for name in rho.columns)
                 agreed = (
                     f"Of the measures that need no scan, {name} orders the stretches most like their measured "
-                    f"divergence: rank correlation {number(float(means.iloc[0]), 3)} on average over {kinds}"
+                    f"divergence: rank correlation {best} on average over {kinds}."
                 )
-                length = [float(mean) for key, mean in means.items() if _name(key) == "length"]
-                agreed += (
-                    f"; the mere length of the stretch has {number(length[0], 3)}." if length else "."
-                )
-                yield Finding(
-                    "Which cheap measure agrees best",
-                    agreed,
-                    number(float(means.iloc[0]), 3),
-                    f"rank correlation of the best cheap measure, {name}",
-                )
+                label = f"rank correlation of the best cheap measure, {name}"
+                yield Finding("Which cheap measure agrees best", agreed, best, label)
 
     def missing(self) -> Iterator[str]:
         if self.proxies.empty:

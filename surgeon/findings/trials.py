@@ -128,9 +128,8 @@ class TrialTable:
             columns="level", values="value"
         )
         curves = by_level[pd.unique(self.levels[self.within])].cummin().ffill()
-        if curves.shape[1] > 1:
-            curves = np.exp(np.log(curves.mask(curves <= 0, 1.0)).mean(axis=1, skipna=False).to_frame())
-        return curves.iloc[:, 0].to_numpy()
+        means = curves.mask(curves <= 0, 1.0).prod(axis=1, skipna=False) ** (1 / curves.shape[1])
+        return (means if curves.shape[1] > 1 else curves.iloc[:, 0]).to_numpy()
 
     @cached_property
     def best_of_levels(self) -> list[int]:
