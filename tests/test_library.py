@@ -395,6 +395,29 @@ def test_layers_and_counts_that_are_none_are_said_at_once(tiny_checkpoint: Path,
     assert not there.exists()
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: surgeon.generate("demo", cast("Any", 5)),
+            "prompts must be a text, a sequence or a mapping",
+        ),
+        (
+            lambda: surgeon.heal("demo", cast("Any", 5), "no"),
+            "data must be a text, a path, a sequence or a",
+        ),
+        (
+            lambda: surgeon.predict("demo", "h100-sxm", ranks=cast("Any", "2")),
+            "ranks must be a number or Deployment, not '2'",
+        ),
+        (lambda: surgeon.scan(cast("Any", None)), "model must be a text, a path or Model, not None"),
+    ],
+)
+def test_a_value_of_another_type_is_named(call: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
 def test_how_a_trained_model_is_stored_is_checked_before_it_is_trained(tmp_path: Path) -> None:
     for call in (surgeon.heal, surgeon.train):
         for wrong, said in (

@@ -47,6 +47,7 @@ _WORDS = {
     int: "a number",
     float: "a number",
     str: "a text",
+    Literal: "a text",
     Path: "a path",
     Sequence: "a sequence",
     Mapping: "a mapping",

@@ -363,7 +363,7 @@ def _pass_chart(speeds: pd.DataFrame, phase: str, parts: Sequence[str]) -> Chart
     """Draw where the time of a pass of every program goes."""
     names = [str(program) for program in speeds["program"]]
     if speeds["batch"].nunique() > 1:
-        names = [f"{one}, batch {batch}" for one, batch in zip(names, speeds["batch"], strict=True)]
+        names = [f"{one}, {batch}" for one, batch in zip(names, speeds["batch"], strict=True)]
     columns = speeds[[f"{phase}_{part}_ms" for part in parts]].fillna(0.0)
     speedups = speeds["per_token_speedup" if phase == "decode" else "first_token_speedup"]
     ends = columns.sum(axis=1)
