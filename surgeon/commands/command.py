@@ -47,7 +47,7 @@ _WORDS = {
     int: "a number",
     float: "a number",
     str: "a text",
-    Literal: "a text",
+    range: "a range",
     Path: "a path",
     Sequence: "a sequence",
     Mapping: "a mapping",
@@ -274,10 +274,8 @@ def _check_type(one: CommandParameter, value: object) -> None:
 
 
 def _takes(kind: Any, value: object) -> bool:
-    if kind in (Any, bool):
+    if kind in (Any, bool, Literal):  # which words there are, the command says with the nearest one
         return True
-    if kind is Literal:  # of which one is wrong, the command says with those that there are
-        return isinstance(value, str)
     if issubclass(kind, _OfPackage):
         return not isinstance(value, _PLAIN)
     if kind in (int, float):

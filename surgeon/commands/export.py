@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from surgeon.checkpoint.forms import Layout
     from surgeon.checkpoint.training import Training
+    from surgeon.exports.prove import Proof
     from surgeon.findings.exported import ExportRun
     from surgeon.findings.measured import CardScore
     from surgeon.language.program import Program
@@ -142,7 +143,6 @@ def export(
     from surgeon.exports.adapters import BASE, export_with_adapter
     from surgeon.exports.export import DTYPES, check_target, plan_export, write_export
     from surgeon.exports.plan import check_exportable
-    from surgeon.findings.exported import ExportRun
     from surgeon.findings.measured import read_measured
     from surgeon.machine import parse_size
     from surgeon.opened import open_edited
@@ -169,7 +169,7 @@ def export(
             )
         adapted: Any = model
         proof = export_with_adapter(adapted, target, tokenizer=tokenizer)
-        return ExportRun.of(target / BASE, proof)
+        return _exported(target / BASE, proof)
     if isinstance(model, nn.Module):
         proof = in_memory.export(
             model,
@@ -180,7 +180,7 @@ def export(
             tokenizer=tokenizer,
             training=training,
         )
-        return ExportRun.of(target, proof)
+        return _exported(target, proof)
     check_target(target, overwrite)
     edited = open_edited(model, program, original=original, tokenizer=False)
     source = edited.model
@@ -204,7 +204,15 @@ def export(
     # Choices by weights alone keep nothing there.
     if ready is not edited and not factors and kept.is_dir():
         shutil.rmtree(kept)
-    return ExportRun.of(target, proof)
+    return _exported(target, proof)
+
+
+def _exported(folder: Path, proof: Proof) -> ExportRun:
+    """Read the report of a checkpoint just written."""
+    from surgeon.checkpoint.config import open_stored
+    from surgeon.findings.exported import ExportRun
+
+    return replace(ExportRun.read(folder), proof=proof, size=open_stored(folder).size)
 
 
 @command()

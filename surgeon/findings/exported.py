@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from surgeon.checkpoint.config import open_stored
 from surgeon.findings.result import Block, Finding, Record, RunResult, Table, record_codes
 from surgeon.language.program import Program
 from surgeon.processes.files import show_bytes
@@ -38,11 +37,6 @@ class ExportRun(RunResult):
 
     proof: Any = None
     size: int = 0
-
-    @classmethod
-    def of(cls, folder: Path, proof: Any) -> ExportRun:
-        """Read the report of a checkpoint just written."""
-        return replace(cls.read(folder), proof=proof, size=open_stored(folder).size)
 
     @classmethod
     def is_ours(cls, record: Record) -> bool:
