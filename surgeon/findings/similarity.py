@@ -154,18 +154,8 @@ class Similarity(RunResult):
             length = own.loc[own["proxy"] == "length", "rho"].max()
             best, rho = _highest(own, "rho")
             equal, at_equal = _highest(own, "rho_at_equal_length")
-            numbers = (f"{value:.3f}" for value in (rho, length, at_equal))
-            rows.append(
-                [
-                    str(operation),
-                    f"{own['n'].max()}",
-                    best,
-                    next(numbers),
-                    next(numbers),
-                    equal,
-                    next(numbers),
-                ]
-            )
+            found = [best, f"{rho:.3f}", f"{length:.3f}", equal, f"{at_equal:.3f}"]
+            rows.append([str(operation), f"{own['n'].max()}", *found])
         note = (
             "Spearman's rho over n stretches, beside that of their mere length; and among stretches of equal length. "
             "Measures of single layers are summed over the stretch where max or mean is not said. All of them are in "

@@ -84,9 +84,7 @@ class TrialTable:
     @cached_property
     def levels(self) -> Numbers:
         """(trials,), the level of a cost that each was made for; all 0 in a search with one goal."""
-        return np.asarray(
-            np.nan_to_num(self.table["level"].to_numpy(dtype=np.float64)), dtype=np.float64
-        )
+        return self.table["level"].fillna(0.0).to_numpy(dtype=np.float64)
 
     @property
     def has_levels(self) -> bool:
@@ -134,12 +132,8 @@ class TrialTable:
     @cached_property
     def best_of_levels(self) -> list[int]:
         """Rows of the best within the budget, of each level or of all; the deepest level first."""
-        found = []
-        for level in sorted(set(self.levels.tolist()), reverse=True):
-            rows = np.flatnonzero(self.within & (self.levels == level))
-            if len(rows):
-                found.append(int(rows[self.values[rows].argmin()]))
-        return found
+        values = pd.Series(self.values)[self.within]
+        return values.groupby(self.levels[self.within]).idxmin().tolist()[::-1]
 
     @cached_property
     def ranked(self) -> list[int]:
