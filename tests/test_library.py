@@ -304,7 +304,10 @@ def test_what_is_no_model_is_said_by_every_function(tiny_checkpoint: Path, tmp_p
         lambda model: surgeon.bench(model, rounds=1),
     ]
     for call in functions:
-        for wrong, said in ((loaded, "not by LlamaForCausalLM"), (3, "int 3")):
+        for wrong, said in (
+            (loaded, "not by LlamaForCausalLM"),
+            (3, "(int|EditedModel, not|Model, not) 3"),
+        ):
             with pytest.raises(ValueError, match=said):
                 call(wrong)
     for call in functions[:3]:
@@ -354,8 +357,8 @@ def test_layers_and_counts_that_are_none_are_said_at_once(tiny_checkpoint: Path,
     with pytest.raises(ValueError, match="unknown operation 'prun' to scan; did you mean 'prune'"):
         surgeon.scan(model, "demo", there, operations="prun")
     for name, wrong, said in (
-        ("budget", 13, "budget is a text, or several of them, not 13"),
-        ("budget", {"depth": 3}, "budget is a text"),
+        ("budget", 13, "budget must be a text or a sequence, not 13"),
+        ("budget", {"depth": 3}, "budget must be a text"),
         ("space", ["pair", "pears"], "unknown space 'pears'"),
         ("ranks", 0, "ranks must be at least 1, not 0"),
     ):
@@ -365,7 +368,7 @@ def test_layers_and_counts_that_are_none_are_said_at_once(tiny_checkpoint: Path,
         surgeon.spectrum(model, "demo", there, ranks=[0.5, 1.5])
     for ranks, said in (
         (0, "ranks must be at least 1, not 0"),
-        ("2", "ranks must be a number, or RankOptions, not '2'"),
+        ("2", "ranks must be a number or RankOptions, not '2'"),
     ):
         for run in (surgeon.bench, surgeon.serve, partial(surgeon.generate, prompts="the")):
             with pytest.raises(ValueError, match=said):
@@ -395,6 +398,29 @@ def test_layers_and_counts_that_are_none_are_said_at_once(tiny_checkpoint: Path,
     assert not there.exists()
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: surgeon.generate("demo", cast("Any", 5)),
+            "prompts must be a text, a sequence or a mapping",
+        ),
+        (
+            lambda: surgeon.heal("demo", cast("Any", 5), "no"),
+            "data must be a text, a path, a sequence or a",
+        ),
+        (
+            lambda: surgeon.predict("demo", "h100-sxm", ranks=cast("Any", "2")),
+            "ranks must be a number or Deployment, not '2'",
+        ),
+        (lambda: surgeon.scan(cast("Any", None)), "model must be a text, a path or Model, not None"),
+    ],
+)
+def test_a_value_of_another_type_is_named(call: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
 def test_how_a_trained_model_is_stored_is_checked_before_it_is_trained(tmp_path: Path) -> None:
     for call in (surgeon.heal, surgeon.train):
         for wrong, said in (
@@ -404,7 +430,7 @@ def test_how_a_trained_model_is_stored_is_checked_before_it_is_trained(tmp_path:
             given = ("demo", "demo:train") if call is surgeon.heal else ("none.yaml",)
             with pytest.raises(ValueError, match=said):
                 cast("Any", call)(*given, tmp_path / "no", **wrong)
-    with pytest.raises(ValueError, match=r"settings are TrainSettings\(...\), or a paper's by name"):
+    with pytest.raises(ValueError, match=r"settings must be TrainSettings or a text, not"):
         surgeon.heal("demo", "demo:train", tmp_path / "no", settings=cast("Any", {"steps": 2}))
     assert not list(tmp_path.iterdir())
 

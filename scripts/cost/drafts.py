@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 import surgeon
 from scripts.commands import make_parser
 from surgeon.findings.drawing import sheet
-from surgeon.findings.prediction import drafts_picture
+from surgeon.findings.speeds import drafts_picture
 from surgeon.opened import open_model
 
 SHAPES = Path(__file__).resolve().parents[2] / "docs" / "shapes" / "llama-70b-64kv.json"

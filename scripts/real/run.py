@@ -29,9 +29,9 @@ from scripts.gpu.run import table_line
 from scripts.real.get import PROJECT, get_model
 from surgeon.demo import demo_data
 from surgeon.findings.explore import Exploration
-from surgeon.findings.heal import HealRun
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
+from surgeon.findings.training import HealRun
 from surgeon.provenance import versions
 from surgeon.words import plural
 

@@ -1,4 +1,9 @@
-"""The `surgeon` command: its list of commands, and one policy for all errors."""
+"""The `surgeon` command: its list of commands, and one policy for all errors.
+
+Exit codes: 1 is something the user can mend (a ValueError, an OSError, a missing extra, too little memory or disk), 2
+wrong usage (an unknown command or option, a missing argument), 70 a defect of surgeon's, 130 an interruption, 141 a
+closed pipe.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ import traceback
 import warnings
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,12 +25,11 @@ from surgeon.commands.bench import bench
 from surgeon.commands.calibrate import calibrate
 from surgeon.commands.chat import chat
 from surgeon.commands.check import check, families
-from surgeon.commands.command import line_of
+from surgeon.commands.command import INTERRUPTED, line_of
 from surgeon.commands.demo import demo
 from surgeon.commands.evaluate import evaluate
 from surgeon.commands.explore import explore
 from surgeon.commands.export import card, export
-from surgeon.commands.failures import CLOSED_PIPE, INTERRUPTED, explain, explain_interruption
 from surgeon.commands.generate import generate
 from surgeon.commands.heal import heal
 from surgeon.commands.predict import predict
@@ -37,6 +42,7 @@ from surgeon.commands.show import show
 from surgeon.commands.similarity import similarity
 from surgeon.commands.spectrum import spectrum
 from surgeon.commands.train import train
+from surgeon.errors import full_place, is_full_disk, is_out_of_memory
 from surgeon.machine import avoid_cudnn_attention, wait_asleep
 from surgeon.version import __version__
 
@@ -64,6 +70,28 @@ COMMANDS = (
     (calibrate, "Measure this machine, as a hardware file for predictions."),
     (report, "Put what was measured into one HTML page."),
     (demo, "All of this on a small model that ships with surgeon."),
+)
+MENDABLE = 1
+INTERNAL = 70
+CLOSED_PIPE = 141
+
+# Of commands that keep what they have found as they go.
+_GOES_ON = "run the same command again to go on"
+_KEEPS_NOTHING = "nothing was written"
+_ANEW = f"{_KEEPS_NOTHING}; the same command would begin anew"
+_INTERRUPTED = {
+    "export": f"no checkpoint was written, and factors that were made are kept; {_GOES_ON}",
+    "generate": "the text is not finished",
+    "chat": "the conversation is lost",
+    "serve": "requests that were running are lost",
+    "bench": _ANEW,
+    "calibrate": _ANEW,
+}
+_INTERRUPTED |= dict.fromkeys(
+    ["explore", "scan", "sensitivity", "spectrum", "search", "heal", "train", "eval", "demo"], _GOES_ON
+)
+_INTERRUPTED |= dict.fromkeys(
+    ["check", "families", "similarity", "show", "card", "predict", "report"], _KEEPS_NOTHING
 )
 DEBUG_FLAG = "--debug"
 STANDARD_OUTPUT = 1
@@ -111,7 +139,7 @@ def _global_options(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line; returns the exit code. Errors become one line on standard error (failures.py)."""
+    """Run one command line; returns the exit code. Errors become one line on standard error."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
     debug = DEBUG_FLAG in arguments[:end]  # before or after the command's name, to which it is no option
@@ -225,3 +253,46 @@ def _output_of(arguments: list[str]) -> str | None:
 def _say(line: str) -> None:
     if sys.stderr is not None:
         print(line, file=sys.stderr, flush=True)
+
+
+def explain(error: BaseException, output: str | None = None) -> tuple[str, int]:
+    """Put an exception into one line, with its exit code; for a full disk without a file names the output."""
+    if is_full_disk(error) and not (isinstance(error, OSError) and error.errno is None):
+        place = full_place(error) or output
+        disk = ""
+        if place is not None and "://" not in place:
+            path = Path(place).absolute()
+            mount = next(
+                parent
+                for parent in (path, *path.parents)
+                if os.path.ismount(parent) or parent == parent.parent
+            )
+            if mount != mount.parent:  # there are several
+                disk = f" on {mount}"
+        line = f"error: no space left for {place or 'the output'}; free some space{disk} and run the same command again"
+        return line, MENDABLE
+    if is_out_of_memory(error):
+        advice = "use a smaller model or a smaller limit, or close other programs"
+        return f"error: out of memory ({_text(error)}); {advice}", MENDABLE
+    if isinstance(error, OSError | ValueError | ImportError):
+        return f"error: {_text(error)}", MENDABLE
+    kind = type(error).__name__
+    return f"internal error: {kind}: {_text(error)}; run again with --debug for the traceback", INTERNAL
+
+
+def explain_interruption(command: str, output: str | None = None) -> str:
+    """Say what became of an interrupted command's work."""
+    words = _INTERRUPTED.get(command)
+    if command == "eval" and output is None:
+        words = "no answers were kept, as they are with --output"
+    return "interrupted" if words is None else f"interrupted; {words}"
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    lines = str(error).strip().splitlines()
+    # A traceback of another process ends in the error.
+    if any(line.startswith("Traceback ") for line in lines):
+        lines = lines[-1:]
+    return " ".join(" ".join(lines).split()) or type(error).__name__

@@ -21,7 +21,7 @@ from surgeon.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from surgeon.findings.bench import Benchmark
+    from surgeon.findings.speeds import Benchmark
     from surgeon.language.program import Program
     from surgeon.opened import EditedModel, Model
 
@@ -100,7 +100,7 @@ def bench(
     from surgeon.commands.opening import as_list, as_range, as_several, name_of
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.deployment import Workload
-    from surgeon.findings.bench import Benchmark
+    from surgeon.findings.speeds import Benchmark
     from surgeon.processes.files import make_folder
     from surgeon.progress import progress
     from surgeon.quality.summary import mean_divergence

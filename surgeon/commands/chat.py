@@ -18,8 +18,6 @@ HINT = "/reset forgets what was said; Ctrl-C ends an answer, /exit or Ctrl-D all
 
 
 def _show(call: Callable[[], Conversation]) -> None:
-    from surgeon.commands.failures import explain
-
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with call() as conversation:
         # Only now, as these come by what the model needs.
@@ -38,7 +36,7 @@ def _show(call: Callable[[], Conversation]) -> None:
             except ValueError as error:
                 if not is_terminal:
                     raise
-                print(explain(error)[0], file=sys.stderr)
+                print(f"error: {error}", file=sys.stderr)
             else:
                 texts.append(GeneratedText(prompt=line, **vars(conversation.answers[-1])))
         if any(text.usage.new for text in texts):

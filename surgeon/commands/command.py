@@ -15,7 +15,6 @@ import inspect
 import re
 import sys
 import textwrap
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial, wraps
@@ -39,15 +38,25 @@ import typer
 
 from surgeon.errors import show_value
 from surgeon.named import split_values
+from surgeon.words import join_words
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SIMPLE = (int, float, bool, str, Path)
-# Types of values from Python that are held to them: what they are, the types of parameters, and in words.
-_PLAIN = (
-    (Real, (int, float, int | None, float | None), "number"),
-    (str, (str, str | None), "text"),
-)
+# Types of parameters in error messages; others go by their names.
+_WORDS = {
+    int: "a number",
+    float: "a number",
+    str: "a text",
+    range: "a range",
+    Path: "a path",
+    Sequence: "a sequence",
+    Mapping: "a mapping",
+    Callable: "a function",
+}
+# Of values that are none of a type of the package.
+_PLAIN = (str, bytes, Real, Path, list, dict, type(None))
 _DOC_WIDTH = 110
+INTERRUPTED = 130  # an exit code
 
 
 @dataclass(frozen=True)
@@ -144,9 +153,8 @@ def command(
             for one in parameters:
                 least = one.option.least
                 value = bound.get(one.name)
-                for kind, types, what in _PLAIN:
-                    if one.type in types and value is not None and not isinstance(value, kind):
-                        raise ValueError(f"{one.name} must be a {what}, not {show_value(value)}")
+                if one.name in bound:
+                    _check_type(one, value)
                 if value == "" and "--output" in one.option.flags:
                     raise ValueError(f"{one.name} is empty; say where to write")
                 if least is not None and isinstance(value, int | float) and value < least:
@@ -235,9 +243,46 @@ def _parameter(
     return None
 
 
+class _OfPackage:
+    """A type that a module imports for type checkers alone."""
+
+
+class _Names(dict[str, Any]):
+    def __missing__(self, name: str) -> type[_OfPackage]:
+        return type(name, (_OfPackage,), {})
+
+
 def _names(module: dict[str, Any]) -> Mapping[str, Any]:
-    """Names of a module and of this one; those imported for types only are `Any`."""
-    return defaultdict(lambda: Any, vars(builtins) | globals() | module)
+    """Names of a module and of this one."""
+    return _Names(vars(builtins) | globals() | module)
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    if get_origin(kind) in (Union, UnionType):
+        return get_args(kind)
+    return (kind,)
+
+
+def _check_type(one: CommandParameter, value: object) -> None:
+    """Refuse what a parameter does not take; of sequences and mappings the kind alone counts."""
+    kinds = [get_origin(kind) or kind for kind in _alternatives(one.type)]
+    if any(_takes(kind, value) for kind in kinds):
+        return
+    known = [kind for kind in kinds if kind is not type(None)]
+    words = dict.fromkeys(_WORDS.get(kind) or kind.__name__ for kind in known)
+    raise ValueError(f"{one.name} must be {join_words(words, 'or')}, not {show_value(value)}")
+
+
+def _takes(kind: Any, value: object) -> bool:
+    if kind in (Any, bool, Literal):  # which words there are, the command says with the nearest one
+        return True
+    if issubclass(kind, _OfPackage):
+        return not isinstance(value, _PLAIN)
+    if kind in (int, float):
+        return isinstance(value, Real)
+    if kind is Sequence and isinstance(value, str):
+        return False
+    return isinstance(value, kind)
 
 
 def _evaluate(annotation: Any, names: Mapping[str, Any]) -> Any:
@@ -327,7 +372,7 @@ def _read_as(one: CommandParameter) -> tuple[Any, bool]:
         if one.option.splits:
             return get_args(kind)[0], True
         return kind, False
-    of_union = get_args(one.type) if get_origin(one.type) in (Union, UnionType) else (one.type,)
+    of_union = _alternatives(one.type)
     for each in of_union:
         if get_origin(each) in (list, tuple, Sequence):
             inner, _ = _read_as(CommandParameter(one.name, get_args(each)[0], None, Declaration("")))

@@ -15,7 +15,6 @@ from surgeon.commands.command import command, option
 from surgeon.words import WIDTH, plural
 
 if TYPE_CHECKING:
-    from surgeon.commands.report import ReportPage
     from surgeon.opened import Model
 
 DEMO = "demo"
@@ -106,6 +105,7 @@ def demo(
     Needs no network, and about a minute on two cores. Every command is shown before it runs, so that it can be typed
     again for another model. Interrupted, the same command goes on where it was.
     """
+    from surgeon.commands.report import report
     from surgeon.language.recipe import read_recipe
     from surgeon.opened import open_model
 
@@ -139,7 +139,8 @@ def demo(
     steps.compare(
         [("dense", None, opened.name), (pairs, found, fused), (f"ladder {late}", ladder, laddered)]
     )
-    page = steps.page("scan", "search", "lp", "ladder")
+    runs = [steps.folder / name for name in ("scan", "search", "lp", "ladder")]
+    page = report(runs, steps.folder / "report.html")
     print(
         f"\nThe page    {page.file}\nPictures    {steps.folder}/*/*.png\n\nWith a model of your own, next:"
     )
@@ -169,8 +170,8 @@ class DemoSteps:
             "1. Which stretches of layers can it spare?",
             f"scan {quote(self.model.name)} {effort.text}{typed} -o {quote(str(output))}",
         )
-        scan(self.model, DEMO, output, tokens=effort.tokens, window=effort.window, **chosen)
-        for finding in self.page("scan").chapters[0].summary:
+        found = scan(self.model, DEMO, output, tokens=effort.tokens, window=effort.window, **chosen)
+        for finding in found.summary():
             _say(f"{finding.lead}: {finding.text}")
         print(output / "heatmaps.png")
 
@@ -185,7 +186,7 @@ class DemoSteps:
             f"search {quote(self.model.name)} --budget {budget} {effort.text} --trials {effort.trials} "
             f"-o {quote(str(output))}",
         )
-        search(
+        found = search(
             self.model,
             DEMO,
             output,
@@ -194,7 +195,7 @@ class DemoSteps:
             tokens=effort.tokens,
             window=effort.window,
         )
-        for finding in self.page("search").chapters[0].summary:
+        for finding in found.summary():
             _say(finding.text)
         print(output / "recipe.yaml")
         return output / "recipe.yaml"
@@ -278,11 +279,6 @@ class DemoSteps:
         if self.model.name == DEMO:
             what = "The demo model"
         print(f"\n{Table(f'{what} on {RANKS} ranks', head, rows, note)}")
-
-    def page(self, *runs: str) -> ReportPage:
-        from surgeon.commands.report import report
-
-        return report([self.folder / run for run in runs], self.folder / "report.html")
 
 
 def _announce(purpose: str, command: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,76 +13,19 @@ from surgeon.commands.command import command, keyword, option
 from surgeon.commands.options import Results
 
 if TYPE_CHECKING:
-    import pandas as pd
     from transformers import PreTrainedModel
 
     from surgeon.checkpoint.describe import Training
     from surgeon.checkpoint.forms import Layout
     from surgeon.exports.prove import Proof
+    from surgeon.findings.exported import ExportRun
     from surgeon.findings.measured import CardScore
     from surgeon.language.program import Program
     from surgeon.language.recipe import Recipe
     from surgeon.opened import EditedModel, Model
 
 
-@dataclass(frozen=True)
-class Exported:
-    """A checkpoint that was written and proven.
-
-    Attributes:
-        form: its name, with the reason for it.
-        program: over the layers of the original.
-        depth: number of layers one after the other.
-        size: of its weights, in bytes.
-    """
-
-    folder: Path
-    form: str
-    reason: str
-    program: Program
-    depth: float
-    size: int
-    proof: Proof
-
-    @classmethod
-    def of(cls, folder: Path, proof: Proof) -> Exported:
-        """Read the report of an exported checkpoint."""
-        from surgeon.checkpoint.config import open_stored
-        from surgeon.checkpoint.describe import read_report
-        from surgeon.language.program import Program
-
-        stored = open_stored(folder)
-        report = read_report(stored)
-        assert report is not None
-        program = Program.parse(report["program"])
-        depth = report["effective_depth"]
-        return cls(folder, report["form"], report["reason"], program, depth, stored.size, proof)
-
-    def table(self) -> pd.DataFrame:
-        """One row, as `surgeon show` says it first."""
-        import pandas as pd
-
-        syncs = self.program.sync_points(2)
-        row = {
-            "folder": str(self.folder),
-            "form": self.form,
-            "depth": self.depth,
-            "syncs": syncs,
-            "bytes": self.size,
-        }
-        return pd.DataFrame([row | {"program": str(self.program)}])
-
-    def __str__(self) -> str:
-        from surgeon.processes.files import show_bytes
-
-        return (
-            f"effective depth {self.depth:g}, {self.program.sync_points(2)} synchronisations per forward pass on two "
-            f"ranks, {show_bytes(self.size)} of weights.\nProof: on {self.proof.tokens} random tokens the logits "
-            f"differ from the original's under this program\n{self.proof.differ}"
-        )
-
-
-def _show(call: Callable[..., Exported]) -> None:
+def _show(call: Callable[..., ExportRun]) -> None:
     from surgeon.machine import share_heaps
 
     share_heaps()
@@ -169,7 +112,7 @@ def export(
             "Called with the form and the reason for it, before anything of a model's files is written."
         ),
     ] = lambda _: None,
-) -> Exported:
+) -> ExportRun:
     """Write the recipe's model as a checkpoint that other software loads.
 
     The checkpoint is proven before it gets its name: run on random tokens, it gives the same logits as the original
@@ -224,7 +167,8 @@ def export(
                 "with its adapter apart a model keeps its form and dtype, and gets a new folder"
             )
         adapted: Any = model
-        return Exported.of(target / BASE, export_with_adapter(adapted, target, tokenizer=tokenizer))
+        proof = export_with_adapter(adapted, target, tokenizer=tokenizer)
+        return _exported(target / BASE, proof)
     if isinstance(model, nn.Module):
         proof = in_memory.export(
             model,
@@ -235,7 +179,7 @@ def export(
             tokenizer=tokenizer,
             training=training,
         )
-        return Exported.of(target, proof)
+        return _exported(target, proof)
     check_target(target, overwrite)
     edited = open_edited(model, program, original=original, tokenizer=False)
     source = edited.model
@@ -259,7 +203,15 @@ def export(
     # Choices by weights alone keep nothing there.
     if ready is not edited and not factors and kept.is_dir():
         shutil.rmtree(kept)
-    return Exported.of(target, proof)
+    return _exported(target, proof)
+
+
+def _exported(folder: Path, proof: Proof) -> ExportRun:
+    """Read the report of a checkpoint just written."""
+    from surgeon.checkpoint.config import open_stored
+    from surgeon.findings.exported import ExportRun
+
+    return replace(ExportRun.read(folder), proof=proof, size=open_stored(folder).size)
 
 
 @command()

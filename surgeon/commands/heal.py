@@ -23,7 +23,7 @@ from surgeon.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from surgeon.findings.heal import HealRun
+    from surgeon.findings.training import HealRun
     from surgeon.language.recipe import Recipe
     from surgeon.opened import EditedModel, Model
     from surgeon.training.racks.run import RackOptions
@@ -184,18 +184,14 @@ def racks_of(
     from surgeon.training.racks.run import RackOptions
 
     processes = rack_processes or by_hand
-    if not racks and coda is not None:
-        raise ValueError(
-            "--coda says what racks predict with, and there are none; add --racks, or drop it"
-        )
-    if not racks and processes:
-        raise ValueError("--rack-processes is for racks, and there are none; add --racks, or drop it")
-    if average != "never" and not processes:
-        raise ValueError("--average needs all racks at the same time; add --rack-processes, or drop it")
-    if rack_replicas != 1 and not processes:
-        raise ValueError(
-            "--rack-replicas says how many processes a rack has; add --rack-processes, or drop it"
-        )
+    for name, is_given, needed, is_there in (
+        ("--coda", coda is not None, "--racks", racks),
+        ("--rack-processes", processes, "--racks", racks),
+        ("--average", average != "never", "--rack-processes", processes),
+        ("--rack-replicas", rack_replicas != 1, "--rack-processes", processes),
+    ):
+        if is_given and not is_there:
+            raise ValueError(f"{name} is for {needed}, which is not there; add {needed}, or drop it")
     if not racks:
         return None
     return RackOptions(
@@ -350,7 +346,7 @@ def heal(
     from surgeon.analysis.factors.recipe_factors import with_factors
     from surgeon.exports.export import DTYPES, check_storage, check_target
     from surgeon.exports.in_memory import check_form, export_with_adapter
-    from surgeon.findings.heal import HealRun
+    from surgeon.findings.training import HealRun
     from surgeon.quality.data import window_for
     from surgeon.training.model import (
         announce,
@@ -482,18 +478,14 @@ def _settings(
     asked: TrainSettings | str | None, by_racks: bool, is_own: bool, tokens: int | None
 ) -> TrainSettings:
     """Settings of a run; on a text of its own towards the original's predictions, of racks also its streams."""
-    from surgeon.errors import show_value
     from surgeon.training.settings import Distillation, TrainSettings, preset
 
-    how = asked
-    if asked is None:
-        how = TrainSettings(scope="all" if by_racks else "edited")
-    elif isinstance(asked, str):
+    if isinstance(asked, str):
         how = TrainSettings(**preset(asked).values)
-    if not isinstance(how, TrainSettings):
-        raise ValueError(
-            f"settings are TrainSettings(...), or a paper's by name, not {show_value(asked)}"
-        )
+    elif asked is None:
+        how = TrainSettings(scope="all" if by_racks else "edited")
+    else:
+        how = asked
     if not is_own:
         return how
     if how.steps is None and how.epochs is not None and tokens is None:

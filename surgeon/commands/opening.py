@@ -10,7 +10,6 @@ from typing import Any
 from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.checkpoint.random_weights import RandomCheckpoint
 from surgeon.commands.options import ServiceFlags, flags_in
-from surgeon.errors import show_value
 from surgeon.findings.result import RunResult
 from surgeon.language.operations.base import parse_range
 from surgeon.language.program import Program
@@ -30,10 +29,6 @@ def as_range(layers: range | str | None) -> range | None:
         )
     if layers is None or isinstance(layers, range):
         return layers
-    if not isinstance(layers, str):
-        raise ValueError(
-            f'layers are "4:30" or range(4, 30), for layers 4 to 29, not {show_value(layers)}'
-        )
     return parse_range(layers)
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from surgeon.commands.command import command, option, several
 from surgeon.commands.options import COMPARED, Batches, Compress, ProgramText, VariantLayers
+from surgeon.errors import did_you_mean
+from surgeon.provenance import provenance
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from surgeon.cost.deployment import Deployment
     from surgeon.cost.hardware import Hardware
-    from surgeon.findings.prediction import Predictions
+    from surgeon.cost.sweep import SweepCell
+    from surgeon.findings.speeds import Predictions
     from surgeon.language.program import Program
     from surgeon.opened import EditedModel, Model
 
@@ -177,14 +182,13 @@ def predict(
     import pandas as pd
 
     from surgeon.commands.opening import as_list, as_range, draft_program, name_of
-    from surgeon.commands.predictions import draft_table, heading_of, read_axes, record_of
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.deployment import Deployment, Workload
     from surgeon.cost.drafts import read_chances
-    from surgeon.cost.hardware import Hardware, load_hardware
+    from surgeon.cost.hardware import Hardware, load_hardware, write_hardware
     from surgeon.cost.sweep import explain_memory, prediction_table
     from surgeon.cost.sweep import sweep as predict_all
-    from surgeon.findings.prediction import Predictions
+    from surgeon.findings.speeds import Predictions
     from surgeon.named import on_disk
     from surgeon.processes.files import make_folder
     from surgeon.progress import progress
@@ -211,19 +215,99 @@ def predict(
     deployment = replace(deployment, dtype=number_type)
     positions = min(candidate.model.positions for candidate in candidates)
     workload = Workload.within(positions, 1, prompt, new)
-    axes = {**read_axes({"batch": batch}), **read_axes(sweep)}
+    axes = _axes({"batch": batch}) | _axes(sweep or {})
     with progress("predict", len(candidates) * prod(map(len, axes.values())), "predictions") as advance:
         cells = predict_all(candidates, machine, deployment, workload, axes, advance)
-    for cell in cells if sweep is None else ():
-        if cell.refused:
-            raise ValueError(cell.refused if cell.prediction is None else explain_memory(cell, machine))
-    said: dict[str, Any] = {"heading": heading_of(machine, cells), "swept": sweep is not None}
+        for cell in cells if sweep is None else ():
+            if cell.refused:
+                raise ValueError(
+                    cell.refused if cell.prediction is None else explain_memory(cell, machine)
+                )
+    said: dict[str, Any] = {"heading": _heading(machine, cells), "swept": sweep is not None}
     drafts = pd.DataFrame()
     if draft is not None:
         said["heading"] += f"; drafts of {candidates[1].name}"
-        drafts, said["refused"] = draft_table(cells, machine, chances, sweep is not None)
+        drafts, said["refused"] = _draft_table(cells, machine, chances, sweep is not None)
     name = name_of(model)
     found = Predictions(prediction_table(cells), drafts, cells, record=said | {"model": name})
     if output is None:
         return found
-    return replace(found, record=record_of(name, machine, cells, said)).save(Path(output))
+    programs = {
+        cell.candidate.name: {
+            "program": cell.prediction.plan.program,
+            "model": cell.candidate.model.label,
+        }
+        for cell in reversed(cells)
+        if cell.prediction is not None
+    }
+    settings = said | {
+        "deployment": asdict(cells[0].deployment) | {"connected": True},
+        "programs": programs,
+        "hardware": machine.name,
+        "hardware_file": write_hardware(machine),
+    }
+    record = provenance(name, "", **settings, **candidates[0].model.gguf)
+    return replace(found, record=record).save(Path(output))
+
+
+def _draft_table(
+    cells: Sequence[SweepCell], hardware: Hardware, chances: Sequence[float], swept: bool
+) -> tuple[pd.DataFrame, list[str]]:
+    """Predict where the second of two candidates drafts for the first; in a sweep with the reasons where it cannot."""
+    import pandas as pd
+
+    from surgeon.cost.drafts import draft_cells
+    from surgeon.findings.speeds import DRAFT_COLUMNS, words_of
+
+    rows = list[dict[str, float]]()
+    refused: dict[str, None] = {}
+    for plain, alone in zip(cells[::2], cells[1::2], strict=True):
+        try:
+            rows += draft_cells(plain, alone, hardware, chances)
+        except ValueError as error:
+            if not swept:
+                raise
+            there = words_of("ranks", plain.deployment.ranks)
+            refused[f"{there}, batch {plain.workload.batch}: {error}"] = None
+    return pd.DataFrame(rows, columns=list(DRAFT_COLUMNS)), list(refused)
+
+
+def _axes(sweep: str | Sequence[str] | Mapping[str, int | Sequence[int]]) -> dict[str, list[int]]:
+    """Read the values of each axis to predict for."""
+    from surgeon.commands.opening import as_list, as_several
+    from surgeon.cost.sweep import parse_sweep
+    from surgeon.findings.speeds import AXES
+
+    if not isinstance(sweep, Mapping):
+        return parse_sweep(",".join(as_list(sweep)))
+    axes = {name: [*as_several(values)] for name, values in sweep.items()}
+    for name, values in axes.items():
+        if name not in AXES:
+            raise ValueError(f"there is no {name!r} to sweep; {did_you_mean(name, AXES)}")
+        if not values:
+            raise ValueError(f"there are no values of {name} to predict for; give at least one")
+    return axes
+
+
+def _heading(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
+    """Head predictions with what they have in common."""
+    from surgeon.findings.speeds import words_of
+
+    deployments = [cell.deployment for cell in cells]
+    loads = [cell.workload for cell in cells]
+    common = deployments[0]
+    ranks = {one.ranks for one in deployments}
+    most = max(ranks)
+    words = []
+    if len(ranks) == 1:
+        words.append(words_of("ranks", most))
+    if most > 1:
+        words.append(common.link or next(iter(hardware.links), "no link"))
+    if most > (common.node or hardware.devices) and hardware.networks:
+        words.append(common.network or next(iter(hardware.networks)))
+    words += filter(None, [str(common.dtype), common.compress])
+    for axis in ("prompt", "new"):
+        values = {getattr(one, axis) for one in loads}
+        if len(values) == 1:
+            words.append(words_of(axis, values.pop()))
+    return f"{cells[0].candidate.model.label} on {hardware.name}: {', '.join(words)}"

@@ -88,7 +88,7 @@ from surgeon.training.token_store import SELF
 if TYPE_CHECKING:
     from surgeon.searches.accuracy import TaskAccuracy
 
-from surgeon.commands.failures import INTERRUPTED
+from surgeon.commands.command import INTERRUPTED
 from surgeon.machine import avoid_cudnn_attention, wait_asleep
 from surgeon.searches.workers import given_to_worker
 

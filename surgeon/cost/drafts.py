@@ -16,7 +16,7 @@ from surgeon.cost.plans import plan_on_paper, room
 from surgeon.cost.predict import Prediction, mean_decode
 from surgeon.cost.sweep import MS, SweepCell, explain_memory
 from surgeon.cost.work import Forward
-from surgeon.findings.prediction import DRAFT_COLUMNS
+from surgeon.findings.speeds import DRAFT_COLUMNS
 from surgeon.language.program import Program
 from surgeon.machine import show_size
 from surgeon.models.shapes import ModelShapes

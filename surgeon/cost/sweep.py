@@ -16,7 +16,7 @@ from surgeon.cost.hardware import Hardware
 from surgeon.cost.plans import most_texts, plan_on_paper, room
 from surgeon.cost.predict import Prediction, predict
 from surgeon.errors import did_you_mean
-from surgeon.findings.prediction import AXES, PARTS, SPEEDUPS, TOO_LARGE
+from surgeon.findings.speeds import AXES, PARTS, RATIOS, TOO_LARGE
 from surgeon.machine import show_size
 from surgeon.runtime.plan.memory import imbalance
 from surgeon.words import plural
@@ -208,7 +208,7 @@ def prediction_table(cells: Sequence[SweepCell]) -> pd.DataFrame:
     where = list(AXES)
     first = table[table["program"] == table["program"].iloc[0]].set_index(where)
     own = first.reindex(pd.MultiIndex.from_frame(table[where]))
-    for name, column in zip(SPEEDUPS, ("first_token_ms", "per_token_ms"), strict=False):
+    for name, column in zip(RATIOS, ("first_token_ms", "per_token_ms"), strict=False):
         table[name] = own[column].to_numpy() / table[column].to_numpy()
-    table[SPEEDUPS[-1]] = table["tokens_per_second"].to_numpy() / own["tokens_per_second"].to_numpy()
+    table[RATIOS[-1]] = table["tokens_per_second"].to_numpy() / own["tokens_per_second"].to_numpy()
     return table

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from surgeon.findings.result import Block, Finding, Record, RunResult, Table, record_codes
+from surgeon.language.program import Program
+from surgeon.processes.files import show_bytes
 from surgeon.words import number, plural
 
 _PROOF = {
@@ -19,11 +24,19 @@ _PROOF = {
 
 @dataclass(frozen=True, repr=False)
 class ExportRun(RunResult):
-    """The result of `export`."""
+    """The result of `export`: a checkpoint that was written and proven.
+
+    Attributes:
+        proof: and the following of an export just made.
+        size: of its weights, in bytes.
+    """
 
     COMMAND = "export"
     RECORD = "surgeon.json"
     TITLE = "Checkpoint"
+
+    proof: Any = None
+    size: int = 0
 
     @classmethod
     def is_ours(cls, record: Record) -> bool:
@@ -36,6 +49,47 @@ class ExportRun(RunResult):
         if "model" in source and source["model"] is None and isinstance(trained, dict):
             return from_scratch(trained.get("data")), ""
         return super().model_of(source)
+
+    @property
+    def folder(self) -> Path:
+        return self.files[0].parent
+
+    @property
+    def form(self) -> str:
+        return str(self.record["form"])
+
+    @property
+    def reason(self) -> str:
+        return str(self.record["reason"])
+
+    @property
+    def program(self) -> Program:
+        """The program over the layers of the original."""
+        return Program.parse(self.record["program"])
+
+    @property
+    def depth(self) -> float:
+        """Number of layers one after the other."""
+        return float(self.record["effective_depth"])
+
+    def table(self) -> pd.DataFrame:
+        """One row, as `surgeon show` says it first."""
+        row = {
+            "folder": str(self.folder),
+            "form": self.form,
+            "depth": self.depth,
+            "syncs": self.program.sync_points(2),
+            "bytes": self.size,
+            "program": str(self.program),
+        }
+        return pd.DataFrame([row])
+
+    def __str__(self) -> str:
+        return (
+            f"effective depth {self.depth:g}, {self.program.sync_points(2)} synchronisations per forward pass on two "
+            f"ranks, {show_bytes(self.size)} of weights.\nProof: on {self.proof.tokens} random tokens the logits "
+            f"differ from the original's under this program\n{self.proof.differ}"
+        )
 
     def section(self) -> Iterator[Block]:
         record = self.record

@@ -25,16 +25,15 @@ from matplotlib.text import Text
 from surgeon.findings.drawing import COLOURS, GRID, INK, NO_CELL, ORDERED, PAPER, POINTS, SOFT, TIPS
 from surgeon.findings.explore import Exploration
 from surgeon.findings.exported import ExportRun
-from surgeon.findings.heal import HealRun
-from surgeon.findings.prediction import Predictions
 from surgeon.findings.result import SHORT_HASH, Finding, RunResult, name_file_in_errors, read_record
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
 from surgeon.findings.sensitivity import Sensitivity
 from surgeon.findings.similarity import Similarity
 from surgeon.findings.spectrum import Spectrum
+from surgeon.findings.speeds import Predictions
 from surgeon.findings.tasks import TaskRun
-from surgeon.findings.training import ScratchRun
+from surgeon.findings.training import HealRun, ScratchRun
 from surgeon.named import public
 from surgeon.processes.files import make_folder, write_text
 from surgeon.version import __version__

@@ -7,7 +7,6 @@ drawn on the stream's other side: the two run at the same time.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -241,6 +240,7 @@ def _plus(axes: Axes, x: float, y: float) -> None:
 
 
 FEWEST_IN_A_STRETCH = 3  # layers
+Sizes = tuple[tuple[str, int], ...]  # by name
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class LayersInOrder:
 
     first: int
     last: int
-    sizes: tuple[tuple[str, int], ...] = ()
+    sizes: Sizes = ()
 
     @property
     def text(self) -> str:
@@ -293,20 +293,7 @@ def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator
     used = {(one.kind, layer) for one in program.sublayers() for layer in one.layers}
     dense = Program.dense(num_layers, steps_per_layer).sublayers()
     missing = [sublayer for sublayer in dense if (sublayer.kind, sublayer.layers[0]) not in used]
-    # Nodes that are steps of the unedited model, in their order.
-    nodes = program.whole().nodes
-    places = [sorted(map(_place, _sublayers(node))) for node in nodes]
-    before = list(accumulate((each[-1] for each in places), max, initial=(-1, False)))
-    behind = list(accumulate((each[0] for each in reversed(places)), min, initial=(sys.maxsize, False)))[
-        ::-1
-    ]
-    same = {
-        at
-        for at, node in enumerate(nodes)
-        if node in layer_nodes(places[at][0][0], steps_per_layer)
-        and before[at] < places[at][0]
-        and places[at][-1] < behind[at + 1]
-    }
+    unchanged = _unchanged_layers(program, steps_per_layer)
     at = 0
     while at < len(program.nodes):
         node = program.nodes[at]
@@ -316,12 +303,12 @@ def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator
         if gone:
             yield LeftOut(gone)
             missing = missing[len(gone) :]
-        layers = _layers_in_order(program.nodes, at, same, steps_per_layer)
+        first, sizes = unchanged.get(at, (0, ()))
+        layers = 0
+        while unchanged.get(at + layers * steps_per_layer) == (first + layers, sizes):
+            layers += 1
         if layers >= FEWEST_IN_A_STRETCH:
-            first = _sublayers(node)[0].layers[0]
-            yield LayersInOrder(
-                first, first + layers - 1, _sizes(program.nodes[at : at + steps_per_layer])
-            )
+            yield LayersInOrder(first, first + layers - 1, sizes)
             at += layers * steps_per_layer
         else:
             yield node
@@ -347,27 +334,25 @@ def _place(sublayer: Sublayer) -> tuple[int, bool]:
     return min(sublayer.layers), sublayer.kind != ATTENTION
 
 
-def _layers_in_order(nodes: Sequence[Node], at: int, same: set[int], steps_per_layer: int) -> int:
-    layers = 0
-    sizes = _sizes(nodes[at : at + steps_per_layer])
-    while True:
-        start = at + layers * steps_per_layer
-        end = start + steps_per_layer
-        layer = _sublayers(nodes[at])[0].layers[0] + layers
-        here = Program(tuple(nodes[start:end]))
-        if not same.issuperset(range(start, end)) or here.whole().nodes != layer_nodes(
-            layer, steps_per_layer
-        ):
-            return layers
-        if _sizes(here.nodes) != sizes:
-            return layers
-        behind = nodes[end : end + 1]
-        if any(isinstance(node, Step) and node.late for node in behind):
-            return layers  # what reads in front of a plus needs it to be seen
-        layers += 1
+def _unchanged_layers(program: Program, steps_per_layer: int) -> dict[int, tuple[int, Sizes]]:
+    """Layers that run whole and in their order, with their sizes, by the place of their first node."""
+    nodes = program.whole().nodes
+    places = [sorted(map(_place, _sublayers(node))) for node in nodes]
+    found = {}
+    for at in range(len(nodes) - steps_per_layer + 1):
+        end = at + steps_per_layer
+        layer = places[at][0][0]
+        # What reads in front of a plus needs it to be seen.
+        late = any(isinstance(node, Step) and node.late for node in nodes[end : end + 1])
+        if late or nodes[at:end] != layer_nodes(layer, steps_per_layer):
+            continue
+        before = all(each[-1] < places[at][0] for each in places[:at])
+        if before and all(each[0] > places[end - 1][-1] for each in places[end:]):
+            found[at] = layer, _sizes(program.nodes[at:end])
+    return found
 
 
-def _sizes(nodes: Sequence[Node]) -> tuple[tuple[str, int], ...]:
+def _sizes(nodes: Sequence[Node]) -> Sizes:
     return tuple(entry for node in nodes for sublayer in _sublayers(node) for entry in sublayer.sizes)
 
 

@@ -9,12 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.colors import Normalize
 
-from surgeon.findings.drawing import Drawing, Picture
-from surgeon.findings.maps import WIDE, Legend, Map, map_cells
+from surgeon.findings.drawing import WIDE, Drawing, Legend, Map, Picture
 from surgeon.findings.measured import winner_unseen
 from surgeon.findings.program import program_figure
 from surgeon.findings.result import Block, Code, Finding, Record, RunResult, Table, read_text, table_file
@@ -230,18 +228,13 @@ class SearchResult(RunResult):
         said = (
             f"Of {plural(len(trials), 'trial')} the winner is trial {best['trial']} ({why[:1].lower() + why[1:]}), "
             f"at depth {trial['depth']:g}: {edits}. Its divergence is {value_with_interval(best, 'divergence')} on "
-            "the text of the "
-            "search"
+            "the text of the search"
         )
-        original = self.record.get("original") if held is None else held["original"]
-        against = ""
-        if original is not None:
-            against = f" and the original's {_value(original, 'perplexity')}"
         if held is None:
-            return f"{said}, its perplexity {_value(best, 'perplexity')}{against}."
+            original = self.record.get("original") or {"perplexity": None}
+            return f"{said}, where the unedited model's perplexity is {_value(original, 'perplexity')}."
         unseen = winner_unseen(self.record)
-        said += f" and {value_with_interval(unseen, 'divergence')} on held-out text"
-        return f"{said}, where its perplexity is {_value(unseen, 'perplexity')}{against}."
+        return f"{said} and {value_with_interval(unseen, 'divergence')} on held-out text."
 
 
 def _on_held_out_text(held: Record) -> Table:
@@ -354,13 +347,17 @@ def _front_table(front: pd.DataFrame, trials: TrialTable) -> Table:
 def _layers_touched(trials: TrialTable, layers: int) -> Map:
     if layers > MOST_LAYERS:
         raise ValueError(f"edits of {layers} layers are more than any model has")
-    spaces = trials.spaces()
-    good = np.array([trials.touched(space, layers, trials.good) for space in spaces])
-    every = np.array([trials.touched(space, layers, range(len(trials))) for space in spaces])
-    values = pd.DataFrame(good, index=spaces)
-    down = np.repeat(values.index, layers)
-    across = [*range(layers)] * len(values)
-    shares = pd.DataFrame({"good": good.ravel(), "all": every.ravel()})
+    shares = [
+        pd.DataFrame(
+            {
+                "space": space,
+                "layer": range(layers),
+                "good": trials.touched(space, layers, trials.good),
+                "all": trials.touched(space, layers, range(len(trials))),
+            }
+        )
+        for space in trials.spaces()
+    ]
     title = "Which layers the good trials change"
     of_each = ""
     if trials.has_levels:
@@ -369,10 +366,7 @@ def _layers_touched(trials: TrialTable, layers: int) -> Map:
         f"Share of the best tenth of trials {of_each}({len(trials.good)} of {len(trials)}) "
         "that have an edit of this space on the layer."
     )
-    fields = {"good": "of the good trials", "all": "of all trials"}
-    cells = map_cells(values, down, across, shares, fields, "{row}, layer {column}")
-    share = Normalize(0, 1)
-    legend = Legend(share, "Colours: share of the good trials")
-    return Map(
-        title, values, share, ("layer", ""), cells, "shares", caption, "layers", legend, flat=WIDE
-    )
+    fields = {"good": "share of the good trials", "all": "share of all trials"}
+    legend = Legend(Normalize(0, 1), "Colours: share of the good trials")
+    table = pd.concat(shares)
+    return Map(title, table, "space", "layer", fields, legend, caption, "layers", flat=WIDE)

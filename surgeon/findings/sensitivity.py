@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
 from surgeon.findings.drawing import Chart, Picture, columns_chart, points, scale
 from surgeon.findings.result import Block, Finding, Record, RunResult, Table, table_file
-from surgeon.words import NO_VALUE, join_words, number, plural
+from surgeon.words import NO_VALUE, hang_indent, join_words, number, plural
 
 PREDICTORS = {  # of damage
     "bound": "bound (equation 12)",
@@ -110,28 +109,22 @@ class Sensitivity(RunResult):
                 "(divergence, nats per token)."
             )
             yield Finding("Single pairs", text)
-        held = self.record.get("errors_within_bound")
-        of_all = self.record.get("errors")
-        if isinstance(held, int) and isinstance(of_all, int) and of_all:
-            ratio = float((table["bound"] / table["error"]).median())
-            text = (
-                f"The error stays below the paper's bound in {held} of {plural(of_all, 'measurement')}; the bound is "
-                f"{number(ratio, 2)} times the error in the median."
-            )
-            yield Finding("The bound", text)
+        if bound := self._of_bound():
+            yield Finding("The bound", bound)
 
     def __str__(self) -> str:
         """Rank correlations of the bound, and of the error itself, with the damage, in 80 columns."""
-        table = self.pairs
-        looseness = np.inf
-        if (table["error"] > 0).all():
-            looseness = float(np.median(table["bound"] / table["error"]))
-        within = self.record["errors_within_bound"]
-        every = self.record["errors"]
+        return f"{self._correlations()}\n\n{hang_indent('', self._of_bound())}"
+
+    def _of_bound(self) -> str:
+        held = self.record.get("errors_within_bound")
+        of_all = self.record.get("errors")
+        if not (isinstance(held, int) and isinstance(of_all, int) and of_all):
+            return ""
+        ratio = float((self.pairs["bound"] / self.pairs["error"]).median())
         return (
-            f"{self._correlations()}\n\n"
-            f"the error is within its bound in {within} of {every} cases (pairs and windows);\n"
-            f"the bound is {looseness:.3g} times the error (median over pairs)"
+            f"The error stays below the paper's bound in {held} of {plural(of_all, 'measurement')}; the bound is "
+            f"{number(ratio, 2)} times the error in the median."
         )
 
     def _correlations(self) -> Table:

@@ -10,8 +10,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.colors import Normalize
 
-from surgeon.findings.drawing import Picture, columns_chart
-from surgeon.findings.maps import Legend, Map, map_cells
+from surgeon.findings.drawing import Legend, Map, Picture, columns_chart
 from surgeon.findings.result import Block, Finding, RunResult, Table, table_file
 from surgeon.language.operations.base import HEATMAPS
 from surgeon.words import MINUS, join_words, layer_list, number
@@ -89,38 +88,21 @@ class Similarity(RunResult):
         )
         yield Picture([cka, sizes], name="similarity")
         if len(self.distances):
-            table = self.distances
-            layers = range(int(table["last"].max()) + 1)
-            values = table.pivot_table(
-                index="first", columns="last", values="angular_distance", dropna=False
-            )
-            values = values.reindex(index=layers, columns=layers)
+            angles = self.distances["angular_distance"]
             # Layer 0 turns the embedding almost at a right angle: under one scale with it the others would look alike.
-            end = float(values.loc[1:].max().max())
+            end = float(angles[self.distances["first"] > 0].max())
             if not end > 0:
-                end = float(values.max().max())
+                end = float(angles.max())
             colours = Normalize(0, end or 1.0)
-            legend = Legend(
-                colours, "Colours: angular distance", capped=bool((values > end).to_numpy().any())
-            )
+            legend = Legend(colours, "Colours: angular distance", capped=bool((angles > end).any()))
             fields = {
                 "angular_distance": "angle",
                 "angular_distance_last_token": "angle at the last tokens",
             }
-            cells = map_cells(
-                values,
-                table["first"],
-                table["last"],
-                table,
-                fields,
-                "layers {row} to {column}",
-                "layer {row}",
-            )
             title = "Angle between the streams before and after a stretch"
             caption = "Angular distance over all tokens; dark stretches hardly turn the stream. 0.5 is at right angles."
-            axes = ("last layer", "first layer")
-            angles = Map(title, values, colours, axes, cells, caption=caption, legend=legend)
-            yield Picture([angles], name="distances")
+            drawn = Map(title, self.distances, "first", "last", fields, legend, caption)
+            yield Picture([drawn], name="distances")
         if len(self.proxies):
             yield self._best_proxies()
 
@@ -146,21 +128,14 @@ class Similarity(RunResult):
             if len(rho):
                 means = rho.mean(axis=1).sort_values(ascending=False, kind="stable")
                 name = _name(means.index[0])
+                best = number(float(means.iloc[0]), 3)
                 kinds = join_words(HEATMAPS[name].title for name in rho.columns)
                 agreed = (
                     f"Of the measures that need no scan, {name} orders the stretches most like their measured "
-                    f"divergence: rank correlation {number(float(means.iloc[0]), 3)} on average over {kinds}"
+                    f"divergence: rank correlation {best} on average over {kinds}."
                 )
-                length = [float(mean) for key, mean in means.items() if _name(key) == "length"]
-                agreed += (
-                    f"; the mere length of the stretch has {number(length[0], 3)}." if length else "."
-                )
-                yield Finding(
-                    "Which cheap measure agrees best",
-                    agreed,
-                    number(float(means.iloc[0]), 3),
-                    f"rank correlation of the best cheap measure, {name}",
-                )
+                label = f"rank correlation of the best cheap measure, {name}"
+                yield Finding("Which cheap measure agrees best", agreed, best, label)
 
     def missing(self) -> Iterator[str]:
         if self.proxies.empty:
@@ -179,18 +154,8 @@ class Similarity(RunResult):
             length = own.loc[own["proxy"] == "length", "rho"].max()
             best, rho = _highest(own, "rho")
             equal, at_equal = _highest(own, "rho_at_equal_length")
-            numbers = (f"{value:.3f}" for value in (rho, length, at_equal))
-            rows.append(
-                [
-                    str(operation),
-                    f"{own['n'].max()}",
-                    best,
-                    next(numbers),
-                    next(numbers),
-                    equal,
-                    next(numbers),
-                ]
-            )
+            found = [best, f"{rho:.3f}", f"{length:.3f}", equal, f"{at_equal:.3f}"]
+            rows.append([str(operation), f"{own['n'].max()}", *found])
         note = (
             "Spearman's rho over n stretches, beside that of their mere length; and among stretches of equal length. "
             "Measures of single layers are summed over the stretch where max or mean is not said. All of them are in "

@@ -14,8 +14,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-from surgeon.findings.drawing import ORDERED, Chart, Picture, scale
-from surgeon.findings.maps import HALF, Legend, Map, damage_legend, map_cells
+from surgeon.findings.drawing import HALF, ORDERED, Chart, Legend, Map, Picture, damage_legend, scale
 from surgeon.findings.result import Block, Finding, Record, RunResult, base_of, table_file
 from surgeon.words import align_columns, change, join_words, number
 
@@ -115,24 +114,23 @@ class Spectrum(RunResult):
         if len(self.damage):
             base = self.base_perplexity
             legend = damage_legend(
-                f"Colours: perplexity over {number(base)}", [self.damage[["perplexity"]]], base
+                f"Colours: perplexity over {number(base)}", self.damage["perplexity"], base
             )
-            of_damage = {
+            fields = {
                 "perplexity": "perplexity",
                 "divergence": "divergence",
                 "kept": "parameters kept",
             }
-            what = "perplexity"
             cut = [
-                _map(part, what, legend.scale, of_damage, f"One matrix cut down to {name}", what, base)
+                _map(part, f"One matrix cut down to {name}", fields, legend)
                 for _, name, part in self.truncations()
             ]
             caption = (
                 "Perplexity with one matrix alone at a lower rank, over that of the unedited model, "
                 f"{number(base)}."
             )
-            yield Picture(cut, caption, "damage", legend)
-        ratio = Normalize(0, 1)
+            yield Picture(cut, caption, "damage")
+        legend = Legend(Normalize(0, 1), "Colours: share of the full rank")
         maps = []
         for method, ending in METHODS.items():
             fields = {
@@ -144,10 +142,8 @@ class Spectrum(RunResult):
             if method == "plain":
                 which = "itself"
             title = f"Rank with 95% of the energy of the matrix {which} ({method})"
-            maps.append(
-                _map(self.shares(method), "share", ratio, fields, title, "share of the full rank")
-            )
-        yield Picture(maps, "", "rank95", Legend(ratio, "Colours: share of the full rank"))
+            maps.append(_map(self.shares(method), title, fields, legend))
+        yield Picture(maps, name="rank95")
 
     def pictures(self) -> dict[str, Picture]:
         """`damage`, if it was measured; `rank95`; `singular-values-plain` and `singular-values-whitened`."""
@@ -250,26 +246,8 @@ def parse_ranks(text: str) -> tuple[TargetRank, ...]:
     return tuple(dict.fromkeys(ranks))
 
 
-def by_layer(rows: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Values by layer and weight, in the order of the table; NaN where there is none."""
-    table = rows.pivot_table(index="layer", columns="weight", values=column, sort=False, dropna=False)
-    return table.reindex(columns=list(dict.fromkeys(rows["weight"]))).sort_index()
-
-
-def _map(
-    table: pd.DataFrame,
-    column: str,
-    colours: Normalize,
-    fields: Mapping[str, str],
-    title: str,
-    what: str,
-    base: float | None = None,
-) -> Map:
-    values = by_layer(table, column).T
-    cells = map_cells(
-        values, table["weight"], table["layer"], table, fields, "layer {column}, {row}", base=base
-    )
-    return Map(title, values, colours, ("layer", ""), cells, what, flat=HALF)
+def _map(table: pd.DataFrame, title: str, fields: Mapping[str, str], legend: Legend) -> Map:
+    return Map(title, table, "weight", "layer", fields, legend, flat=HALF)
 
 
 def _decay(weight: str, values: pd.DataFrame) -> Chart:

@@ -1,11 +1,11 @@
-"""Training: records and curves, which healing shares, and runs from scratch, alone and side by side."""
+"""Training: runs that heal an edited model and runs from scratch, with curves, alone and side by side."""
 
 from __future__ import annotations
 
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -18,7 +18,7 @@ from surgeon.findings.exported import from_scratch
 from surgeon.findings.result import Block, Finding, Record, RunResult, Table, record_codes, table_file
 from surgeon.progress import clock
 from surgeon.quality.summary import Quality
-from surgeon.words import interval, number, plural, value_with_interval
+from surgeon.words import NO_VALUE, interval, join_words, number, plural, value_with_interval
 
 _INTERVALS = tuple(f"{name}_{end}" for name in ("perplexity", "divergence") for end in ("low", "high"))
 # Parts of a distillation's loss.
@@ -29,6 +29,13 @@ _MEANS = 50  # points of the smoothed loss; with fewer rows it is drawn as it is
 _FLAT = 5.0  # times the height of the curves: intervals beyond would make lines of them
 _WIDE = 20.0  # from this ratio on an axis is logarithmic
 _ROW_STYLE = 7
+_OF_ONE = ("95% interval", "regained")
+_HEAD = ["", "tokens", "perplexity", *_OF_ONE, "divergence", *_OF_ONE]
+_UNKNOWN = "The original is not known, and so not what was lost."
+_NOTE = (
+    "Regained, of what the edit lost: in log-perplexity (edited \N{MINUS SIGN} healed) / (edited \N{MINUS SIGN} "
+    "original), in divergence from the original 1 \N{MINUS SIGN} healed / edited."
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -232,7 +239,7 @@ class ScratchRun(TrainingRun):
             f"tokens were predicted ({record['held_out']})."
         )
         rows = [
-            [name, *_cells(record[stage])]
+            [name, *_loss_cells(record[stage])]
             for stage, name in (("untrained", "untrained"), ("trained", "trained"))
         ]
         yield Table(
@@ -306,7 +313,7 @@ def _racks(record: Record | None) -> Iterator[Table]:
     rows = []
     for each in record["each"]:
         before = Quality.from_json(each["before"])
-        loss, perplexity, interval_of = _cells(each["after"])
+        loss, perplexity, interval_of = _loss_cells(each["after"])
         rows.append(
             [f"layers {each['layers']}", loss, number(before.perplexity), perplexity, interval_of]
         )
@@ -317,10 +324,187 @@ def _racks(record: Record | None) -> Iterator[Table]:
     yield Table("Racks", ["", "loss", "perplexity before", "after", "95% interval"], rows, note)
 
 
-def _cells(stored: Record) -> list[str]:
+def _loss_cells(stored: Record) -> list[str]:
     quality = Quality.from_json(stored)
     return [
         number(math.log(quality.perplexity)),
         number(quality.perplexity),
         interval(*quality.ends("perplexity")),
     ]
+
+
+@dataclass(frozen=True)
+class Healing:
+    """Three models on the same held-out text; the original is None where it is not known."""
+
+    original: Quality | None
+    edited: Quality
+    healed: Quality
+
+    @classmethod
+    def of(cls, record: Record) -> Healing:
+        """Read a `run.json`; a ValueError says which perplexity is not above 0."""
+        found = {
+            name: record[name] and Quality.from_json(record[name])
+            for name in ("original", "edited", "healed")
+        }
+        for quality in filter(None, found.values()):
+            if not quality.perplexity > 0:
+                raise ValueError(f"a perplexity of {quality.perplexity:g} is not above 0")
+        return cls(**found)
+
+    @property
+    def of_perplexity(self) -> float | None:
+        """The regained share of the lost log-perplexity; NaN where none was lost, None without the original."""
+        if self.original is None:
+            return None
+        edited, healed, original = (
+            math.log(one.perplexity) for one in (self.edited, self.healed, self.original)
+        )
+        lost = edited - original
+        if not (math.isfinite(lost) and lost > 0):
+            return math.nan
+        return (edited - healed) / lost
+
+    @property
+    def of_divergence(self) -> float | None:
+        """The regained share of divergence; None where it is not known."""
+        lost = self.edited.divergence
+        if math.isnan(lost):
+            return None
+        if not (math.isfinite(lost) and lost > 0):
+            return math.nan
+        return 1 - self.healed.divergence / lost
+
+
+@dataclass(frozen=True, repr=False)
+class HealRun(TrainingRun):
+    """The result of `heal`.
+
+    Attributes:
+        healing: the three models on the same held-out text.
+    """
+
+    COMMAND = "heal"
+    TITLE = "Healing"
+    WITHOUT = "No healing: how much of what an edit loses comes back with training is not known (surgeon heal)."
+    LAST = "healed"
+    BEFORE = "the edited model before training"
+    LOG_FROM = 20.0
+
+    @classmethod
+    def is_ours(cls, record: Record) -> bool:
+        return bool(record.get("identity", {}).get("task", "heal") == "heal")
+
+    healing: Healing = field(kw_only=True)
+
+    @classmethod
+    def facts(cls, record: Record, file: Path) -> Record:
+        return super().facts(record, file) | {"healing": Healing.of(record)}
+
+    @property
+    def original(self) -> float | None:
+        original = self.healing.original
+        if original is None:
+            return None
+        return original.perplexity
+
+    def section(self) -> Iterator[Block]:
+        record = self.record
+        text = f"The edited model was trained for {trained_on(record)}."
+        text += f" Before and after, {int(record['healed']['tokens']):,} held-out tokens were predicted"
+        if record.get("held_out"):
+            text += f" ({record['held_out']})"
+        yield f"{text}."
+        yield _side_by_side("Before and after", {"healed": self})
+        yield Picture(list(self.charts()))
+        yield from record_codes(record, program="The program that was healed", recipe="Recipe")
+
+    @classmethod
+    def together(cls, runs: Sequence[Self]) -> list[Block]:
+        """All healings of a model side by side, and their curves in one picture."""
+        if len(runs) < 2:
+            return []
+        named = {run.name: run for run in runs}
+        table = _side_by_side("All healings side by side", named)
+        return [table, Picture(list(held_out_charts(named, ", all healings")))]
+
+    def summary(self) -> Iterator[Finding]:
+        record = self.record
+        healing = self.healing
+        edited = healing.edited
+        healed = healing.healed
+        steps = plural(int(record["steps"]), "step")
+        time = clock(float(record["seconds"]))
+        text = (
+            f"{steps} of training ({int(record['tokens']):,} tokens, {time}) brought the edited model's perplexity "
+            f"from {number(edited.perplexity)} to {number(healed.perplexity)}"
+        )
+        if healing.original:
+            text += f", the original's being {number(healing.original.perplexity)}"
+        if healing.of_divergence:
+            text += (
+                f", and its divergence from {number(edited.divergence)} to {number(healed.divergence)}"
+            )
+        text += "."
+        back = healing.of_divergence
+        figure = ""
+        if back and math.isfinite(back):
+            figure = _percent(back)
+        label = "of the edit's divergence regained by healing"
+        yield Finding("Trained", text, figure, label if figure else "")
+
+
+def _side_by_side(caption: str, runs: Mapping[str, HealRun]) -> Table:
+    """Table what runs began with and reached; those of one edited model on one text stand together."""
+    same_text = len({run.record.get("held_out_hash") for run in runs.values()}) == 1
+    original = next(iter(runs.values())).healing.original
+    rows = []
+    if same_text and original:
+        rows = [["original", "", *_cells(original)[:2]]]
+    edits: dict[str, dict[str, HealRun]] = {}
+    for name, run in runs.items():
+        edited = [run.record.get(key) for key in ("program", "recipe", "held_out_hash", "edited")]
+        edits.setdefault(str(edited), {})[name] = run
+    marked: list[tuple[int, int]] = []
+    for of_one_edit in edits.values():
+        which = ""
+        if len(edits) > 1:
+            which = f", for {join_words(of_one_edit)}"
+        rows.append([f"edited{which}", "", *_cells(next(iter(of_one_edit.values())).healing.edited)])
+        for name, run in of_one_edit.items():
+            shares = _share(run.healing.of_perplexity), _share(run.healing.of_divergence)
+            marked += [
+                (len(rows), column) for column, share in zip((4, 7), shares, strict=True) if share
+            ]
+            rows.append([name, f"{int(run.record['tokens']):,}", *_cells(run.healing.healed, *shares)])
+    note = _UNKNOWN
+    if marked:
+        note = _NOTE
+    if not same_text:
+        note += " The runs were measured on different texts: only shares can be compared."
+    return Table(caption, _HEAD, rows, note, marked=marked)
+
+
+def _cells(state: Quality, *shares: str) -> list[str]:
+    found = []
+    for name, share in zip(("perplexity", "divergence"), shares or ("", ""), strict=True):
+        found += [number(getattr(state, name)), interval(*state.ends(name)), share]
+    return found
+
+
+def _share(regained: float | None) -> str:
+    if regained is None:
+        return ""
+    if math.isnan(regained):
+        return "nothing lost"
+    if math.isinf(regained):
+        return NO_VALUE
+    return _percent(regained)
+
+
+def _percent(share: float) -> str:
+    text = f"{100 * abs(share):.0f}%"
+    if share >= 0 or text == "0%":
+        return text
+    return f"\N{MINUS SIGN}{text}"

@@ -84,9 +84,7 @@ class TrialTable:
     @cached_property
     def levels(self) -> Numbers:
         """(trials,), the level of a cost that each was made for; all 0 in a search with one goal."""
-        return np.asarray(
-            np.nan_to_num(self.table["level"].to_numpy(dtype=np.float64)), dtype=np.float64
-        )
+        return self.table["level"].fillna(0.0).to_numpy(dtype=np.float64)
 
     @property
     def has_levels(self) -> bool:
@@ -107,15 +105,13 @@ class TrialTable:
         """
         if not self.has_levels:
             return self.values
-        least = np.full(len(self), math.nan)
-        for level in set(self.levels.tolist()):
-            own = self.levels == level
-            compared = own & self.within
-            if not compared.any():
-                compared = own & self.whole
-            least[own] = self.values[compared].min() if compared.any() else math.nan
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.asarray(np.where(least > 0, self.values / least, math.nan), dtype=np.float64)
+        values = pd.Series(self.values)
+        within, whole = (
+            values.where(kept).groupby(self.levels).transform("min")
+            for kept in (self.within, self.whole)
+        )
+        least = within.fillna(whole)
+        return (values / least.where(least > 0)).to_numpy()
 
     @cached_property
     def best_so_far(self) -> Numbers:
@@ -123,29 +119,21 @@ class TrialTable:
 
         Along a cost, the geometric mean over the levels, once all of them have a trial.
         """
-        levels = list(dict.fromkeys(self.levels[self.within].tolist()))
-        curves = []
-        for level in levels:
-            own = self.within & (self.levels == level) & np.isfinite(self.relative)
-            curves.append(np.minimum.accumulate(np.where(own, self.relative, math.inf)))
-        if not curves:
+        if not self.within.any():
             return np.full(len(self), math.nan)
-        table = np.array(curves)
-        known = np.isfinite(table).all(axis=0)
-        means = np.exp(np.mean(np.log(np.where(known & (table > 0), table, 1.0)), axis=0))
-        return np.asarray(
-            np.where(known, means if len(levels) > 1 else table[0], math.nan), dtype=np.float64
+        counted = np.where(self.within & np.isfinite(self.relative), self.relative, math.nan)
+        by_level = pd.DataFrame({"level": self.levels, "value": counted}).pivot(
+            columns="level", values="value"
         )
+        curves = by_level[pd.unique(self.levels[self.within])].cummin().ffill()
+        means = curves.mask(curves <= 0, 1.0).prod(axis=1, skipna=False) ** (1 / curves.shape[1])
+        return (means if curves.shape[1] > 1 else curves.iloc[:, 0]).to_numpy()
 
     @cached_property
     def best_of_levels(self) -> list[int]:
         """Rows of the best within the budget, of each level or of all; the deepest level first."""
-        found = []
-        for level in sorted(set(self.levels.tolist()), reverse=True):
-            rows = np.flatnonzero(self.within & (self.levels == level))
-            if len(rows):
-                found.append(int(rows[self.values[rows].argmin()]))
-        return found
+        values = pd.Series(self.values)[self.within]
+        return values.groupby(self.levels[self.within]).idxmin().tolist()[::-1]
 
     @cached_property
     def ranked(self) -> list[int]:

@@ -17,7 +17,7 @@ import typer
 
 from surgeon import __version__
 from surgeon.commands import app as cli
-from surgeon.commands.failures import explain, explain_interruption
+from surgeon.commands.app import explain, explain_interruption
 from tests.waiting import PATIENCE
 
 

@@ -105,6 +105,12 @@ def test_it_stays_a_function() -> None:
     assert SEEN == ["east", 2, "roller", (1, 2), False, "fast", "red", None, None]
     with pytest.raises(ValueError, match="coats must be a number, not '2'"):
         paint("north", coats="2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tools must be a text or a sequence, not 5"):
+        paint("north", tools=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="sizes must be a sequence, not '12'"):
+        paint("north", sizes="12")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="wall must be a text or a path, not None"):
+        paint(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="coats must be at least 1, not 0"):
         paint("east", coats=0)
     with pytest.raises(ValueError, match="wind must be at least 0, not -1"):

@@ -47,7 +47,7 @@ def test_a_command_has_one_type_of_result() -> None:
         "spectrum": "Spectrum",
         "heal": "HealRun | None",
         "train": "ScratchRun | None",
-        "export": "Exported",
+        "export": "ExportRun",
         "show": "None",
         "card": "Path",
         "evaluate": "Evaluation",

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 import surgeon
 from surgeon.cost.hardware import parse_hardware
-from surgeon.findings.prediction import Predictions
+from surgeon.findings.speeds import Predictions
 from tests.commands.conftest import Run
 from tests.cost.examples import ROUND, SIZES
 

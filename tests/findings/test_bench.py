@@ -14,7 +14,7 @@ from matplotlib.image import imread
 
 from surgeon.benchmarks.measure import Measurement, Result, Split, bench_record, bench_table
 from surgeon.cost.deployment import Workload
-from surgeon.findings.bench import Benchmark
+from surgeon.findings.speeds import Benchmark
 from surgeon.models.families import FAMILIES
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.plan.specification import Plan

@@ -15,11 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from surgeon.analysis.cells import select
-from surgeon.findings.drawing import Picture
-from surgeon.findings.maps import Map
+from surgeon.findings.drawing import CAP, Map, Picture, damage_legend
 from surgeon.findings.scan import Scan
-from surgeon.findings.scan_pictures import grid
-from surgeon.findings.tolerance import CAP
 from surgeon.language.operations.base import HEATMAPS
 
 BASE = 10.0
@@ -44,6 +41,11 @@ def pictures(cells: pd.DataFrame) -> list[Figure]:
     found = Scan(cells, BASE, record={"model": "a model"})
     own = (name for name in found.pictures() if name.startswith("heatmap"))
     return [found.plot(name) for name in sorted(own, key=lambda name: name == "heatmaps")]
+
+
+def grid(cells: pd.DataFrame) -> pd.DataFrame:
+    legend = damage_legend("", cells["perplexity"], BASE)
+    return Map("", cells, "first", "last", {"perplexity": "perplexity"}, legend).values
 
 
 def test_rows_are_first_layers_and_columns_last_ones() -> None:
@@ -205,7 +207,9 @@ def test_the_page_has_the_same_colours(operations: tuple[str, ...], worst: float
             for axes in (item.figure.axes[0], panel)
         ]
         assert fences[0] == fences[1]
-    words = [text.get_text() for text in picture.legend.figure.axes[0].texts]
+    words = [
+        text.get_text() for text in (picture.legend or picture.items[0].legend).figure.axes[0].texts
+    ]
     assert ("beyond" in words) == ("beyond" in figure.axes[-1].get_ylabel())
 
 

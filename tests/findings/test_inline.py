@@ -15,8 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from surgeon.findings.drawing import COLOURS, Chart, layers_across, points, save, scale
-from surgeon.findings.maps import Map
+from surgeon.findings.drawing import COLOURS, Chart, Legend, Map, layers_across, points, save, scale
 from surgeon.findings.page import inline_svg, legend_keys
 from surgeon.findings.program import program_figure
 from surgeon.language.program import Program
@@ -69,7 +68,11 @@ def test_a_map_is_an_image_of_a_pixel_for_each_cell() -> None:
     values = pd.DataFrame(
         [[0.0, 1.0, math.nan], [0.5, math.inf, 0.2]], index=["a", "b"], columns=[0, 1, 2]
     )
-    figure = Map("a map", values, Normalize(0, 1), ("layer", ""), {}, limit=0.5, flat=300.0).figure
+    table = values.rename_axis("row").reset_index().melt("row", var_name="layer")
+    legend = Legend(Normalize(0, 1), "values")
+    figure = Map(
+        "a map", table, "row", "layer", {"value": "value"}, legend, limit=0.5, flat=300.0
+    ).figure
     root = ElementTree.fromstring(str(inline_svg(figure, "a map")))
     (image,) = root.iter("image")
     assert (image.get("width"), image.get("height")) == ("3", "2")

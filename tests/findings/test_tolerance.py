@@ -5,8 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from surgeon.findings.scan import Scan
-from surgeon.findings.tolerance import ScanTable, changed_layers, depth_saved
+from surgeon.findings.scan import Scan, changed_layers, depth_saved
 from surgeon.language.operations.base import HEATMAPS
 from surgeon.language.program import Program
 from tests.findings.run_folders import BASE, scan_cells
@@ -32,7 +31,7 @@ def test_depth_that_depends_on_the_family() -> None:
     assert depth_saved("lp", 4, None) == 2
 
 
-def scan_of(operations: tuple[str, ...], num_layers: int) -> ScanTable:
+def scan_of(operations: tuple[str, ...], num_layers: int) -> Scan:
     table = pd.DataFrame(scan_cells(operations, num_layers))
     numbers = [name for name in table.columns if name != "operation"]
     table = table.astype(dict.fromkeys(numbers, float)).astype({"first": int, "last": int})

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
-from surgeon.commands.failures import explain
+from surgeon.commands.app import explain
 from surgeon.provenance import without_password
 from surgeon.searches import study as study_module
 from surgeon.searches.study import naming_storage, open_storage

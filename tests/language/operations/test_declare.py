@@ -14,8 +14,7 @@ import pytest
 import surgeon.language.operations
 from surgeon.analysis.cells import SCANNED, check_operations, select, selected_cells
 from surgeon.analysis.proxies import readers
-from surgeon.findings.scan import Scan
-from surgeon.findings.tolerance import changed_layers
+from surgeon.findings.scan import Scan, changed_layers
 from surgeon.language.operations.base import (
     HEATMAPS,
     OPERATIONS,

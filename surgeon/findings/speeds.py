@@ -1,35 +1,115 @@
-"""Prediction: costs of programs on described hardware, as tables for a terminal, charts and a section."""
+"""Speeds of programs on ranks, measured (bench) or predicted for described hardware: tables, charts and a section."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
-from surgeon.findings.bench import passes_table, uneven_shares
-from surgeon.findings.drawing import Chart, Picture, bars_chart, points, scale
-from surgeon.findings.maps import Legend, Map, map_cells
+from surgeon.findings.drawing import Chart, Legend, Map, Picture, bars_chart, points, scale
 from surgeon.findings.result import Block, Finding, RunResult, Table, table_file
 from surgeon.machine import show_size
-from surgeon.words import NO_VALUE, TIMES, hang_indent, number, plural, times
+from surgeon.words import NO_VALUE, TIMES, hang_indent, number, plural, times, with_intervals
 
+RATIOS = ("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup")
+COLUMNS = ("first_token_ms", "prefill_ms", "decode_ms", "per_token_ms", "tokens_per_second")
+LEAST_IMBALANCE = 1.005  # that is shown
 AXES = ("ranks", "batch", "prompt", "new")
 PARTS = ("compute", "launches", "exposed")  # of a pass's time
-SPEEDUPS = ("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup")
 TOO_LARGE = "does not fit into memory"  # why a cell of a sweep is refused that has a prediction
 _SPEEDS = ("first_token_ms", "per_token_ms", "tokens_per_second")
-_PARTS = (("compute", 0), ("launches, gaps", 7), ("waiting for collectives", 1))  # words and colour
+# Words and colours of the parts of a pass.
+_LOOKS = {
+    "compute": ("compute", 0),
+    "launches": ("launches, gaps", 7),
+    "exposed": ("waiting for collectives", 1),
+    "waiting": ("waiting for collectives", 1),
+}
 _MOST_CHARTS = 8
 DRAFT_COLUMNS = (
     *("ranks", "batch", "prompt", "new", "acceptance", "ahead", "draft_ms", "verify_ms", "per_token_ms"),
     *("dense", "drafted", "alone", "speedup", "alone_speedup"),
 )
+
+
+@dataclass(frozen=True, repr=False)
+class Benchmark(RunResult):
+    """The result of `bench`.
+
+    Attributes:
+        speeds: one row per program and batch, as in `bench.csv`: medians over the rounds, of ratios too (each against
+            the first program, of its round); `divergence` of compressed reductions from exact ones, nats per token.
+        results: by load, of every program; of a bench just made.
+        traces: files with timelines.
+    """
+
+    COMMAND = "bench"
+    RECORD = "bench.json"
+
+    speeds: pd.DataFrame = table_file("bench.csv", ("batch", *COLUMNS, *RATIOS), ("program",))
+    results: Sequence[Any] = ()
+    traces: tuple[Path, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [hang_indent("", self.heading)]
+        if "kernels" in self.record:  # not in older ones
+            parts.append(hang_indent("kernels: ", self.record["kernels"]))
+        table = self.speeds
+        begin = ["program", "batch"]
+        head = [*begin, "first token, ms", "prefill, ms", "decode, ms", "per token, ms", "tokens/s"]
+        body = [
+            [row["program"], str(row["batch"]), *(number(row[name], 3) for name in COLUMNS)]
+            for _, row in table.iterrows()
+        ]
+        split = ("compute, ms", "waiting, ms", "")
+        caption = "One pass, on the rank that waits most"
+        tables = [
+            Table("Latency, medians over rounds", head, body),
+            passes_table(caption, table, split, _compute_and_waiting),
+        ]
+        if table["program"].nunique() > 1:
+            body = []
+            for _, row in table.iterrows():
+                low, high = (row[f"per_token_speedup_{end}"] for end in ("low", "high"))
+                first, token, rate = (times(row[name]) for name in RATIOS)
+                extent = ""
+                if high > low:
+                    extent = f"{low:.2f}-{high:.2f}"
+                depths = f"{row['effective_depth']:g}", str(row["sync_points"])
+                body.append([row["program"], str(row["batch"]), *depths, first, token, extent, rate])
+            caption = f"Times as fast as {table['program'].iloc[0]} to the first token and per token"
+            head = [*begin, "depth", "syncs", "first", "per token", "range", "tokens/s"]
+            tables.append(Table(caption, head, body))
+        tables += _uneven_shares(table)
+        if "divergence" in table:
+            measured = table.drop_duplicates("program").dropna(subset=["divergence"])
+            body = [
+                [row["program"], *with_intervals(row, ["divergence"])] for _, row in measured.iterrows()
+            ]
+            caption = f"What {self.record['compression']} changes in predictions, nats per token"
+            tables.append(Table(caption, ["program", "divergence", "95% interval"], body))
+        return "\n\n".join(["\n".join(parts), *map(str, tables)])
+
+    def pictures(self) -> dict[str, Picture]:
+        """`bench`: compute and waiting of a decoding pass of every program, or else of a prompt's."""
+        speeds = self.speeds
+        phase = "prefill"
+        whole = "prefill_ms"
+        if "decode_compute_ms" in speeds:
+            phase = "decode"
+            whole = "per_token_ms"
+        parts = ["compute", "waiting"]
+        # The process does not see what GPUs wait for.
+        if speeds[f"{phase}_waiting_ms"].isna().all():
+            speeds = speeds.assign(**{f"{phase}_compute_ms": speeds[whole]})
+            parts = ["compute"]
+        return {"bench": Picture([_pass_chart(speeds, phase, parts)])}
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,7 +131,7 @@ class Predictions(RunResult):
 
     speeds: pd.DataFrame = table_file(
         "predict.csv",
-        (*AXES, *_SPEEDS, "communication_share", "needed_bytes", "there_bytes", "fits", *SPEEDUPS),
+        (*AXES, *_SPEEDS, "communication_share", "needed_bytes", "there_bytes", "fits", *RATIOS),
         ("program",),
     )
     drafts: pd.DataFrame = table_file("drafts.csv", DRAFT_COLUMNS, optional=True)
@@ -65,14 +145,12 @@ class Predictions(RunResult):
             tables.append(passes_table("Where the time of a pass goes", speeds, parts, _pass_times))
             if speeds["program"].nunique() > 1:
                 ratios = [
-                    [row["program"], str(row["batch"]), *(times(row[name]) for name in SPEEDUPS)]
+                    [row["program"], str(row["batch"]), *(times(row[name]) for name in RATIOS)]
                     for _, row in speeds.iterrows()
                 ]
                 head = ["program", "batch", "first token", "per token", "tokens/s"]
                 tables.append(Table(f"Times as fast as {speeds['program'].iloc[0]}", head, ratios))
-        uneven = uneven_shares(speeds)
-        if uneven is not None:
-            tables.append(uneven)
+        tables += _uneven_shares(speeds)
         if "refused" in self.record:
             tables.append(self._drafting_table())
         return "\n\n".join([hang_indent("", self.heading), *map(str, tables)])
@@ -139,24 +217,13 @@ class Predictions(RunResult):
             f"What programs would cost on {self.record.get('hardware', 'hardware that has no name')}, from its figures "
             f"and the model's shapes: nothing was run. Speedups are over {first} on the same ranks for the same load."
         )
-        charts = []
+        charts: list[Chart] = []
         if not self.record.get("swept"):
-            phases = (
-                phase for phase in ("prefill", "decode") if table[f"{phase}_compute_ms"].notna().any()
-            )
-            names = [str(program) for program in table["program"]]
-            if table["batch"].nunique() > 1:
-                names = [f"{one}, {batch}" for one, batch in zip(names, table["batch"], strict=True)]
-            for phase in phases:
-                spent = [table[f"{phase}_{part}_ms"].to_numpy() for part in PARTS]
-                speedups = table["per_token_speedup" if phase == "decode" else "first_token_speedup"]
-                notes = [
-                    f"{number(end, 3)} ms, {speedup:.2f}x"
-                    for end, speedup in zip(np.sum(spent, axis=0), speedups, strict=True)
-                ]
-                parts = [(*part, own) for part, own in zip(_PARTS, spent, strict=True)]
-                looks: Any = {"caption": "Where its time goes.", "left": 150.0}
-                charts.append(bars_chart(f"One {phase} pass", names, parts, notes, "ms", **looks))
+            charts = [
+                _pass_chart(table, phase, PARTS)
+                for phase in ("prefill", "decode")
+                if table[f"{phase}_compute_ms"].notna().any()
+            ]
         if table[[*AXES]].nunique().max() > 1:
             charts += _lines(table)
         if charts:  # none where nothing can be shared out
@@ -237,16 +304,12 @@ def _line_chart(own: pd.DataFrame, column: str, along: str, y: str, title: str) 
 
 def drafts_picture(found: dict[str, pd.DataFrame]) -> Picture:
     """Map each draft by its name: ranks down, batches across, of the first prompt and number of tokens."""
-    colours = Normalize(1.0, 2.0)
+    legend = Legend(Normalize(1.0, 2.0), "Times as fast as without drafts")
     panels = []
 
     def add(title: str, rows: pd.DataFrame, column: str) -> None:
-        values = rows.pivot(index="ranks", columns="batch", values=column)
         fields = {column: "times as fast", "ahead": "tokens ahead"}
-        cells = map_cells(
-            values, rows["ranks"], rows["batch"], rows, fields, "{row} ranks, batch {column}"
-        )
-        panels.append(Map(title.strip(), values, colours, ("batch", "ranks"), cells, "times as fast"))
+        panels.append(Map(title.strip(), rows, "ranks", "batch", fields, legend))
 
     for name, speeds in found.items():
         drawn = speeds[
@@ -255,5 +318,58 @@ def drafts_picture(found: dict[str, pd.DataFrame]) -> Picture:
         for chance, cells in drawn.groupby("acceptance"):
             add(f"{name} {chance:g} accepted", cells, "speedup")
         add(f"{name} alone (lossy)", drawn.drop_duplicates(["ranks", "batch"]), "alone_speedup")
-    legend = Legend(colours, "Times as fast as without drafts")
-    return Picture(panels, "Where drafts pay; refused cells stay empty.", "drafts", legend)
+    return Picture(panels, "Where drafts pay; refused cells stay empty.", "drafts")
+
+
+def _uneven_shares(speeds: pd.DataFrame) -> Iterator[Table]:
+    """Table the share of a pass on the busiest rank, where ranks have unequal parts of a program."""
+    if "imbalance" in speeds:  # not in older files
+        uneven = speeds[speeds["imbalance"] >= LEAST_IMBALANCE].drop_duplicates(["program", "imbalance"])
+        if len(uneven):
+            rows = [[row["program"], f"{row['imbalance']:.2f}"] for _, row in uneven.iterrows()]
+            caption = "Weights that the busiest rank reads, which others wait for; 1 is an even share"
+            yield Table(caption, ["program", "times an even share"], rows)
+
+
+def passes_table(
+    caption: str, speeds: pd.DataFrame, parts: Sequence[str], spent: Callable[[Any, str], list[str]]
+) -> Table:
+    """Table the passes of programs: parts of their time, collectives (of steps + of the vocabulary) and bytes."""
+    rows = []
+    for _, row in speeds.iterrows():
+        for phase in ("prefill", "decode"):
+            reduces = row.get(f"{phase}_all_reduces", math.nan)
+            if math.isnan(reduces):
+                continue
+            calls = int(reduces + row[f"{phase}_all_gathers"])
+            counts = [
+                f"{calls}+{int(row[f'{phase}_vocabulary_collectives'])}",
+                show_size(row[f"{phase}_bytes"]),
+            ]
+            rows.append([row["program"], str(row["batch"]), phase, *spent(row, phase), *counts])
+    return Table(caption, ["program", "batch", "pass", *parts, "collectives", "bytes"], rows)
+
+
+def _compute_and_waiting(row: Any, phase: str) -> list[str]:
+    compute = row[f"{phase}_compute_ms"]
+    waiting = row[f"{phase}_waiting_ms"]
+    share = ""
+    if not math.isnan(waiting):
+        share = f"{waiting / (compute + waiting):.0%}"
+    return [number(compute, 3), number(waiting, 3), share]
+
+
+def _pass_chart(speeds: pd.DataFrame, phase: str, parts: Sequence[str]) -> Chart:
+    """Draw where the time of a pass of every program goes."""
+    names = [str(program) for program in speeds["program"]]
+    if speeds["batch"].nunique() > 1:
+        names = [f"{one}, {batch}" for one, batch in zip(names, speeds["batch"], strict=True)]
+    columns = speeds[[f"{phase}_{part}_ms" for part in parts]].fillna(0.0)
+    speedups = speeds["per_token_speedup" if phase == "decode" else "first_token_speedup"]
+    ends = columns.sum(axis=1)
+    notes = [f"{number(end, 3)} ms, {speedup:.2f}x" for end, speedup in zip(ends, speedups, strict=True)]
+    shown = [
+        (*_LOOKS[part], columns[name].to_numpy()) for part, name in zip(parts, columns, strict=True)
+    ]
+    caption = "Where its time goes."
+    return bars_chart(f"One {phase} pass", names, shown, notes, "ms", caption=caption, left=150.0)
