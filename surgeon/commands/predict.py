@@ -178,12 +178,11 @@ def predict(
 
     from surgeon.commands.opening import as_list, as_range, draft_program, name_of
     from surgeon.commands.predictions import draft_table, heading_of, read_axes, record_of
-    from surgeon.cost.candidates import open_candidates
+    from surgeon.cost.candidates import explain_memory, open_candidates, prediction_table
+    from surgeon.cost.candidates import sweep as predict_all
     from surgeon.cost.deployment import Deployment, Workload
-    from surgeon.cost.drafts import read_chances
     from surgeon.cost.hardware import Hardware, load_hardware
-    from surgeon.cost.sweep import explain_memory, prediction_table
-    from surgeon.cost.sweep import sweep as predict_all
+    from surgeon.cost.predict import read_chances
     from surgeon.findings.prediction import Predictions
     from surgeon.named import on_disk
     from surgeon.processes.files import make_folder

@@ -9,9 +9,8 @@ from typing import Any
 import pandas as pd
 
 from surgeon.commands.opening import as_list, as_several
-from surgeon.cost.drafts import draft_cells
+from surgeon.cost.candidates import SweepCell, draft_cells, parse_sweep
 from surgeon.cost.hardware import Hardware, write_hardware
-from surgeon.cost.sweep import SweepCell, parse_sweep
 from surgeon.errors import did_you_mean
 from surgeon.findings.prediction import AXES, DRAFT_COLUMNS, words_of
 from surgeon.provenance import provenance

@@ -42,19 +42,17 @@ from surgeon.quality.data import (
 from surgeon.quality.summary import Quality, quality_of
 from surgeon.quality.text import OWN, VERIFIED, HeldOutQuality
 from surgeon.searches.drafting import DraftValue, FoundDraft, by_verified_keys
-from surgeon.searches.evaluate import KEPT_SHARE
-from surgeon.searches.front import quality_curves
-from surgeon.searches.here import ROUNDS, drafts_here, fast_enough_here, ranks_here
+from surgeon.searches.evaluate import KEPT_SHARE, Terms, measure_terms
 from surgeon.searches.known import Known
 from surgeon.searches.mixture import Trial
 from surgeon.searches.quantities import ACCURACY, HERE
 from surgeon.searches.question import SURGEON, PricedQuestion, Question
 from surgeon.searches.results import (
     SearchWork,
-    Winner,
     comment_recipe,
     found_json,
     lost_trials,
+    quality_curves,
     quality_table,
     terms_table,
     trials_table,
@@ -71,18 +69,21 @@ from surgeon.searches.study import (
     open_study,
     run_trials,
 )
-from surgeon.searches.terms import Terms, measure_terms
 from surgeon.searches.winners import (
+    ROUNDS,
     RUNNERS_UP,
     Finalist,
     HealedFinalists,
     HeldOutComparison,
+    Winner,
     against_most_salient,
     choose,
     compare,
     compared_by,
+    drafts_here,
+    fast_enough_here,
+    ranks_here,
 )
-from surgeon.searches.workers import interruptible, worker_processes
 from surgeon.training.distiller import Distillation
 from surgeon.training.settings import TrainSettings
 from surgeon.training.token_store import SELF
@@ -92,7 +93,7 @@ if TYPE_CHECKING:
 
 from surgeon.commands.failures import INTERRUPTED
 from surgeon.machine import avoid_cudnn_attention, wait_asleep
-from surgeon.searches.workers import given_to_worker
+from surgeon.searches.workers import given_to_worker, interruptible, worker_processes
 
 DEFAULT_STUDY = "search"
 HEALED = "healed"  # folder of checkpoints of finalists
@@ -318,7 +319,8 @@ def end_search(
             output, question.front(trials), question, opened.reference, opened.hash
         )
         SearchResult.TABLES["front"].write(output, tables["front"])
-    ranked, why = choose(question, trials, curves)
+    knees = [curve.knee for curve in curves if curve.along == question.along[0]]
+    ranked, why = choose(question, trials, knees[-1] if knees else None)
     first, *others = fast_enough_here(question, ranked, opened.folder)
     winner = Winner(first, why)
     chosen = first.choice

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from surgeon.analysis.factors.factor_plan import plan_factors
+from surgeon.analysis.factors.making import plan_factors
 from surgeon.benchmarks.drafting import MeasuredDrafts
 from surgeon.checkpoint.load import streamed_layers
-from surgeon.cost.drafts import DraftedPrediction, draft_on_paper
-from surgeon.cost.plans import plan_on_paper
+from surgeon.cost.deployment import plan_on_paper
+from surgeon.cost.predict import DraftedPrediction, draft_on_paper
 from surgeon.findings.trials import DRAFT_TIME
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe

@@ -18,9 +18,15 @@ from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.summary import Quality
 from surgeon.runtime.comm.collectives import parse_link
 from surgeon.searches.drafting import DraftValue, draft_obstacle
-from surgeon.searches.front import pareto_front
 from surgeon.searches.mixture import Mixture, Trial
-from surgeon.searches.pricing import Pricing
+from surgeon.searches.pricing import (
+    Pricing,
+    least_cost,
+    levels_of,
+    pareto_front,
+    require_reachable,
+    require_work,
+)
 from surgeon.searches.proposer import ANY, Goal, Prices, at_the_edge, evenly, near_the_best
 from surgeon.searches.quantities import (
     ACCURACY,
@@ -37,7 +43,6 @@ from surgeon.searches.quantities import (
     parse_objectives,
     priced,
 )
-from surgeon.searches.reach import least_cost, levels_of, require_reachable, require_work
 from surgeon.searches.spaces import DEEPER, Space, parse_spaces, usual_spaces
 
 SURGEON = "surgeon"  # the sampler that goes by what edits do

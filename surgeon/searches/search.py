@@ -30,13 +30,12 @@ from optuna.trial import FrozenTrial, TrialState
 from surgeon.errors import did_you_mean
 from surgeon.findings.edit import SOURCES, Choice
 from surgeon.quality.summary import Quality
-from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.evaluate import Evaluator, Terms, TermsPlan, measure_terms
 from surgeon.searches.known import Known
 from surgeon.searches.mixture import NONE, Proposal, Trial
 from surgeon.searches.proposer import Proposer
 from surgeon.searches.quantities import DIVERGENCE, priced
 from surgeon.searches.question import SURGEON, PricedQuestion
-from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 
 BATCH = 8  # proposals that are made of the same knowledge, and measured together
 FIRST = 3  # of the first round, for each goal: one of every kind

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from surgeon.analysis import subject
-from surgeon.analysis.cells import HEATMAPS
+from surgeon.analysis.scan import HEATMAPS
 from surgeon.commands.app import main
 from tests import warm
 from tests.commands.conftest import Run

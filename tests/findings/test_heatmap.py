@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from surgeon.analysis.cells import HEATMAPS, select
+from surgeon.analysis.scan import HEATMAPS, select
 from surgeon.findings.drawing import Picture
 from surgeon.findings.maps import Map
 from surgeon.findings.scan import Scan

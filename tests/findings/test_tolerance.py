@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from surgeon.analysis.cells import HEATMAPS
+from surgeon.analysis.scan import HEATMAPS
 from surgeon.findings.scan import Scan
 from surgeon.findings.tolerance import ScanTable, changed_layers, depth_saved
 from surgeon.language.program import Program

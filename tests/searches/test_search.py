@@ -16,13 +16,13 @@ from optuna.trial import FrozenTrial, TrialState
 
 from surgeon.language.program import Program
 from surgeon.opened import Model
-from surgeon.searches.front import TOGETHER, pareto_front, quality_curves
 from surgeon.searches.mixture import Trial
+from surgeon.searches.pricing import pareto_front
 from surgeon.searches.quantities import DEPTH, SIZE, Aspect
 from surgeon.searches.question import Question
-from surgeon.searches.results import Winner
+from surgeon.searches.results import TOGETHER, quality_curves
 from surgeon.searches.search import BATCH, MIXTURE, SAMPLERS, Search, SurgerySampler, make_sampler
-from surgeon.searches.winners import Finalist, HeldOutComparison, choose
+from surgeon.searches.winners import Finalist, HeldOutComparison, Winner, choose
 from tests.searches.made_up_search import damage, search, try_programs
 from tests.tiny_models import tiny_model
 
@@ -37,7 +37,7 @@ def test_under_a_budget_all_trials_keep_it_and_are_raced_against_the_best() -> N
     assert evaluator.raced[1:] == sorted(evaluator.raced[1:], reverse=True), (
         "by the best so far, which only improves"
     )
-    ranked, why = choose(searching.question, trials, [])
+    ranked, why = choose(searching.question, trials, None)
     assert ranked[0].measured.divergence == min(trial.measured.divergence for trial in trials)
     assert why == "The best within depth=7"
 
@@ -73,7 +73,7 @@ def test_without_a_budget_every_depth_is_looked_at() -> None:
     assert {trial.level for trial in trials} == set(levels)
     curves = quality_curves(DEPTH, trials, searching.question.original, searching.question.pricing)
     assert [point.cost for point in curves[0].points] == [10, *levels]
-    ranked, why = choose(searching.question, trials, curves)
+    ranked, why = choose(searching.question, trials, curves[-1].knee)
     assert searching.question.along == (DEPTH,)
     price = searching.question.pricing.price(DEPTH, ranked[0].program)
     assert curves[0].knee is None
@@ -90,7 +90,7 @@ def test_without_a_budget_every_depth_is_looked_at() -> None:
 def test_quality_alone_is_kept_at_the_least_depth() -> None:
     searching, _ = search("pair", "divergence<=0.2")
     trials = [*try_programs(searching, 40)]
-    ranked, _ = choose(searching.question, trials, [])
+    ranked, _ = choose(searching.question, trials, None)
     every = [t for t in trials if t.measured.divergence <= 0.2]
     depth = {t.number: Program.parse(t.key).effective_depth() for t in trials}
     assert depth[ranked[0].number] == min(depth[t.number] for t in every)
@@ -148,7 +148,7 @@ def test_a_program_that_is_known_is_not_measured_again() -> None:
 
 def test_a_limit_of_quality_that_held_out_text_does_not_keep_is_named() -> None:
     searching, evaluator = search("pair", "divergence<=0.2")
-    ranked, why = choose(searching.question, [*try_programs(searching, 20)], [])
+    ranked, why = choose(searching.question, [*try_programs(searching, 20)], None)
     seen = ranked[0].measured
     for unseen, said in (
         (0.19, []),
@@ -221,7 +221,7 @@ def test_the_front_between_two_limits_is_looked_for_on_both_sides() -> None:
     assert min(good) < 7, "shallower ones are as good as they have to be"
     assert min(depths) < min(good), "and what is shallower still was tried"
     assert 2 * depths.count(7) >= len([trial for trial in trials if trial.number >= 20])
-    ranked, why = choose(question, trials, [])
+    ranked, why = choose(question, trials, None)
     within = [
         t for t, depth in zip(trials, depths, strict=True) if depth <= 7 and t.measured.divergence <= 0.6
     ]
