@@ -11,7 +11,8 @@ Block influence is 1 minus the cosine between the stream before and after a laye
 Native tracks are compared each with itself: streams and stretches are those of one track between two meetings, and at a
 meeting the contribution of the track's own last layer is taken out.
 
-All are cheap predictors, proxies, of a scan's heatmaps. Every proxy rises with the damage that it predicts. A stretch of layers first..last gets
+All are cheap predictors, proxies, of a scan's heatmaps. Every proxy rises with the damage that it predicts. A stretch
+of layers first..last gets
 
     length            the number of its layers, which any other proxy has to beat
     block_influence, attention_size, mlp_size

@@ -1,8 +1,9 @@
 """Predictions of a program on described hardware: first token, every further one, memory, drafting.
 
-An edited program drafts, the unedited one verifies. As in the runtime, a draft's pass adds one token to each text, and a verifying pass costs as much as one of so many more
-texts. A draft's steps lie on ranks as the model's keys and values do; it has a pass over prompts if it keeps keys of
-its own. `runtime.batching.ahead` finds the best number of tokens ahead, here the same for all texts.
+An edited program drafts, the unedited one verifies. As in the runtime, a draft's pass adds one token to each text, and
+a verifying pass costs as much as one of so many more texts. A draft's steps lie on ranks as the model's keys and values
+do; it has a pass over prompts if it keeps keys of its own. `runtime.batching.ahead` finds the best number of tokens
+ahead, here the same for all texts.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ programs. The original's predictions are kept on disk. And a program that is hop
 after some of the windows. None of the first three changes a number; the fourth gives an estimate, with its interval,
 of a program that is out of the running.
 
-Damage is predicted from terms of every edit alone, and of every two, measured on single edits only. To second order the divergence of a changed model is a quadratic form of the change of the logits,
+Damage is predicted from terms of every edit alone, and of every two, measured on single edits only. To second order the
+divergence of a changed model is a quadratic form of the change of the logits,
 
     KL(p || q) = 1/2 Var_p(delta) + ...,        delta = the change of the logits, p the original's probabilities,
 

@@ -4,8 +4,9 @@ On a CPU the windows are shared out to threads, lanes, each of which computes on
 wait for each other thousands of times a second, and mostly so where the machine has something else to do. Threads with
 windows of their own meet at the end of a pass.
 
-With several processes, one for each GPU (or for a share of a machine's cores), each worker loads the model and measures a part of the programs: neighbours in the order of the shared plan, which have
-most in common, so that little of the sharing is lost. Measurements come back through a queue.
+With several processes, one for each GPU (or for a share of a machine's cores), each worker loads the model and measures
+a part of the programs: neighbours in the order of the shared plan, which have most in common, so that little of the
+sharing is lost. Measurements come back through a queue.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Weights of a recipe's program: plans of how matrices are factorised and units are kept, and the factors.
 
-Factors are made for the inputs of matrices on a text, one node of the program at a time. A folder gets a file for each matrix as soon as its factors are made, so that the work goes on where it was, with equal
-results. Inputs are those in the program with whole matrices, or with `sequential` in the program as it has become so
-far: matrices that read the stream come before those behind them. Inside a fork, all matrices are whole until those of
-the fork are made.
+Factors are made for the inputs of matrices on a text, one node of the program at a time. A folder gets a file for each
+matrix as soon as its factors are made, so that the work goes on where it was, with equal results. Inputs are those in
+the program with whole matrices, or with `sequential` in the program as it has become so far: matrices that read the
+stream come before those behind them. Inside a fork, all matrices are whole until those of the fork are made.
 """
 
 from __future__ import annotations
