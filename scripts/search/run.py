@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import optuna
 
-from surgeon.analysis.importance import most_important
-from surgeon.analysis.subject import Subject
+from surgeon.analysis.subject import Subject, most_important
 from surgeon.quality.summary import Quality
 from surgeon.searches.evaluate import Evaluator, Terms, TermsPlan, measure_terms
 from surgeon.searches.mixture import Mixture, Trial

@@ -30,8 +30,8 @@ import pandas as pd
 from surgeon.analysis.engine.machine import windows_at_once
 from surgeon.analysis.engine.measure import MeasureOptions, ProgramJournal, measure, measure_missing
 from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share, simplify
-from surgeon.analysis.importance import expert_use, most_important, use_table
-from surgeon.analysis.subject import Subject
+from surgeon.analysis.importance import expert_use, use_table
+from surgeon.analysis.subject import Subject, most_important
 from surgeon.checkpoint.stored import read_json
 from surgeon.errors import did_you_mean, show_value
 from surgeon.findings.scan import Scan

@@ -18,13 +18,11 @@ from surgeon.analysis.subject import Subject
 from surgeon.checkpoint.load import load
 from surgeon.commands.heal import heal
 from surgeon.commands.opening import warn
-from surgeon.commands.search_setup import SearchSetup, open_question
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware import parse_hardware
 from surgeon.errors import needs_extra
 from surgeon.findings.search import RECIPE_FILE, SearchResult
 from surgeon.language.program import Program
-from surgeon.machine import free_bytes
 from surgeon.opened import Model, open_model
 from surgeon.processes.files import write_text
 from surgeon.progress import progress
@@ -42,11 +40,11 @@ from surgeon.quality.data import (
 from surgeon.quality.summary import Quality, quality_of
 from surgeon.quality.text import OWN, VERIFIED, HeldOutQuality
 from surgeon.searches.drafting import DraftValue, FoundDraft, by_verified_keys
-from surgeon.searches.evaluate import KEPT_SHARE, Terms, measure_terms
+from surgeon.searches.evaluate import Terms, measure_terms
 from surgeon.searches.known import Known
 from surgeon.searches.mixture import Trial
 from surgeon.searches.quantities import ACCURACY, HERE
-from surgeon.searches.question import SURGEON, PricedQuestion, Question
+from surgeon.searches.question import SURGEON, PricedQuestion, Question, open_question
 from surgeon.searches.results import (
     SearchWork,
     comment_recipe,
@@ -58,7 +56,7 @@ from surgeon.searches.results import (
     trials_table,
     write_front,
 )
-from surgeon.searches.search import Search, make_sampler, require_sampler
+from surgeon.searches.search import Search, SearchSetup, make_sampler, require_sampler
 from surgeon.searches.study import (
     FINISHED,
     StudyStorage,
@@ -117,8 +115,7 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
     unseen = _held_out(subject, options)
     if options.heal is not None and unseen is not None:
         require_text_to_heal(subject, options, unseen)
-    room = None if options.workers == 1 else int(KEPT_SHARE * free_bytes() / options.workers)
-    evaluator = setup.evaluator(output, kept=room)
+    evaluator = setup.evaluator
     tasks = _tasks(setup, output)
     original = evaluator.measure([evaluator.dense])[evaluator.dense]
     given = {"model": opened.name, "question": asdict(options)}
@@ -173,7 +170,7 @@ def _require_what_it_takes(options: Question, model: Model) -> None:
         )
     if options.is_timed_here:
         ranks_here(options)
-    require_sampler(options.sampler, len(options.recorded))
+    require_sampler(options.sampler)
     if options.heal is None:
         if options.heal_data is not None:
             raise ValueError(
@@ -236,7 +233,12 @@ def _tasks(setup: SearchSetup, output: Path) -> TaskAccuracy | None:
 
     identity = {"model_hash": subject.opened.hash}
     return TaskAccuracy(
-        subject.model, subject.opened.tokenizer, objectives, identity, output, factors=setup.factors
+        subject.model,
+        subject.opened.tokenizer,
+        objectives,
+        identity,
+        output,
+        factors=setup.evaluator.factors,
     )
 
 
@@ -336,7 +338,7 @@ def end_search(
     if unseen is not None:
         finalists = [opened.program, *(trial.program for trial in (first, *runners_up))]
         text_of = "held-out text"
-        evaluator = setup.evaluator(output, unseen)
+        evaluator = setup.evaluator.on(unseen)
         on_unseen: Mapping[Program, Quality] = evaluator.measure([*dict.fromkeys([*finalists, salient])])
         if settings.draft is not None:
             on_unseen, why_own = by_verified_keys(evaluator, on_unseen)

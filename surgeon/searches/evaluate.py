@@ -142,18 +142,26 @@ class Evaluator:
         room = 0 if self.cache is None else self.cache.limit // 4
         self.factors = factors or TruncatedSVD(remembers=True, room=room)
 
+    def on(self, windows: Windows) -> Evaluator:
+        """Make an evaluator of the same model on other text."""
+        return Evaluator(
+            self.model,
+            windows,
+            self.memory,
+            self.folder,
+            own=self.dense,
+            factors=self.factors,
+            sampled=self.references.sampled,
+        )
+
     def measure(
-        self, programs: Iterable[Program], best: Quality | None = None, most: int | None = None
+        self, programs: Iterable[Program], best: Quality | None = None
     ) -> dict[Program, Quality]:
         """Measure the quality of programs, equal ones once.
 
         Args:
             best: measured on all windows; programs that are hopelessly worse are stopped (`whole` is False, then).
-            most: windows to run, from the first on; by default all. Of fewer, numbers are means over those, and `whole`
-                is False.
         """
-        if most is not None and most < 1:
-            raise ValueError(f"a program is measured on one window at least, not on {most}")
         wanted = list(dict.fromkeys(programs))
         count = len(self.windows.ids)
         if best is not None:
@@ -165,9 +173,7 @@ class Evaluator:
         parts: dict[Program, list[ByWindow]] = defaultdict(list)
         lost: set[Program] = set()
 
-        def is_done(program: Program, windows: range) -> bool:
-            if most is not None and windows.start >= most:
-                return True
+        def is_done(program: Program, _: range) -> bool:
             if best is None or program in lost or not parts[program]:
                 return program in lost
             name = "blocks"

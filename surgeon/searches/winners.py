@@ -34,7 +34,6 @@ from surgeon.progress import progress
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import ACCEPTANCES, CONFIDENCE, Quality, interval
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.comm.collectives import parse_link
 from surgeon.runtime.worker.rank import RankOptions, choose_device
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.searches.drafting import FoundDraft
@@ -470,8 +469,7 @@ def measured_here(
 
 def ranks_here(settings: Question) -> RankOptions:
     """Choose the ranks to measure the best programs on."""
-    link = parse_link(settings.link_delay, None)
-    return RankOptions(settings.ranks, choose_device("auto", settings.ranks), link=link)
+    return RankOptions(settings.ranks, choose_device("auto", settings.ranks), link=settings.link)
 
 
 def drafts_here(model: Model, draft: Program, windows: Windows, settings: Question) -> MeasuredDrafts:

@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional
 
 import surgeon
-from surgeon.analysis.importance import most_important
 from surgeon.analysis.scan import COLUMNS, HEATMAPS, PERMUTATION_COLUMNS, SCANNED, permutation_seeds
+from surgeon.analysis.subject import most_important
 from surgeon.language.operations.shuffle import permutation
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of
