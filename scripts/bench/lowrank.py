@@ -26,8 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table
-from surgeon.analysis.factors.making import FactorPlan, Making, make_factors
-from surgeon.analysis.factors.matrices import Matrices, Matrix, ProgramRun, ReferenceText
+from surgeon.analysis.factors.factor_plan import FactorPlan, Making
+from surgeon.analysis.factors.make_factors import make_factors
+from surgeon.analysis.factors.matrices import Matrices, Matrix
+from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
 from surgeon.analysis.factors.ranks import (
     Allocation,
     Curve,

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.analysis.factors.matrices import EXPERTS, Matrix, ProgramRun, matrices_in
+from surgeon.analysis.factors.matrices import Matrix
+from surgeon.analysis.factors.program_run import EXPERTS, ProgramRun, matrices_in
 from surgeon.language.operations.width import Criterion
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer

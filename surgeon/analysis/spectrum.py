@@ -19,15 +19,8 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.machine import HEAD_NOT_FINITE
-from surgeon.analysis.factors.matrices import (
-    Matrices,
-    Matrix,
-    ProgramRun,
-    ReferenceText,
-    choose_weights,
-    find_matrices,
-    matrices_in,
-)
+from surgeon.analysis.factors.matrices import Matrices, Matrix, choose_weights, find_matrices
+from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
 from surgeon.analysis.factors.ranks import Curve, effective_rank, energy_rank, kept_parameters
 from surgeon.analysis.subject import Subject, calibration_entry
 from surgeon.errors import show_value

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from surgeon.analysis.factors.making import plan_factors
+from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.benchmarks.timing import (
     Load,
     PassTiming,

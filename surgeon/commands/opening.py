@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from surgeon.analysis.factors.making import plan_factors
+from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.checkpoint.random_weights import RandomCheckpoint
 from surgeon.commands.options import ServiceFlags, flags_in
 from surgeon.errors import show_value

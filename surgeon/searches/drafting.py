@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from surgeon.analysis.factors.making import plan_factors
+from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.benchmarks.drafting import MeasuredDrafts
 from surgeon.checkpoint.load import streamed_layers
 from surgeon.cost.deployment import plan_on_paper

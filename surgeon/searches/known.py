@@ -21,7 +21,8 @@ import pandas as pd
 
 from surgeon.analysis.engine.measure import read_programs
 from surgeon.analysis.engine.sharing import simplify
-from surgeon.analysis.factors.making import FactorPlan, Making, NoSource, make_factors
+from surgeon.analysis.factors.factor_plan import FactorPlan, Making, NoSource
+from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.ranks import factorise_program
 from surgeon.analysis.scan import JOURNAL

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import surgeon
 from surgeon.analysis.engine import machine
-from surgeon.analysis.factors.matrices import ProgramRun
+from surgeon.analysis.factors.program_run import ProgramRun
 from surgeon.analysis.spectrum import JOURNAL
 from surgeon.models.edit import program_of
 from surgeon.models.families import family_of

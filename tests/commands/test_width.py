@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.analysis.factors.making import plan_factors
+from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.models.weights import ListedUnits, RandomUnits
 from surgeon.training.model import RackOptions

@@ -25,8 +25,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from surgeon.analysis.factors.making import FactorPlan, Making, make_factors
-from surgeon.analysis.factors.matrices import Matrix, ProgramRun, ReferenceText
+from surgeon.analysis.factors.factor_plan import FactorPlan, Making
+from surgeon.analysis.factors.make_factors import make_factors
+from surgeon.analysis.factors.matrices import Matrix
+from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
 from surgeon.analysis.subject import Subject
 from surgeon.errors import did_you_mean
 from surgeon.findings.spectrum import Spectrum

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from surgeon.analysis.factors.making import FactorPlan, Making, make_factors
-from surgeon.analysis.factors.matrices import Matrix, ProgramRun, ReferenceText
+from surgeon.analysis.factors.factor_plan import FactorPlan, Making
+from surgeon.analysis.factors.make_factors import make_factors
+from surgeon.analysis.factors.matrices import Matrix
+from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
 from surgeon.analysis.factors.ranks import (
     RankBudget,
     allocate,

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from surgeon.analysis.factors import making as making_module
-from surgeon.analysis.factors.making import FactorFolder, FactorPlan, Making, make_factors, plan_factors
+from surgeon.analysis.factors import make_factors as making_module
+from surgeon.analysis.factors.factor_plan import FactorFolder, FactorPlan, Making, plan_factors
+from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.checkpoint.load import load_streamed
 from surgeon.language.operations.lowrank import Calibration

@@ -13,7 +13,8 @@ from accelerate import PartialState
 import surgeon
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.sharing import share
-from surgeon.analysis.factors.making import FactorPlan, Making, make_factors
+from surgeon.analysis.factors.factor_plan import FactorPlan, Making
+from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import Program
