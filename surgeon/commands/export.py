@@ -193,7 +193,7 @@ def export(
     """
     from torch import nn
 
-    from surgeon.analysis.factors.factor_plan import with_factors
+    from surgeon.analysis.factors.make_factors import with_factors
     from surgeon.commands.opening import as_list
     from surgeon.exports import in_memory
     from surgeon.exports.adapters import BASE, export_with_adapter

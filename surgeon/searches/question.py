@@ -419,12 +419,8 @@ class PricedQuestion:
         best = min(trials, key=lambda trial: (self.cost(trial), trial.number), default=None)
         if best is None or math.isinf(self.cost(best)):
             return ""
-        if self.is_for_the_cheapest:
-            cheapest = self.along[0]
-            return f"best {cheapest.show(self.pricing.price(cheapest, best.program))}"
-        if self.settings.draft is not None:
-            return f"best {self.settings.draft.show(self.cost(best))}"
-        return f"best {self.cost(best):.4g}"
+        aspect = self.along[0] if self.is_for_the_cheapest else self.settings.objectives[0]
+        return f"best {aspect.show(self.pricing.costs([aspect], best)[0])}"
 
 
 def open_question(

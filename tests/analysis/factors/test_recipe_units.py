@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.analysis.factors.factor_plan import plan_factors, with_factors
+from surgeon.analysis.factors.factor_plan import plan_factors
+from surgeon.analysis.factors.make_factors import with_factors
 from surgeon.analysis.importance import unit_importance
 from surgeon.checkpoint.load import load
 from surgeon.language.recipe import parse_recipe
