@@ -16,6 +16,7 @@ import pandas as pd
 
 from surgeon.analysis.subject import Subject
 from surgeon.checkpoint.load import load
+from surgeon.commands.failures import INTERRUPTED
 from surgeon.commands.heal import heal
 from surgeon.commands.opening import warn
 from surgeon.cost.calibrate import calibrate
@@ -23,6 +24,7 @@ from surgeon.cost.hardware import parse_hardware
 from surgeon.errors import needs_extra
 from surgeon.findings.search import RECIPE_FILE, SearchResult
 from surgeon.language.program import Program
+from surgeon.machine import avoid_cudnn_attention, wait_asleep
 from surgeon.opened import Model, open_model
 from surgeon.processes.files import write_text
 from surgeon.progress import progress
@@ -82,16 +84,13 @@ from surgeon.searches.winners import (
     fast_enough_here,
     ranks_here,
 )
+from surgeon.searches.workers import given_to_worker, interruptible, worker_processes
 from surgeon.training.distiller import Distillation
 from surgeon.training.settings import TrainSettings
 from surgeon.training.token_store import SELF
 
 if TYPE_CHECKING:
     from surgeon.searches.accuracy import TaskAccuracy
-
-from surgeon.commands.failures import INTERRUPTED
-from surgeon.machine import avoid_cudnn_attention, wait_asleep
-from surgeon.searches.workers import given_to_worker, interruptible, worker_processes
 
 DEFAULT_STUDY = "search"
 HEALED = "healed"  # folder of checkpoints of finalists
