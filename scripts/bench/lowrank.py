@@ -26,12 +26,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table
-from surgeon.analysis.factors.allocation import Allocation, Curve, Ranks, parameters, total_cost
 from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrices, Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
-from surgeon.analysis.factors.rank_recipe import RankBudget, corrected_ranks, factorise_program
+from surgeon.analysis.factors.ranks import (
+    Allocation,
+    Curve,
+    RankBudget,
+    Ranks,
+    corrected_ranks,
+    factorise_program,
+    parameters,
+    total_cost,
+)
 from surgeon.analysis.spectrum import request, spectrum
 from surgeon.analysis.subject import Subject, load_calibration, open_subject
 from surgeon.findings.spectrum import parse_ranks

@@ -36,11 +36,10 @@ from scripts.bench.busy import neighbour
 from scripts.bench.decoding import random_llama
 from scripts.commands import add_defaults, make_parser
 from scripts.markdown import print_table
-from surgeon.analysis.cells import SCANNED, Cell, select, selected_cells
 from surgeon.analysis.engine.machine import TOKENS_AT_ONCE
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.sharing import plain_sublayers, share, simplify
-from surgeon.analysis.scan import HOPELESS, scan
+from surgeon.analysis.scan import HOPELESS, SCANNED, Cell, scan, select, selected_cells
 from surgeon.analysis.subject import Subject
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.findings.scan import Scan

@@ -19,9 +19,8 @@ from transformers import AutoConfig
 from scripts.cost.cases import Run
 from scripts.cost.constants import CONSTANTS, fitted
 from scripts.cost.models import CONFIGS, LOW_RANK, program_of
-from surgeon.cost.deployment import Deployment
+from surgeon.cost.deployment import Deployment, plan_on_paper
 from surgeon.cost.hardware import Hardware, load_hardware
-from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import PredictedRanks
 from surgeon.cost.work import Forward
 from surgeon.language.sublayer import LayerShapes

@@ -19,7 +19,7 @@ from surgeon.benchmarks.measure import Needs, RankBench, summarise
 from surgeon.benchmarks.timing import load_timed
 from surgeon.checkpoint.random_weights import open_random
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.cost.plans import USABLE, activation_bytes
+from surgeon.cost.deployment import USABLE, activation_bytes
 from surgeon.errors import first_line
 from surgeon.language.program import Program
 from surgeon.machine import free_bytes, show_size

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 
 import optuna
 
-from surgeon.analysis.importance import most_important
-from surgeon.analysis.subject import Subject
+from surgeon.analysis.subject import Subject, most_important
 from surgeon.quality.summary import Quality
-from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.evaluate import Evaluator, Terms, TermsPlan, measure_terms
 from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import SURGEON, PricedQuestion, Question
 from surgeon.searches.search import Search, make_sampler
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.study import list_trials, run_trials
-from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from surgeon.analysis.factors.recipe_factors import with_factors
+from surgeon.analysis.factors.make_factors import with_factors
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.findings.tasks import scores, scores_table, write_results
 from surgeon.models.edit import edit, restore

@@ -34,19 +34,15 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.program_run import EXPERTS, ProgramRun, matrices_in
-from surgeon.language.operations.width import USUAL, Criterion
+from surgeon.language.operations.width import Criterion
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.machine import stay_below
-from surgeon.models.edit import as_stored, program_of
+from surgeon.models.edit import as_stored
 from surgeon.models.families import family_of
 from surgeon.models.routing import Routing, route
 from surgeon.models.weights import (
-    FactorSource,
-    ScoredUnits,
     Tensors,
-    TruncatedSVD,
-    UnitsByLayer,
 )
 from surgeon.processes.journal import Journal
 from surgeon.progress import progress
@@ -58,27 +54,6 @@ Importance = dict[Part, Tensor]  # of each unit, (KV groups,) or (neurons,), flo
 
 WRITES = {ATTENTION: "o", FEED_FORWARD: "down"}
 JOURNAL = "importance.jsonl"
-
-
-def most_important(
-    model: PreTrainedModel,
-    programs: Iterable[Program],
-    windows: Windows,
-    folder: Path | None = None,
-    factors: FactorSource | None = None,
-    **more: Any,
-) -> FactorSource | None:
-    """The source of units of programs that are measured on a text: those that matter most on it, by Wanda."""
-    own: Program = vars(model).get("own_program") or program_of(model)
-    # Layers stored as narrow as asked leave nothing to choose.
-    stored = {(one.parts[0], one.width) for one in own.sublayers()}
-    sublayers = (one for program in programs for one in program.sublayers() if one.width is not None)
-    narrowed = {one.parts[0] for one in sublayers if (one.parts[0], one.width) not in stored}
-    if not narrowed:
-        return factors
-    found = unit_importance(model, dict.fromkeys(sorted(narrowed), USUAL), windows, folder, **more)
-    scored = {part: ScoredUnits(values, USUAL) for part, values in found.items()}
-    return UnitsByLayer(scored, factors or TruncatedSVD(remembers=True))
 
 
 def unit_importance(

@@ -25,12 +25,10 @@ from torch import Tensor, nn
 from torch.func import jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from surgeon.analysis.engine.machine import windows_at_once
-from surgeon.analysis.engine.measure import MeasureOptions, ProgramJournal
+from surgeon.analysis.engine.machine import LayerPass, Walk, windows_at_once
+from surgeon.analysis.engine.measure import MeasureOptions, ProgramJournal, measure_missing
 from surgeon.analysis.engine.sharing import share
-from surgeon.analysis.engine.walk import LayerPass, Walk
-from surgeon.analysis.engine.workers import measure_missing
-from surgeon.analysis.proxies import rank_correlation
+from surgeon.analysis.similarity import rank_correlation
 from surgeon.analysis.subject import Subject
 from surgeon.findings.sensitivity import DAMAGES, PREDICTORS, Sensitivity
 from surgeon.language.operations.pair import pair

@@ -18,15 +18,10 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
-from surgeon.analysis.engine.walk import HEAD_NOT_FINITE
-from surgeon.analysis.factors.allocation import Curve, effective_rank, energy_rank, kept_parameters
-from surgeon.analysis.factors.matrices import (
-    Matrices,
-    Matrix,
-    choose_weights,
-    find_matrices,
-)
+from surgeon.analysis.engine.machine import HEAD_NOT_FINITE
+from surgeon.analysis.factors.matrices import Matrices, Matrix, choose_weights, find_matrices
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
+from surgeon.analysis.factors.ranks import Curve, effective_rank, energy_rank, kept_parameters
 from surgeon.analysis.subject import Subject, calibration_entry
 from surgeon.errors import show_value
 from surgeon.findings.spectrum import METHODS, Spectrum, TargetRank, parse_ranks

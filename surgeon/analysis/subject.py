@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from surgeon.analysis.importance import unit_importance
 from surgeon.language.operations.lowrank import Calibration
+from surgeon.language.operations.width import USUAL
+from surgeon.language.program import Program
 from surgeon.machine import available_bytes, gpu_with_room, parse_size, show_size
+from surgeon.models.edit import program_of
+from surgeon.models.weights import FactorSource, ScoredUnits, TruncatedSVD, UnitsByLayer
 from surgeon.opened import Model, load, load_streamed, open_model
 from surgeon.provenance import FORMAT
 from surgeon.quality import DEFAULT_TOKENS
@@ -202,3 +208,24 @@ def load_recorded(model: Model, calibration: Calibration) -> Windows:
             "on what there is now"
         )
     return found
+
+
+def most_important(
+    model: PreTrainedModel,
+    programs: Iterable[Program],
+    windows: Windows,
+    folder: Path | None = None,
+    factors: FactorSource | None = None,
+    **more: Any,
+) -> FactorSource | None:
+    """The source of units of programs that are measured on a text: those that matter most on it, by Wanda."""
+    own: Program = vars(model).get("own_program") or program_of(model)
+    # Layers stored as narrow as asked leave nothing to choose.
+    stored = {(one.parts[0], one.width) for one in own.sublayers()}
+    sublayers = (one for program in programs for one in program.sublayers() if one.width is not None)
+    narrowed = {one.parts[0] for one in sublayers if (one.parts[0], one.width) not in stored}
+    if not narrowed:
+        return factors
+    found = unit_importance(model, dict.fromkeys(sorted(narrowed), USUAL), windows, folder, **more)
+    scored = {part: ScoredUnits(values, USUAL) for part, values in found.items()}
+    return UnitsByLayer(scored, factors or TruncatedSVD(remembers=True))

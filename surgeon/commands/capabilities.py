@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from surgeon.analysis.cells import SCANNED, select, selected_cells
 from surgeon.analysis.engine.machine import TOKENS_AT_ONCE, streaming_bytes, working_bytes
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.analysis.factors.matrices import choose_weights
+from surgeon.analysis.scan import SCANNED, select, selected_cells
 from surgeon.checkpoint.config import CONFIG, DEMO, find_config
 from surgeon.checkpoint.forms import per_layer_lists
 from surgeon.checkpoint.forms.base import NOT_ON_VLLM

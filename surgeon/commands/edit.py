@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from surgeon.analysis.factors.factor_plan import plan_factors
-from surgeon.analysis.factors.recipe_factors import with_units
+from surgeon.analysis.factors.factor_plan import plan_factors, with_units
 from surgeon.commands.opening import as_range
 from surgeon.errors import show_value
 from surgeon.exports import in_memory  # noqa: F401 - how edited models are saved

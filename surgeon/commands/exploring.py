@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import pandas as pd
 import torch
 
-from surgeon.analysis.cells import SCANNED
+from surgeon.analysis.scan import SCANNED
 from surgeon.analysis.scan import rounds as rounds_of
 from surgeon.commands.check import RANKS, check
 from surgeon.commands.report import report

@@ -137,7 +137,7 @@ def export(
     """
     from torch import nn
 
-    from surgeon.analysis.factors.recipe_factors import with_factors
+    from surgeon.analysis.factors.make_factors import with_factors
     from surgeon.commands.opening import as_list
     from surgeon.exports import in_memory
     from surgeon.exports.export import DTYPES, check_exportable, check_target, plan_export, write_export

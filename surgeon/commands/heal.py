@@ -343,7 +343,7 @@ def heal(
         NotProven: if the checkpoint does not compute what was trained.
         OSError: if the output is in the way or cannot be written.
     """
-    from surgeon.analysis.factors.recipe_factors import with_factors
+    from surgeon.analysis.factors.make_factors import with_factors
     from surgeon.exports.export import DTYPES, check_storage, check_target
     from surgeon.exports.in_memory import check_form, export_with_adapter
     from surgeon.findings.training import HealRun

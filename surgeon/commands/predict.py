@@ -16,9 +16,9 @@ from surgeon.provenance import provenance
 if TYPE_CHECKING:
     import pandas as pd
 
+    from surgeon.cost.candidates import SweepCell
     from surgeon.cost.deployment import Deployment
     from surgeon.cost.hardware import Hardware
-    from surgeon.cost.sweep import SweepCell
     from surgeon.findings.speeds import Predictions
     from surgeon.language.program import Program
     from surgeon.opened import EditedModel, Model
@@ -182,12 +182,11 @@ def predict(
     import pandas as pd
 
     from surgeon.commands.opening import as_list, as_range, draft_program, name_of
-    from surgeon.cost.candidates import open_candidates
+    from surgeon.cost.candidates import explain_memory, open_candidates, prediction_table
+    from surgeon.cost.candidates import sweep as predict_all
     from surgeon.cost.deployment import Deployment, Workload
-    from surgeon.cost.drafts import read_chances
     from surgeon.cost.hardware import Hardware, load_hardware, write_hardware
-    from surgeon.cost.sweep import explain_memory, prediction_table
-    from surgeon.cost.sweep import sweep as predict_all
+    from surgeon.cost.predict import read_chances
     from surgeon.findings.speeds import Predictions
     from surgeon.named import on_disk
     from surgeon.processes.files import make_folder
@@ -256,7 +255,7 @@ def _draft_table(
     """Predict where the second of two candidates drafts for the first; in a sweep with the reasons where it cannot."""
     import pandas as pd
 
-    from surgeon.cost.drafts import draft_cells
+    from surgeon.cost.candidates import draft_cells
     from surgeon.findings.speeds import DRAFT_COLUMNS, words_of
 
     rows = list[dict[str, float]]()
@@ -275,7 +274,7 @@ def _draft_table(
 def _axes(sweep: str | Sequence[str] | Mapping[str, int | Sequence[int]]) -> dict[str, list[int]]:
     """Read the values of each axis to predict for."""
     from surgeon.commands.opening import as_list, as_several
-    from surgeon.cost.sweep import parse_sweep
+    from surgeon.cost.candidates import parse_sweep
     from surgeon.findings.speeds import AXES
 
     if not isinstance(sweep, Mapping):

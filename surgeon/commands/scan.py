@@ -96,8 +96,7 @@ def scan(
         FileNotFoundError, ValueError: if model, text, maps or layers cannot be used, or the folder holds another scan.
         OSError: if it cannot be written to.
     """
-    from surgeon.analysis.cells import SCANNED, check_operations, select
-    from surgeon.analysis.scan import rounds
+    from surgeon.analysis.scan import SCANNED, check_operations, rounds, select
     from surgeon.analysis.scan import scan as measure
     from surgeon.analysis.subject import open_subject
     from surgeon.commands.opening import as_list, as_range, warn

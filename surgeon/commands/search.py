@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import typer
 
 from surgeon.commands.command import command, option, several
 from surgeon.commands.options import DefaultData, MeasuringFlags, ModelName, Output, SampledAcceptance
+from surgeon.errors import show_value
 
 if TYPE_CHECKING:
     from surgeon.findings.result import RunResult
     from surgeon.findings.search import SearchResult
+    from surgeon.searches.question import Question
 
 _WIDTH = 80  # columns of a terminal
 _KEY = 12  # columns of what stands before a line
@@ -157,7 +159,7 @@ class SearchFlags(ProblemFlags, total=False):
         str,
         option(
             "Who proposes programs: surgeon, from what every edit does alone and from all trials; or one of Optuna's "
-            "on the same parameters and constraints: tpe, gp, cmaes, nsga2, random.",
+            "on the same parameters and constraints: tpe, gp, nsga2, random.",
             default="surgeon",
         ),
     ]
@@ -211,6 +213,25 @@ class SearchFlags(ProblemFlags, total=False):
     ]
 
 
+def read_question(arguments: Mapping[str, Any]) -> Question:
+    """Read a command's arguments, of which spaces, limits, objectives and passes may be several."""
+    from surgeon.commands.opening import as_folder, as_several
+    from surgeon.searches.question import Question
+
+    values = {name: value for name, value in arguments.items() if value is not None}
+    for name, value in values.items():
+        if name in ("space", "budget", "objective"):
+            several = as_several(value)
+            if not all(isinstance(one, str) for one in several):
+                raise ValueError(f"{name} is a text, or several of them, not {show_value(value)}")
+            values[name] = ",".join(several)
+        elif name in ("data", "output", "holdout_data", "heal_data"):
+            values[name] = str(value)
+        elif name == "using":
+            values[name] = tuple(str(as_folder(one)) for one in as_several(value))
+    return Question(**values)
+
+
 @command(_show)
 def search(
     model: ModelName,
@@ -231,9 +252,8 @@ def search(
         FileNotFoundError, ValueError: if model, text or storage cannot be used, the budget cannot be had, or the study
             is another one.
         OSError: if the folder or the storage cannot be written to.
-        ImportError: if the sampler, or the storage, needs a package that is not installed.
+        ImportError: if the storage needs a package that is not installed.
     """
-    from surgeon.commands.search_setup import read_question
     from surgeon.commands.searching import join_search
 
     minutes = asked.get("minutes")

@@ -11,13 +11,12 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
-from surgeon.commands.search import ProblemFlags
-from surgeon.commands.search_setup import SearchSetup, open_question, read_question
+from surgeon.commands.search import ProblemFlags, read_question
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.opened import Model
-from surgeon.searches.question import SURGEON
-from surgeon.searches.search import Search, make_sampler
+from surgeon.searches.question import SURGEON, open_question
+from surgeon.searches.search import Search, SearchSetup, make_sampler
 
 
 class SearchProblem(Search):
@@ -59,7 +58,7 @@ class SearchProblem(Search):
             self._folder = tempfile.TemporaryDirectory(prefix="search-")  # gone with the problem
             output = self._folder.name
         setup = SearchSetup.load(model, question, pricing, Path(output))
-        evaluator = setup.evaluator(Path(output))
+        evaluator = setup.evaluator
         priced = setup.question(evaluator.measure([evaluator.dense])[evaluator.dense])
         super().__init__(priced, evaluator, known=setup.known)
         self.opened = setup.subject.opened
@@ -80,11 +79,10 @@ class SearchProblem(Search):
         return self.question.mixture.categories
 
     def sampler(self, name: str = SURGEON, seed: int = 0) -> BaseSampler:
-        """A sampler for this problem's studies: "surgeon", "tpe", "gp", "cmaes", "nsga2" or "random".
+        """A sampler for this problem's studies: "surgeon", "tpe", "gp", "nsga2" or "random".
 
         Raises:
-            ValueError: if there is none of that name, or it is for one objective and there are several.
-            ImportError: if it needs a package that is not installed.
+            ValueError: if there is none of that name.
         """
         return make_sampler(self, name, seed)
 

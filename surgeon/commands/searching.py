@@ -15,15 +15,15 @@ import optuna
 import pandas as pd
 
 from surgeon.analysis.subject import Subject
+from surgeon.commands.command import INTERRUPTED
 from surgeon.commands.heal import heal
 from surgeon.commands.opening import warn
-from surgeon.commands.search_setup import SearchSetup, open_question
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware import parse_hardware
 from surgeon.errors import needs_extra
 from surgeon.findings.search import RECIPE_FILE, SearchResult
 from surgeon.language.program import Program
-from surgeon.machine import free_bytes
+from surgeon.machine import avoid_cudnn_attention, wait_asleep
 from surgeon.opened import Model, load, open_model
 from surgeon.processes.files import write_text
 from surgeon.progress import progress
@@ -41,25 +41,23 @@ from surgeon.quality.head import OWN, VERIFIED, HeldOutQuality
 from surgeon.quality.sources import DEMO
 from surgeon.quality.summary import Quality, quality_of
 from surgeon.searches.drafting import DraftValue, FoundDraft, by_verified_keys
-from surgeon.searches.evaluate import KEPT_SHARE
-from surgeon.searches.front import quality_curves
-from surgeon.searches.here import ROUNDS, drafts_here, fast_enough_here, ranks_here
+from surgeon.searches.evaluate import Terms, measure_terms
 from surgeon.searches.known import Known
 from surgeon.searches.mixture import Trial
 from surgeon.searches.quantities import ACCURACY, HERE
-from surgeon.searches.question import SURGEON, PricedQuestion, Question
+from surgeon.searches.question import SURGEON, PricedQuestion, Question, open_question
 from surgeon.searches.results import (
     SearchWork,
-    Winner,
     comment_recipe,
     found_json,
     lost_trials,
+    quality_curves,
     quality_table,
     terms_table,
     trials_table,
     write_front,
 )
-from surgeon.searches.search import Search, make_sampler, require_sampler
+from surgeon.searches.search import Search, SearchSetup, make_sampler, require_sampler
 from surgeon.searches.study import (
     FINISHED,
     StudyStorage,
@@ -70,27 +68,28 @@ from surgeon.searches.study import (
     open_study,
     run_trials,
 )
-from surgeon.searches.terms import Terms, measure_terms
 from surgeon.searches.winners import (
+    ROUNDS,
     RUNNERS_UP,
     Finalist,
     HealedFinalists,
     HeldOutComparison,
+    Winner,
     against_most_salient,
     choose,
     compare,
     compared_by,
+    drafts_here,
+    fast_enough_here,
+    ranks_here,
 )
-from surgeon.searches.workers import interruptible, worker_processes
+from surgeon.searches.workers import given_to_worker, interruptible, worker_processes
 from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.token_store import SELF
 
 if TYPE_CHECKING:
     from surgeon.searches.accuracy import TaskAccuracy
 
-from surgeon.commands.command import INTERRUPTED
-from surgeon.machine import avoid_cudnn_attention, wait_asleep
-from surgeon.searches.workers import given_to_worker
 
 DEFAULT_STUDY = "search"
 HEALED = "healed"  # folder of checkpoints of finalists
@@ -114,8 +113,7 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
     unseen = _held_out(subject, options)
     if options.heal is not None and unseen is not None:
         require_text_to_heal(subject, options, unseen)
-    room = None if options.workers == 1 else int(KEPT_SHARE * free_bytes() / options.workers)
-    evaluator = setup.evaluator(output, kept=room)
+    evaluator = setup.evaluator
     tasks = _tasks(setup, output)
     original = evaluator.measure([evaluator.dense])[evaluator.dense]
     given = {"model": opened.name, "question": asdict(options)}
@@ -170,7 +168,7 @@ def _require_what_it_takes(options: Question, model: Model) -> None:
         )
     if options.is_timed_here:
         ranks_here(options)
-    require_sampler(options.sampler, len(options.recorded))
+    require_sampler(options.sampler)
     if options.heal is None:
         if options.heal_data is not None:
             raise ValueError(
@@ -233,7 +231,12 @@ def _tasks(setup: SearchSetup, output: Path) -> TaskAccuracy | None:
 
     identity = {"model_hash": subject.opened.hash}
     return TaskAccuracy(
-        subject.model, subject.opened.tokenizer, objectives, identity, output, factors=setup.factors
+        subject.model,
+        subject.opened.tokenizer,
+        objectives,
+        identity,
+        output,
+        factors=setup.evaluator.factors,
     )
 
 
@@ -316,7 +319,8 @@ def end_search(
             output, question.front(trials), question, opened.reference, opened.hash
         )
         SearchResult.TABLES["front"].write(output, tables["front"])
-    ranked, why = choose(question, trials, curves)
+    knees = [curve.knee for curve in curves if curve.along == question.along[0]]
+    ranked, why = choose(question, trials, knees[-1] if knees else None)
     first, *others = fast_enough_here(question, ranked, opened.folder)
     winner = Winner(first, why)
     chosen = first.choice
@@ -332,7 +336,7 @@ def end_search(
     if unseen is not None:
         finalists = [opened.program, *(trial.program for trial in (first, *runners_up))]
         text_of = "held-out text"
-        evaluator = setup.evaluator(output, unseen)
+        evaluator = setup.evaluator.on(unseen)
         on_unseen: Mapping[Program, Quality] = evaluator.measure([*dict.fromkeys([*finalists, salient])])
         if settings.draft is not None:
             on_unseen, why_own = by_verified_keys(evaluator, on_unseen)

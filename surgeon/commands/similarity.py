@@ -52,7 +52,7 @@ def similarity(
         FileNotFoundError, ValueError: if model, text or a folder cannot be used.
         OSError: if the output cannot be written.
     """
-    from surgeon.analysis.proxies import correlate, damages, read_scan
+    from surgeon.analysis.similarity import correlate, damages, read_scan
     from surgeon.analysis.similarity import similarity as measure
     from surgeon.analysis.subject import open_subject
     from surgeon.commands.opening import as_folder

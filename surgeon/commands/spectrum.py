@@ -98,7 +98,7 @@ def spectrum(
         FileNotFoundError, ValueError: if model, text, layers, matrices, ranks or budget cannot be used.
         OSError: if the folder cannot be written to.
     """
-    from surgeon.analysis.factors.rank_recipe import (
+    from surgeon.analysis.factors.ranks import (
         RankBudget,
         corrected_ranks,
         parse_budget,

@@ -14,8 +14,8 @@ from typing import Any
 
 from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.benchmarks.measure import MeasuredDrafts
-from surgeon.cost.drafts import DraftedPrediction, draft_on_paper
-from surgeon.cost.plans import plan_on_paper
+from surgeon.cost.deployment import plan_on_paper
+from surgeon.cost.predict import DraftedPrediction, draft_on_paper
 from surgeon.findings.trials import DRAFT_TIME
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe

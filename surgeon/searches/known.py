@@ -24,7 +24,7 @@ from surgeon.analysis.engine.sharing import simplify
 from surgeon.analysis.factors.factor_plan import FactorPlan, Making, NoSource
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.analysis.factors.rank_recipe import factorise_program
+from surgeon.analysis.factors.ranks import factorise_program
 from surgeon.analysis.scan import JOURNAL
 from surgeon.analysis.spectrum import read_findings
 from surgeon.analysis.subject import Subject, load_recorded
@@ -41,12 +41,12 @@ from surgeon.models.weights import Factors, FactorSource, TruncatedSVD, WeightMa
 from surgeon.opened import Model
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import ACCEPTANCES, Quality, mean_divergence, quality_of
+from surgeon.searches.evaluate import Terms, TermsPlan
 from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.optimise import Counts, Numbers
 from surgeon.searches.proposer import Proposer
 from surgeon.searches.question import PricedQuestion
 from surgeon.searches.spaces.rank import LowRanks, MatrixRanks, MeasuredRanks
-from surgeon.searches.terms import Terms, TermsPlan
 
 PASSES = (Scan, Spectrum, Similarity, Sensitivity)  # that a search has a use for
 MOST_COMPARED = 64  # edits that are known, and run for what they do together

@@ -213,7 +213,7 @@ class Mixture:
         """By name (the space, the layer, and what tells it from others of both), the edits that a parameter has.
 
         Each is of edits that begin at one layer and exclude each other: low ranks of an attention and of an MLP are of
-        two. Its value is an edit's text or `NONE`, or for samplers that know no categories, the place among these.
+        two. Its value is an edit's text or `NONE`.
         """
         found: dict[tuple[str, int], list[list[Edit]]] = {}
         for edit in self.edits:
@@ -259,16 +259,14 @@ class Mixture:
         for name, value in values.items():
             if name not in self.parameters:
                 continue
-            texts = [NONE, *map(str, self.parameters[name])]
-            place = value
-            if not isinstance(value, int):
-                place = texts.index(value) if value in texts else -1
-            if not 0 <= place < len(texts):
+            edits = {str(edit): edit for edit in self.parameters[name]}
+            if value in edits:
+                wanted.append(edits[value])
+            elif value != NONE:
                 raise ValueError(
-                    f"the parameter {name} is {value!r}; it should be one of {', '.join(map(repr, texts))}"
+                    f"the parameter {name} is {value!r}; it should be one of "
+                    f"{', '.join(map(repr, [NONE, *edits]))}"
                 )
-            if place:
-                wanted.append(self.parameters[name][place - 1])
         chosen: list[Edit] = []
         for edit in sorted(wanted):
             if self.is_free(chosen, edit):

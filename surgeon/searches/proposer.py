@@ -21,6 +21,7 @@ from surgeon.findings.edit import (
 )
 from surgeon.findings.trials import MOST_DIVERGENCE
 from surgeon.language.program import Program
+from surgeon.searches.evaluate import Terms
 from surgeon.searches.mixture import Mixture, Proposal, Trial
 from surgeon.searches.optimise import (
     BEAM,
@@ -33,7 +34,6 @@ from surgeon.searches.optimise import (
     best_choices,
     useful_edits,
 )
-from surgeon.searches.terms import Terms
 
 Value = Callable[[Trial], float]
 # Rates a program with a predicted divergence; less is better.

@@ -7,20 +7,27 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import Hardware, load_hardware
 from surgeon.language.program import Program
-from surgeon.opened import Model
+from surgeon.opened import Model, open_model
 from surgeon.quality import DEFAULT_TOKENS
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.summary import Quality
-from surgeon.runtime.comm.collectives import parse_link
+from surgeon.runtime.comm.collectives import Link, parse_link
 from surgeon.searches.drafting import DraftValue, draft_obstacle
-from surgeon.searches.front import pareto_front
 from surgeon.searches.mixture import Mixture, Trial
-from surgeon.searches.pricing import Pricing
+from surgeon.searches.pricing import (
+    Pricing,
+    least_cost,
+    levels_of,
+    pareto_front,
+    require_reachable,
+    require_work,
+)
 from surgeon.searches.proposer import ANY, Goal, Prices, at_the_edge, evenly, near_the_best
 from surgeon.searches.quantities import (
     ACCURACY,
@@ -37,7 +44,6 @@ from surgeon.searches.quantities import (
     parse_objectives,
     priced,
 )
-from surgeon.searches.reach import least_cost, levels_of, require_reachable, require_work
 from surgeon.searches.spaces import DEEPER, Space, parse_spaces, usual_spaces
 
 SURGEON = "surgeon"  # the sampler that goes by what edits do
@@ -241,8 +247,15 @@ class Question:
         for name in dict.fromkeys(aspect.on for aspect in self.aspects if aspect.on is not None):
             assert name != HERE or here is not None, "this machine has to be calibrated first"
             hardware[name] = here if name == HERE and here is not None else load_hardware(name)
-        deployment = Deployment(self.ranks, emulated=parse_link(self.link_delay, None))
+        deployment = Deployment(self.ranks, emulated=self.link)
         return Pricing(model, self.aspects, deployment, self.workload(model.positions), hardware)
+
+    @property
+    def link(self) -> Link | None:
+        """The link on top."""
+        if self.link_delay is None:
+            return None
+        return parse_link(self.link_delay, None)
 
 
 _BETWEEN_EQUALS = 1e-6  # weight of what decides between programs that cost the same
@@ -406,12 +419,24 @@ class PricedQuestion:
         best = min(trials, key=lambda trial: (self.cost(trial), trial.number), default=None)
         if best is None or math.isinf(self.cost(best)):
             return ""
-        if self.is_for_the_cheapest:
-            cheapest = self.along[0]
-            return f"best {cheapest.show(self.pricing.price(cheapest, best.program))}"
-        if self.settings.draft is not None:
-            return f"best {self.settings.draft.show(self.cost(best))}"
-        return f"best {self.cost(best):.4g}"
+        aspect = self.along[0] if self.is_for_the_cheapest else self.settings.objectives[0]
+        return f"best {aspect.show(self.pricing.costs([aspect], best)[0])}"
+
+
+def open_question(
+    model: str | Path | Model, question: Question
+) -> tuple[Model, Question, Pricing | None]:
+    """Open a model for a question, without its weights, and refuse what cannot be had.
+
+    Returns:
+        The model, the question with its spaces named, and its pricing: None where that needs passes or this machine.
+    """
+    opened = model if isinstance(model, Model) else open_model(model, weights=False)
+    question = question.on(opened)
+    mixture = question.mixture(opened)
+    if question.is_timed_here or question.using:
+        return opened, question, None
+    return opened, question, price_question(question, mixture)
 
 
 def price_question(question: Question, mixture: Mixture, here: Hardware | None = None) -> Pricing:

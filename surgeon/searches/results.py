@@ -1,11 +1,11 @@
-"""Results of a search: tables of its trials, its edits, its front and its curves, recipes, and a record."""
+"""Results of a search: quality against a cost with its knee, tables, recipes, and a record."""
 
 from __future__ import annotations
 
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,57 +15,189 @@ from optuna.trial import FrozenTrial
 
 from surgeon.checkpoint.tensor_file import read_json
 from surgeon.findings.search import SearchResult
+from surgeon.findings.trials import MOST_DIVERGENCE
 from surgeon.language.recipe import Recipe
 from surgeon.processes.files import finite, write_text
 from surgeon.quality.head import GREEDY
-from surgeon.quality.summary import ACCEPTANCES, Quality
-from surgeon.searches.drafting import FoundDraft
-from surgeon.searches.front import QualityCurve
+from surgeon.quality.summary import ACCEPTANCES, CONFIDENCE, Quality, interval
+from surgeon.searches.evaluate import Terms
 from surgeon.searches.mixture import Trial
-from surgeon.searches.quantities import DEPTH, Limit
+from surgeon.searches.optimise import Numbers
+from surgeon.searches.pricing import Pricing, non_dominated
+from surgeon.searches.quantities import DEPTH, Aspect
 from surgeon.searches.question import PricedQuestion
 from surgeon.searches.search import SUBLAYERS
-from surgeon.searches.terms import Terms
-from surgeon.searches.winners import HealedFinalists, HeldOutComparison, quality_json
+from surgeon.searches.winners import Winner, quality_json
 from surgeon.words import WIDTH, plural
 
-FRONT_FOLDER = "front"
+RESAMPLES = 2000
+SENSITIVITY = 1.0  # S of Kneedle
+TOGETHER = "all together"  # the curve of all spaces
 
 
 @dataclass(frozen=True)
-class Winner:
-    """The trial that a search ends with.
+class CurvePoint:
+    """The best trial at some cost.
 
     Attributes:
-        why: a few words on how it was chosen.
-        comparison: with its runners-up on held-out text; None if none was held out.
-        text: the record of the held-out text (`Windows.record`).
-        healing: of both; None if none was healed.
-        draft: its value as a draft, where that was asked for.
+        low, high: the 95% interval of its divergence.
     """
 
-    trial: Trial
-    why: str
-    comparison: HeldOutComparison | None = None
-    text: Mapping[str, Any] = field(default_factory=dict)
-    healing: HealedFinalists | None = None
-    draft: FoundDraft | None = None
+    cost: float
+    trial: Trial | None
+    divergence: float
+    low: float
+    high: float
 
-    def missed_unseen(self, of_quality: Sequence[Limit]) -> list[str]:
-        """Name limits that the winner keeps on the text of the search, but not on held-out text."""
-        known = {"": self.comparison, " once it is healed": self.healing.after if self.healing else None}
-        missed = []
-        for when, comparison in known.items():
-            if comparison is not None:
-                unseen = next(
-                    one.unseen for one in comparison.finalists if one.trial.number == self.trial.number
-                )
-                missed += [
-                    f"{limit} is not kept on held-out text{when}: {limit.aspect.show(limit.aspect.measured(unseen))}"
-                    for limit in of_quality
-                    if limit.lack(unseen, comparison.original)
-                ]
-        return missed
+
+@dataclass(frozen=True)
+class QualityCurve:
+    """The front of divergence against a cost, of programs of one space or of several together.
+
+    Attributes:
+        name: of the space, or `TOGETHER`.
+        points: the unedited model, then the best of each cost, the dearest first.
+        knee: its cost, within what was measured (deeper cuts move it); None where the curve has none: it is straight,
+            or has too few points.
+        low, high: the 95% interval of the knee, by resampling windows.
+        share: of the resamples that have one.
+    """
+
+    along: Aspect
+    name: str
+    points: tuple[CurvePoint, ...]
+    knee: float | None
+    low: float
+    high: float
+    share: float
+
+    def line(self) -> str:
+        show = self.along.show
+        first = self.along.quantity.show(self.points[0].cost)
+        last = min(point.cost for point in self.points if point.divergence <= MOST_DIVERGENCE)
+        if self.knee is None:
+            return f"{self.name}: no knee between {self.along.name} {first} and {show(last)}"
+        ends = sorted([self.low, self.high], reverse=self.along.quantity.upward)
+        if self.share:
+            known = f"95% interval {' to '.join(map(self.along.quantity.show, ends))}"
+        else:
+            known = "no interval"
+        if self.share < CONFIDENCE:
+            unsure = f", in {self.share:.0%} of the resamples"
+        else:
+            unsure = ""
+        looked = f"looked for as far as {show(last)}, within a divergence of {MOST_DIVERGENCE:g} nat"
+        return f"{self.name}: the knee is at {show(self.knee)} of {first} ({known}{unsure}), {looked}"
+
+
+def quality_curves(
+    along: Aspect,
+    trials: Sequence[Trial],
+    original: Quality,
+    pricing: Pricing,
+    resamples: int = RESAMPLES,
+) -> list[QualityCurve]:
+    """Curves of quality against a cost, of each space alone, and of all together, last."""
+    dense = pricing.price(along, pricing.model.program)
+    prices = {t.number: pricing.price(along, t.program) for t in trials}
+    whole = [t for t in trials if t.measured.whole and t.choice and math.isfinite(prices[t.number])]
+    spaces = dict.fromkeys(edit.space for trial in whole for edit in trial.choice)
+    groups = {name: [t for t in whole if {edit.space for edit in t.choice} == {name}] for name in spaces}
+    if len(spaces) > 1:
+        groups[TOGETHER] = whole
+    curves = []
+    for name, own in groups.items():
+        costs = np.array([dense, *(prices[trial.number] for trial in own)])
+        if not (costs < dense).any():  # a space that does not lessen it
+            continue
+        windows = np.array(
+            [
+                np.zeros(len(original.by_window("divergence"))),
+                *(one.measured.by_window("divergence") for one in own),
+            ]
+        )
+        means = np.where(np.isfinite(windows).all(axis=1), windows.mean(axis=1), math.inf)
+        points = []
+        for row in non_dominated(np.stack([costs, means], axis=1))[::-1]:
+            low, high = interval(windows[row])
+            trial = None if row == 0 else own[row - 1]
+            points.append(CurvePoint(float(costs[row]), trial, float(means[row]), max(0.0, low), high))
+        curves.append(
+            QualityCurve(
+                along, name, tuple(points), *bootstrapped_knee(costs, windows, resamples=resamples)
+            )
+        )
+    return curves
+
+
+def bootstrapped_knee(
+    costs: Numbers, windows: Numbers, resamples: int = RESAMPLES
+) -> tuple[float | None, float, float, float]:
+    """The knee of the lower envelope of programs' divergence, with its interval.
+
+    For every resample of the windows (Efron 1979, with replacement) the means, the envelope and the knee are found
+    anew, so that the interval covers the choice of the best program by the same windows.
+
+    Args:
+        costs: (programs,).
+        windows: (programs, windows), the divergence of each.
+
+    Returns:
+        As `QualityCurve` has them, its cost, both ends of the interval, and the share of resamples that have one.
+    """
+    finite = np.isfinite(windows).all(axis=1)
+    costs = costs[finite]
+    windows = windows[finite]
+    count = windows.shape[1]
+    weights = np.random.default_rng(0).multinomial(count, [1 / count] * count, resamples) / count
+    found = [knee_of(*lower_envelope(costs, means)) for means in weights @ windows.T]
+    knees = np.array([one for one in found if one is not None])
+    ends = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
+    low, high = np.quantile(knees, ends) if len(knees) else (math.nan, math.nan)
+    return (
+        knee_of(*lower_envelope(costs, windows.mean(axis=1))),
+        float(low),
+        float(high),
+        len(knees) / resamples,
+    )
+
+
+def lower_envelope(costs: Numbers, divergence: Numbers) -> tuple[Numbers, Numbers]:
+    """The costs that occur, falling, and the least divergence of programs as cheap as each, up to `MOST_DIVERGENCE`."""
+    levels, place = np.unique(costs, return_inverse=True)  # ascending
+    least = np.full(len(levels), math.inf)
+    np.minimum.at(least, place, divergence)
+    least = np.minimum.accumulate(least)
+    shown = least <= MOST_DIVERGENCE
+    return levels[shown][::-1], least[shown][::-1]
+
+
+def knee_of(costs: Numbers, divergence: Numbers) -> float | None:
+    """The knee of a curve that rises as the cost falls, by Kneedle (Satopaa et al. 2011); None if there is none.
+
+    Both axes are scaled to the unit square, x the cost that is given up, y the divergence. The knee is where x - y is
+    largest, if it falls below that largest value less S times the mean step of x before the curve ends. The curve is
+    an envelope, and not smoothed; the bootstrap covers its noise.
+
+    Args:
+        costs: (points,), falling.
+        divergence: (points,), rising.
+    """
+    if len(costs) < 3 or divergence[-1] <= divergence[0]:
+        return None
+    x = (costs[0] - costs) / (costs[0] - costs[-1])
+    y = (divergence - divergence[0]) / (divergence[-1] - divergence[0])
+    difference = x - y
+    best = int(np.argmax(difference))
+    if difference[best] <= 0:  # giving it up hurts most at first
+        return None
+    threshold = difference[best] - SENSITIVITY * float(np.mean(np.diff(x)))
+    if (difference[best:] < threshold).any():
+        return float(costs[best])
+    return None
+
+
+FRONT_FOLDER = "front"
 
 
 def trials_table(question: PricedQuestion, trials: Sequence[Trial]) -> pd.DataFrame:

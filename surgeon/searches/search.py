@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from importlib.util import find_spec
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -19,7 +20,6 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.samplers import (
     BaseSampler,
-    CmaEsSampler,
     GPSampler,
     NSGAIISampler,
     RandomSampler,
@@ -27,16 +27,22 @@ from optuna.samplers import (
 )
 from optuna.trial import FrozenTrial, TrialState
 
+from surgeon.analysis.importance import expert_use
+from surgeon.analysis.subject import Subject, calibration_entry, most_important, open_subject
+from surgeon.cost.hardware import Hardware
 from surgeon.errors import did_you_mean
 from surgeon.findings.edit import SOURCES, Choice
+from surgeon.machine import free_bytes
+from surgeon.models.edit import restore
+from surgeon.opened import Model, open_model
 from surgeon.quality.summary import Quality
-from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.known import Known
-from surgeon.searches.mixture import NONE, Proposal, Trial
+from surgeon.searches.evaluate import KEPT_SHARE, Evaluator, Terms, TermsPlan, measure_terms
+from surgeon.searches.known import Known, open_factors, read_known
+from surgeon.searches.mixture import NONE, Mixture, Proposal, Trial
+from surgeon.searches.pricing import Pricing
 from surgeon.searches.proposer import Proposer
 from surgeon.searches.quantities import DIVERGENCE, priced
-from surgeon.searches.question import SURGEON, PricedQuestion
-from surgeon.searches.terms import Terms, TermsPlan, measure_terms
+from surgeon.searches.question import SURGEON, PricedQuestion, Question, price_question
 
 BATCH = 8  # proposals that are made of the same knowledge, and measured together
 FIRST = 3  # of the first round, for each goal: one of every kind
@@ -54,8 +60,79 @@ MEASURED = "measured"
 SUBLAYERS = "sublayers"
 _WORST = 100.0  # of a constraint
 _WORST_COST = 1e30  # as Optuna's tools can show it
-# Added to values of programs outside the budget for samplers without constraints.
-_OUTSIDE = 1e6
+
+
+@dataclass(frozen=True)
+class SearchSetup:
+    """A search that can begin.
+
+    Attributes:
+        mixture: of edits as passes have measured them, on the text.
+        pricing: None where that of times on this machine is still to come.
+        evaluator: of programs on the text.
+    """
+
+    subject: Subject
+    settings: Question
+    mixture: Mixture
+    pricing: Pricing | None
+    known: Known
+    evaluator: Evaluator
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path | Model,
+        question: Question,
+        pricing: Pricing | None,
+        folder: Path,
+        make: bool = True,
+    ) -> SearchSetup:
+        """Load the model and the text, read the findings of passes, and make factors, or read those of worker 0."""
+        opened = open_model(model)
+        mixture = question.mixture(opened)  # factors of others' are known by what tensors are called
+        subject = open_subject(
+            opened,
+            question.data,
+            question.tokens,
+            question.window,
+            question.separator,
+            memory=question.memory,
+        )
+        known = read_known(map(Path, question.using), opened, subject.windows)
+        mixture = known.mixture(mixture).on_text(calibration_entry(subject.windows))
+        if mixture.most_salient:
+            use = expert_use(subject.model, subject.windows, memory=subject.memory)
+            mixture = mixture.by_saliency({layer: one.order() for layer, one in use.items()})
+        for note in known.notes(mixture):
+            warnings.warn(note, stacklevel=2)
+        programs = mixture.single_edits
+        made = open_factors(subject, programs, known.ranks, folder / "factors", make)
+        factors = most_important(
+            subject.model, programs, subject.windows, factors=made, memory=subject.memory
+        )
+        if opened.own is not None:
+            restore(subject.model)  # its program is the one that others are compared with
+        # Workers share the memory.
+        room = None
+        if question.workers > 1:
+            room = int(KEPT_SHARE * free_bytes() / question.workers)
+        evaluator = Evaluator(
+            subject.model,
+            subject.windows,
+            subject.memory,
+            folder,
+            kept=room,
+            own=opened.own,
+            factors=factors,
+            sampled=question.sampled_acceptance,
+        )
+        return cls(subject, question, mixture, pricing, known, evaluator)
+
+    def question(self, original: Quality, here: Hardware | None = None) -> PricedQuestion:
+        """The question with its prices, of which some are times on this machine."""
+        pricing = self.pricing or price_question(self.settings, self.mixture, here)
+        return PricedQuestion(self.settings, self.mixture, pricing, original)
 
 
 @dataclass
@@ -187,14 +264,8 @@ class Search:
         ]
 
     def objective(self, trial: optuna.Trial) -> float | tuple[float, ...]:
-        sampler = trial.study.sampler
-        is_numbered = isinstance(sampler, CmaEsSampler)  # which knows no categories, and no constraints
-        mixture = self.question.mixture
-        for name, edits in mixture.parameters.items():
-            if is_numbered:
-                trial.suggest_int(name, 0, len(edits))
-            else:
-                trial.suggest_categorical(name, [NONE, *map(str, edits)])
+        for name, edits in self.question.mixture.parameters.items():
+            trial.suggest_categorical(name, [NONE, *map(str, edits)])
         # What the sampler has said of the trial is in the storage only.
         proposal = self.proposal(trial.params, trial.storage.get_trial(trial._trial_id).user_attrs)
         with self.lock:
@@ -208,7 +279,7 @@ class Search:
         attributes = {
             PROGRAM: proposal.key,
             EDITS: proposal.edits,
-            SOURCE: proposal.source or str(sampler).removesuffix("Sampler"),
+            SOURCE: proposal.source or type(trial.study.sampler).__name__.removesuffix("Sampler"),
             MEASURED: json.dumps(asdict(measured)),  # readers of JSON do not agree on infinities and NaN
             SUBLAYERS: round(ran, 1),
         }
@@ -219,8 +290,6 @@ class Search:
         recorded = self.question.pricing.costs(self.question.settings.recorded, tried)
         # Infinite ones are as bad as can be.
         costs = [cost if math.isfinite(cost) else _WORST_COST for cost in recorded]
-        if is_numbered and any(constraints.values()):
-            return _OUTSIDE + math.fsum(constraints.values())
         if len(costs) > 1:
             return tuple(costs)
         if not measured.whole:
@@ -305,7 +374,6 @@ def _rounded(number: str) -> float:
     return float(f"{float(number):.{DIGITS}g}")
 
 
-CMAES = "cmaes"
 POPULATION = 16  # of nsga2: searches have tens of trials, and Optuna's 50 would all be drawn at random
 
 
@@ -387,7 +455,6 @@ class SurgerySampler(BaseSampler):
 OTHERS: Mapping[str, Callable[..., BaseSampler]] = {
     "tpe": TPESampler,
     "gp": GPSampler,
-    CMAES: CmaEsSampler,
     "nsga2": partial(NSGAIISampler, population_size=POPULATION),
     "random": RandomSampler,
 }
@@ -396,20 +463,13 @@ SAMPLERS = (SURGEON, *OTHERS)
 
 def make_sampler(search: Search, name: str, seed: int = 0) -> BaseSampler:
     """Make a sampler for the studies of a search."""
-    require_sampler(name, len(search.question.settings.recorded))
+    require_sampler(name)
     if name == SURGEON:
         return SurgerySampler(search)
     return OTHERS[name](seed=seed)
 
 
-def require_sampler(name: str, objectives: int) -> None:
+def require_sampler(name: str) -> None:
     """Refuse a sampler that cannot be had, as `make_sampler` does."""
     if name not in SAMPLERS:
         raise ValueError(f"unknown sampler {name!r}; {did_you_mean(name, SAMPLERS)}")
-    if name == CMAES and find_spec("cmaes") is None:
-        raise ImportError("the sampler cmaes needs a package that is not installed; pip install cmaes")
-    if name == CMAES and objectives > 1:
-        raise ValueError(
-            f"the sampler cmaes makes one objective small, and this search has {objectives}; give a budget that limits "
-            "a cost and one objective, or use another sampler"
-        )

@@ -1,29 +1,46 @@
-"""Winners of a search, measured again on held-out text.
+"""Winners of a search, measured again on held-out text, and on this machine.
 
 The best of many trials is best in part by luck, on the text that it was chosen on. On held-out text it is compared with
 the runners-up window by window: hard windows are hard for both, so that the difference is known far better than either
 number. With several runners-up the intervals hold together with 95% (Bonferroni: each is one of 1 - 0.05 / k). A
 program is called better only where the interval excludes 0.
+
+Time on this machine, `@here`, is predicted before the search and measured for the few best. The machine is calibrated
+once at the model's shapes, as by `surgeon calibrate`, and programs are priced by that
+hardware file. At the end the best programs are measured in turns with the unedited model, as by `surgeon bench`.
+Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from surgeon.benchmarks.measure import MeasuredDrafts, Needs, RankBench, measure_drafts
+from surgeon.cost.deployment import Workload
 from surgeon.findings.edit import Choice
 from surgeon.findings.trials import DRAFT_TIME
 from surgeon.language.program import Program
+from surgeon.opened import Model
 from surgeon.processes.files import finite
+from surgeon.progress import progress
+from surgeon.quality.data import Windows
 from surgeon.quality.summary import ACCEPTANCES, CONFIDENCE, Quality, interval
-from surgeon.searches.front import QualityCurve, pareto_front
+from surgeon.runtime.batching.request import Sampling
+from surgeon.runtime.worker.rank import RankOptions, choose_device
+from surgeon.runtime.worker.ranks import Ranks
+from surgeon.searches.drafting import FoundDraft
 from surgeon.searches.mixture import Mixture, Trial
-from surgeon.searches.quantities import DRAFT, Aspect, priced
-from surgeon.searches.question import PricedQuestion
+from surgeon.searches.pricing import pareto_front
+from surgeon.searches.quantities import DRAFT, HERE, Aspect, Limit, priced, show_seconds
+from surgeon.searches.question import PricedQuestion, Question
+from surgeon.searches.workers import say_aside
 from surgeon.words import in_words, join_words
 
 Measured = Literal["divergence", "perplexity", "draft_time"]
@@ -200,6 +217,42 @@ class HealedFinalists:
         }
 
 
+@dataclass(frozen=True)
+class Winner:
+    """The trial that a search ends with.
+
+    Attributes:
+        why: a few words on how it was chosen.
+        comparison: with its runners-up on held-out text; None if none was held out.
+        text: the record of the held-out text (`Windows.record`).
+        healing: of both; None if none was healed.
+        draft: its value as a draft, where that was asked for.
+    """
+
+    trial: Trial
+    why: str
+    comparison: HeldOutComparison | None = None
+    text: Mapping[str, Any] = field(default_factory=dict)
+    healing: HealedFinalists | None = None
+    draft: FoundDraft | None = None
+
+    def missed_unseen(self, of_quality: Sequence[Limit]) -> list[str]:
+        """Name limits that the winner keeps on the text of the search, but not on held-out text."""
+        known = {"": self.comparison, " once it is healed": self.healing.after if self.healing else None}
+        missed = []
+        for when, comparison in known.items():
+            if comparison is not None:
+                unseen = next(
+                    one.unseen for one in comparison.finalists if one.trial.number == self.trial.number
+                )
+                missed += [
+                    f"{limit} is not kept on held-out text{when}: {limit.aspect.show(limit.aspect.measured(unseen))}"
+                    for limit in of_quality
+                    if limit.lack(unseen, comparison.original)
+                ]
+        return missed
+
+
 def compare(
     first: Finalist, others: Sequence[Finalist], original: Quality, by: Measured = "divergence"
 ) -> HeldOutComparison:
@@ -257,11 +310,14 @@ KEPT = 1.10  # of the unedited model's perplexity, where no knee says what is en
 
 
 def choose(
-    question: PricedQuestion, trials: Sequence[Trial], curves: Sequence[QualityCurve]
+    question: PricedQuestion, trials: Sequence[Trial], knee: float | None
 ) -> tuple[list[Trial], str]:
     """Choose the winner and its runners-up, the best first, with a description of the choice.
 
     Runners-up cost the same where a cost has levels: it is no news that a dearer program is closer.
+
+    Args:
+        knee: of the first cost along which levels are searched.
 
     Raises:
         ValueError: if no trial is within the budget; it says the nearest.
@@ -288,7 +344,6 @@ def choose(
     else:
         # The limit is the knee of the first cost; without one, the cheapest trial that keeps perplexity.
         along = question.along[0]
-        knee = [curve.knee for curve in curves if curve.along == along][-1]
         costs_of = {one.number: question.pricing.price(along, one.program) for one in within}
         most = KEPT * question.original.perplexity
         if knee is not None:
@@ -353,3 +408,121 @@ def _nearest(question: PricedQuestion, trials: Sequence[Trial]) -> str:
         f"of {len(trials)} trials none is within {budget}; the nearest, trial {best.number}, has {had}; allow more, or "
         "run more trials"
     )
+
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class TimeHere:
+    """A program's measured time here.
+
+    Attributes:
+        seconds: per token, the median over the rounds.
+        low, high: the least and the most of any round.
+        speedup: times as fast as the unedited model, the median of the one in each round.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    speedup: float
+
+    @classmethod
+    def of(cls, own: Sequence[float], dense: Sequence[float]) -> TimeHere:
+        speedup = median(first / second for first, second in zip(dense, own, strict=True))
+        return cls(median(own), min(own), max(own), speedup)
+
+    def __str__(self) -> str:
+        times = f"{show_seconds(self.low)} to {show_seconds(self.high)}"
+        return f"{show_seconds(self.seconds)} per token ({times} over the rounds), speedup {self.speedup:.3g}x"
+
+
+def measured_here(
+    model: str | Path,
+    dense: Program,
+    programs: Sequence[Program],
+    ranks: RankOptions,
+    workload: Workload,
+) -> dict[Program, TimeHere]:
+    """Measure the unedited model and other programs here, in turns.
+
+    Args:
+        model: a checkpoint folder or a hub name; of programs with ranks, plain factors run, which are as fast.
+        workload: of at least 2 new tokens.
+    """
+    if workload.new < 2:
+        raise ValueError(
+            f"time per token is that of tokens after the first one; ask for 2 or more, not {workload.new}"
+        )
+    every = list(dict.fromkeys([dense, *programs]))
+    needs = Needs(ranks.ranks, workload.length, ranks.device)
+    plans = {str(each): needs.plan(model, each) for each in every}
+    with Ranks(ranks) as running:
+        bench = RankBench.load(running, plans)
+        with progress("measure here", ROUNDS * len(every), "runs") as advance:
+            results = bench.measure([workload], ROUNDS, advance)
+    times = [[each.per_token for each in result.rounds] for result in results]
+    return {program: TimeHere.of(own, times[0]) for program, own in zip(every, times, strict=True)}
+
+
+def ranks_here(settings: Question) -> RankOptions:
+    """Choose the ranks to measure the best programs on."""
+    return RankOptions(settings.ranks, choose_device("auto", settings.ranks), link=settings.link)
+
+
+def drafts_here(model: Model, draft: Program, windows: Windows, settings: Question) -> MeasuredDrafts:
+    """Measure drafts of a program here, in turns with decoding without them."""
+    load = settings.workload(model.positions)
+    text = windows.ids.flatten()
+    starts = [
+        number * load.prompt % max(1, len(text) - load.prompt)
+        for number in range((ROUNDS + 1) * load.batch)
+    ]
+    prompts = [text[start : start + load.prompt].tolist() for start in starts]
+    rounds = [prompts[first : first + load.batch] for first in range(0, len(prompts), load.batch)]
+    temperature = 1.0 if settings.sampled_acceptance else 0.0
+    sampling = Sampling(temperature=temperature, max_new_tokens=load.new, ignore_end=True)
+    with progress("measure drafts here", 2 * len(rounds), "runs") as advance:
+        return measure_drafts(model, draft, ranks_here(settings), rounds, sampling, advance)
+
+
+def fast_enough_here(
+    question: PricedQuestion, ranked: Sequence[Trial], model: str | Path
+) -> Sequence[Trial]:
+    """Keep those of the first few trials that this machine runs within its limits, if it has limits."""
+    settings = question.settings
+    limits = settings.limits
+    dense = question.mixture.model.program
+    if not any(limit.aspect.on == HERE for limit in limits):
+        return ranked
+    programs = [trial.program for trial in ranked[: RUNNERS_UP + 1]]
+    load = settings.workload(question.mixture.model.positions)
+    times = measured_here(model, dense, programs, ranks_here(settings), load)
+    fast = []
+    for trial, program in zip(ranked, programs, strict=False):
+        missed = missed_here(limits, program, dense, times)
+        say_aside(f"trial {trial.number}: {missed or f'measured {times[program]}'}")
+        fast += [] if missed else [trial]
+    if not fast:
+        budget = ",".join(map(str, limits))
+        raise ValueError(
+            f"none of the best {len(programs)} programs keeps {budget} when it is measured here; ask for "
+            "less, or leave more room to the prediction"
+        )
+    return fast
+
+
+def missed_here(
+    limits: Sequence[Limit], program: Program, dense: Program, times: Mapping[Program, TimeHere]
+) -> str:
+    """Name the limits on time here that a program is measured to miss."""
+    own = times[program]
+    original = times[dense]
+    missed = []
+    for limit in limits:
+        if limit.aspect.on == HERE:
+            cost = own.seconds if limit.aspect.name == "latency" else 1 / own.speedup
+            if cost > limit.most(original.seconds if limit.aspect.name == "latency" else 1.0):
+                missed.append(f"{limit} is missed: measured {own}")
+    return "; ".join(missed)

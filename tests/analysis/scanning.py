@@ -10,9 +10,8 @@ import torch
 from torch.nn import functional
 
 import surgeon
-from surgeon.analysis.cells import SCANNED, Cell, select, selected_cells
 from surgeon.analysis.engine.measure import measure
-from surgeon.analysis.scan import scan
+from surgeon.analysis.scan import SCANNED, Cell, scan, select, selected_cells
 from surgeon.findings.scan import Scan
 from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes

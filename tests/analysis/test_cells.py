@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.analysis.cells import (
+from surgeon.analysis.scan import (
     SCANNED,
     Selection,
     check_operations,

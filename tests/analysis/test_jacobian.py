@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 from torch.func import jacrev
 
-from surgeon.analysis.engine.walk import Walk
+from surgeon.analysis.engine.machine import Walk
 from surgeon.analysis.sensitivity import Lanczos, differentiable, push
 from tests.reference import Reference
 from tests.selection import case, one_in

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.analysis.engine.walk import Walk
+from surgeon.analysis.engine.machine import Walk
 from surgeon.analysis.sensitivity import TERMS, Lanczos, OperatorNorm, differentiable, pair_terms
 from tests.analysis.test_jacobian import CLOSE, dense_jacobian
 from tests.reference import Reference

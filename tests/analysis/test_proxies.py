@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from surgeon.analysis.proxies import (
+from surgeon.analysis.similarity import (
     correlate,
     damages,
     proxy_values,

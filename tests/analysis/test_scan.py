@@ -14,9 +14,8 @@ import torch
 from torch.nn import functional
 
 import surgeon
-from surgeon.analysis.cells import SCANNED, permutation_seeds
-from surgeon.analysis.importance import most_important
-from surgeon.analysis.scan import COLUMNS, PERMUTATION_COLUMNS
+from surgeon.analysis.scan import COLUMNS, PERMUTATION_COLUMNS, SCANNED, permutation_seeds
+from surgeon.analysis.subject import most_important
 from surgeon.language.operations.base import HEATMAPS
 from surgeon.language.operations.shuffle import permutation
 from surgeon.language.program import Program

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.analysis.engine import workers
+from surgeon.analysis.engine import measure as workers
 from surgeon.analysis.engine.measure import measure
 from surgeon.analysis.scan import JOURNAL
 from surgeon.findings.scan import Scan

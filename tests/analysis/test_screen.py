@@ -14,8 +14,7 @@ import pytest
 import torch
 from scipy import stats
 
-from surgeon.analysis.cells import select
-from surgeon.analysis.engine import workers
+from surgeon.analysis.engine import measure as workers
 from surgeon.analysis.scan import (
     HOPELESS,
     JOURNAL,
@@ -24,6 +23,7 @@ from surgeon.analysis.scan import (
     is_settled,
     rounds,
     scan,
+    select,
     spread,
 )
 from surgeon.findings.scan import Scan

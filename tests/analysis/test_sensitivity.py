@@ -15,8 +15,7 @@ from torch.nn import functional
 
 import surgeon
 from surgeon.analysis import sensitivity as sensitivity_module
-from surgeon.analysis.engine.walk import Walk
-from surgeon.analysis.proxies import rank_correlation
+from surgeon.analysis.engine.machine import Walk
 from surgeon.analysis.sensitivity import (
     JOURNAL,
     Lanczos,
@@ -26,6 +25,7 @@ from surgeon.analysis.sensitivity import (
     sensitivity,
     spread,
 )
+from surgeon.analysis.similarity import rank_correlation
 from surgeon.findings.sensitivity import Sensitivity
 from surgeon.quality.data import Windows
 from tests.analysis.subjects import subject_of

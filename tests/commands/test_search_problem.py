@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +50,8 @@ def test_a_notebook_finds_what_the_command_finds(
     assert str(recipe.program(4)) == study.best_trial.user_attrs["program"]
 
 
-@pytest.mark.parametrize("name", ["tpe", "nsga2", "random", "cmaes"])
+@pytest.mark.parametrize("name", ["tpe", "nsga2", "random"])
 def test_others_search_the_same_space_with_the_same_limits(problem: SearchProblem, name: str) -> None:
-    if name == "cmaes" and importlib.util.find_spec("cmaes") is None:
-        pytest.skip("cmaes is not installed")
     study = optuna.create_study(directions=problem.directions, sampler=problem.sampler(name, seed=1))
     study.optimize(problem.objective, n_trials=6)
     for trial in study.trials:

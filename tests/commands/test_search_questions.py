@@ -207,7 +207,6 @@ def test_a_quality_that_cannot_be_kept(
         (("--objective", "divergence,divergence"), "names divergence twice"),
         (("--objective", "accuracy"), "say on which, as in accuracy:piqa"),
         (("--sampler", "tp"), "unknown sampler 'tp'; did you mean 'tpe'?"),
-        (("--sampler", "cmaes", "--objective", "divergence,depth"), "cmaes"),
     ],
 )
 def test_what_makes_no_sense_is_said_before_a_model_is_loaded(

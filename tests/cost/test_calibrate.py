@@ -26,10 +26,9 @@ from surgeon.cost.calibrate import (
     merge_rounds,
     short_plan,
 )
-from surgeon.cost.deployment import Deployment, Workload
+from surgeon.cost.deployment import Deployment, Workload, plan_on_paper
 from surgeon.cost.hardware import Hardware, parse_hardware
 from surgeon.cost.kernels import Numbers, RankSpeed
-from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import PredictedRanks, predict
 from surgeon.cost.work import Forward
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair

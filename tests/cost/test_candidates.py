@@ -12,7 +12,7 @@ import pytest
 
 from surgeon.checkpoint.config import read_config_only
 from surgeon.cost.candidates import apart, open_candidates
-from surgeon.cost.plans import plan_on_paper
+from surgeon.cost.deployment import plan_on_paper
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
 from tests.cost.examples import SIZES, shapes

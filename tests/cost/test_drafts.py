@@ -7,10 +7,8 @@ from itertools import product
 
 import pytest
 
-from surgeon.cost.deployment import Deployment, Workload
-from surgeon.cost.drafts import DraftPrices, predict_drafting
-from surgeon.cost.plans import USABLE
-from surgeon.cost.predict import predict
+from surgeon.cost.deployment import USABLE, Deployment, Workload
+from surgeon.cost.predict import DraftPrices, predict, predict_drafting
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.runtime.batching.ahead import LEAST_GAIN

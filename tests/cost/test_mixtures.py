@@ -16,9 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from surgeon.checkpoint.random_weights import open_weights
-from surgeon.cost.deployment import Deployment, Workload
+from surgeon.cost.deployment import Deployment, Workload, plan_on_paper
 from surgeon.cost.kernels import Kernel
-from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import PredictedRanks, predict
 from surgeon.cost.work import Forward, RankWork, divided_load, sliced_load
 from surgeon.language.program import Program

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from surgeon.cost.deployment import Deployment
-from surgeon.cost.plans import plan_on_paper
+from surgeon.cost.deployment import Deployment, plan_on_paper
 from surgeon.cost.predict import PredictedRanks
 from surgeon.cost.work import Forward
 from surgeon.language.program import Program

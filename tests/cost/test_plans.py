@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from surgeon.checkpoint.config import open_stored
+from surgeon.cost.deployment import most_texts, plan_on_paper, room
 from surgeon.cost.hardware import RankShare
-from surgeon.cost.plans import most_texts, plan_on_paper, room
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.checks import make_plan

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from surgeon.cost.candidates import Candidate
+from surgeon.cost.candidates import Candidate, cell, parse_sweep, ranks_with_room, sweep
 from surgeon.cost.deployment import Deployment, Workload
-from surgeon.cost.sweep import cell, parse_sweep, ranks_with_room, sweep
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from tests.cost.examples import hardware, model

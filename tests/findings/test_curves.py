@@ -7,7 +7,7 @@ import math
 import pandas as pd
 from matplotlib.figure import Figure
 
-from surgeon.analysis.cells import select
+from surgeon.analysis.scan import select
 from surgeon.findings.drawing import ORDERED
 from surgeon.findings.scan import Scan
 

@@ -10,10 +10,10 @@ import pytest
 
 from surgeon.findings.search import SearchResult
 from surgeon.language.program import Program
-from surgeon.searches.front import pareto_front, quality_curves
 from surgeon.searches.mixture import Trial
+from surgeon.searches.pricing import pareto_front
 from surgeon.searches.quantities import DEPTH
-from surgeon.searches.results import quality_table, write_front
+from surgeon.searches.results import quality_curves, quality_table, write_front
 from tests.searches.test_front import ORIGINAL, PRICING, QUESTION, TRIALS, pairs, trial
 
 

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from surgeon.analysis.cells import select
+from surgeon.analysis.scan import select
 from surgeon.findings.drawing import CAP, Map, Picture, damage_legend
 from surgeon.findings.scan import Scan
 from surgeon.language.operations.base import HEATMAPS

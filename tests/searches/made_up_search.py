@@ -15,12 +15,12 @@ from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.quality.summary import Quality
+from surgeon.searches.evaluate import Terms
 from surgeon.searches.mixture import Proposal, Trial
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import SURGEON, PricedQuestion, Question
 from surgeon.searches.search import Search, make_sampler
 from surgeon.searches.study import list_trials, run_trials
-from surgeon.searches.terms import Terms
 from tests.tiny_models import tiny_model
 
 LAYERS, WINDOWS = 10, 4

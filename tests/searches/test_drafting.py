@@ -17,8 +17,7 @@ import surgeon
 from surgeon.benchmarks.measure import DecodedTexts, MeasuredDrafts
 from surgeon.commands.opening import draft_program
 from surgeon.cost.deployment import Deployment, Workload
-from surgeon.cost.drafts import predict_drafting
-from surgeon.cost.predict import PredictedRanks, predict
+from surgeon.cost.predict import PredictedRanks, predict, predict_drafting
 from surgeon.cost.work import Forward
 from surgeon.findings.edit import Edit
 from surgeon.findings.result import RunResult
@@ -33,7 +32,7 @@ from surgeon.runtime.comm.collectives import Link
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft
 from surgeon.searches.drafting import DraftValue, FoundDraft, by_verified_keys, draft_obstacle
-from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.evaluate import Evaluator, Terms
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing, _sent_bytes
 from surgeon.searches.proposer import Goal, near_the_best
@@ -41,7 +40,6 @@ from surgeon.searches.quantities import Aspect, parse_objectives
 from surgeon.searches.question import PricedQuestion, Question
 from surgeon.searches.search import Search
 from surgeon.searches.spaces.base import parse_spaces
-from surgeon.searches.terms import Terms
 from surgeon.testing.spaces import small_model
 from tests.cost.examples import hardware, model
 from tests.tiny_models import tiny_model

@@ -196,20 +196,6 @@ def test_ties_and_better_programs_are_never_stopped(monkeypatch: pytest.MonkeyPa
     assert measured.measure([DENSE], dense)[DENSE].whole
 
 
-def test_some_of_the_windows_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate_module, "FIRST_TOKENS", {"cpu": 32})
-    ran: list[float] = []
-    whole = apart(PAIRED)
-    found = evaluator(ran=ran.append).measure([PAIRED], most=2)[PAIRED]
-    assert found.windows["divergence"] == whole.windows["divergence"][:2]
-    assert found.divergence == pytest.approx(np.mean(whole.windows["divergence"][:2]))
-    assert found.perplexity == pytest.approx(math.exp(np.mean(whole.windows["nll"][:2])))
-    assert not found.whole
-    assert sum(ran) == pytest.approx((8 + 6) * 2 / 6)  # the original, too
-    with pytest.raises(ValueError, match="not on 0"):
-        evaluator().measure([PAIRED], most=0)
-
-
 def test_a_race_against_half_a_measurement_is_refused() -> None:
     measured = evaluator()
     best = measured.measure([PAIRED])[PAIRED]

@@ -12,20 +12,19 @@ from surgeon.cost.deployment import Deployment, Workload
 from surgeon.findings.edit import Edit
 from surgeon.language.recipe import read_recipe
 from surgeon.quality.summary import Quality
-from surgeon.searches.front import (
+from surgeon.searches.mixture import Trial
+from surgeon.searches.pricing import Pricing, non_dominated, pareto_front
+from surgeon.searches.quantities import DEPTH, Aspect
+from surgeon.searches.question import PricedQuestion, Question
+from surgeon.searches.results import (
     TOGETHER,
     bootstrapped_knee,
     knee_of,
     lower_envelope,
-    non_dominated,
-    pareto_front,
     quality_curves,
+    quality_table,
+    write_front,
 )
-from surgeon.searches.mixture import Trial
-from surgeon.searches.pricing import Pricing
-from surgeon.searches.quantities import DEPTH, Aspect
-from surgeon.searches.question import PricedQuestion, Question
-from surgeon.searches.results import quality_table, write_front
 from tests.cost.examples import model
 
 EIGHT = model(num_hidden_layers=8)

@@ -18,11 +18,11 @@ from surgeon.models.shapes import ModelShapes
 from surgeon.quality.summary import Quality
 from surgeon.runtime.comm.collectives import Link
 from surgeon.runtime.worker.rank import RankOptions
-from surgeon.searches import here
-from surgeon.searches.here import TimeHere, fast_enough_here, measured_here, missed_here
+from surgeon.searches import winners as here
 from surgeon.searches.mixture import Trial
 from surgeon.searches.quantities import HERE, parse_limits
 from surgeon.searches.question import Question
+from surgeon.searches.winners import TimeHere, fast_enough_here, measured_here, missed_here
 from tests.tiny_models import tiny_model
 
 ONE_LAYER = Program.parse("A0 F0")

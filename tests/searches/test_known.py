@@ -19,10 +19,9 @@ from surgeon.findings.result import RunResult
 from surgeon.language.program import Program
 from surgeon.models.weights import TruncatedSVD
 from surgeon.quality.summary import ACCEPTANCES
-from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.evaluate import Evaluator, TermsPlan
 from surgeon.searches.known import FEW, Known, KnownPass, open_factors, read_known
 from surgeon.searches.question import Question
-from surgeon.searches.terms import TermsPlan
 from surgeon.testing.spaces import small_model
 from tests.searches.made_up_search import LAYERS, damage, search, try_programs
 from tests.tiny_models import save_checkpoint

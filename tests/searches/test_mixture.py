@@ -253,8 +253,6 @@ def test_every_choice_is_said_by_values_and_read_again(spaces: str) -> None:
         choice = tuple(sorted(chosen))
         values = asked.values(choice)
         assert asked.choice(values) == choice
-        numbers = {name: asked.categories[name].choices.index(value) for name, value in values.items()}  # type: ignore[attr-defined]
-        assert asked.choice(numbers) == choice
 
 
 def test_of_edits_that_exclude_each_other_the_first_is_taken_and_an_attention_is_left() -> None:

@@ -12,10 +12,10 @@ from surgeon.findings.edit import ADDITIVE, SECOND_ORDER, SOURCES, WINDOW, Choic
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.quality.summary import Quality
+from surgeon.searches.evaluate import Terms
 from surgeon.searches.mixture import Mixture, Proposal, Trial
 from surgeon.searches.proposer import Goal, Proposer, at_the_edge, evenly
 from surgeon.searches.spaces import parse_spaces
-from surgeon.searches.terms import Terms
 from tests.tiny_models import tiny_model
 
 LAYERS, DEPTH = 10, 7

@@ -14,9 +14,8 @@ from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.quality.summary import Quality
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.pricing import Pricing
+from surgeon.searches.pricing import Pricing, reach, require_reachable, require_work
 from surgeon.searches.quantities import Aspect, Limit, parse_limits
-from surgeon.searches.reach import reach, require_reachable, require_work
 from surgeon.searches.spaces.base import Claim, Space, claims_of_shape, parse_spaces
 from surgeon.searches.spaces.pair import Pairs
 from tests.cost.examples import hardware, model

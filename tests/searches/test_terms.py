@@ -13,9 +13,15 @@ from surgeon.analysis.engine.sharing import share
 from surgeon.opened import Model
 from surgeon.quality.data import Windows
 from surgeon.quality.head import OutputHead
-from surgeon.searches.evaluate import Evaluator
+from surgeon.searches.evaluate import (
+    Evaluator,
+    Terms,
+    TermsPlan,
+    correlations,
+    covariances,
+    measure_terms,
+)
 from surgeon.searches.question import Question
-from surgeon.searches.terms import Terms, TermsPlan, correlations, covariances, measure_terms
 from tests.tiny_models import VOCABULARY, tiny_model
 
 TOKENS = 6
@@ -52,7 +58,7 @@ def test_the_same_whatever_the_size_of_blocks(monkeypatch: pytest.MonkeyPatch) -
     model: Any = tiny_model("llama")
     hidden = torch.randn(3, TOKENS, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
     whole = covariances(OutputHead(model), hidden[0], list(hidden[1:]))
-    monkeypatch.setattr("surgeon.searches.terms._BLOCK_BYTES", 1)
+    monkeypatch.setattr("surgeon.searches.evaluate._BLOCK_BYTES", 1)
     torch.testing.assert_close(covariances(OutputHead(model), hidden[0], list(hidden[1:])), whole)
 
 
@@ -85,8 +91,8 @@ MIXTURE = Question("pair,drop,rank:0.5").mixture(Model.of_config(tiny_model("lla
 def test_edits_run_on_as_much_text_as_so_many_runs_of_the_original_allow(
     runs: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surgeon.searches.terms._RUNS", runs)
-    monkeypatch.setattr("surgeon.searches.terms._LEAST_TOKENS", 128)
+    monkeypatch.setattr("surgeon.searches.evaluate._RUNS", runs)
+    monkeypatch.setattr("surgeon.searches.evaluate._LEAST_TOKENS", 128)
     evaluator = Evaluator(tiny_model("llama", 2), Windows(IDS, "ids", "digest"))
     plan = TermsPlan.whole(MIXTURE)
     found = measure_terms(evaluator, plan)
@@ -100,8 +106,8 @@ def test_edits_run_on_as_much_text_as_so_many_runs_of_the_original_allow(
 
 
 def test_of_long_windows_edits_run_on_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surgeon.searches.terms._RUNS", 3)
-    monkeypatch.setattr("surgeon.searches.terms._LEAST_TOKENS", 128)
+    monkeypatch.setattr("surgeon.searches.evaluate._RUNS", 3)
+    monkeypatch.setattr("surgeon.searches.evaluate._LEAST_TOKENS", 128)
     ids = IDS.view(2, 256)
     plan = TermsPlan.whole(MIXTURE)
     found = measure_terms(Evaluator(tiny_model("llama", 2), Windows(ids, "ids", "digest")), plan)

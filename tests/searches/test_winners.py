@@ -18,8 +18,8 @@ import surgeon
 from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
-from surgeon.searches.front import QualityCurve
 from surgeon.searches.mixture import Mixture, Trial
+from surgeon.searches.results import QualityCurve
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.winners import (
     Finalist,
@@ -226,7 +226,7 @@ def test_quality_that_nothing_has_says_the_nearest() -> None:
     with pytest.raises(
         ValueError, match=rf"of 10 trials none is within .*; the nearest, .* divergence {least:.3g}"
     ):
-        choose(searching.question, trials, [])
+        choose(searching.question, trials, None)
 
 
 def test_without_a_knee_perplexity_is_kept_or_as_little_as_can_be_is_changed() -> None:
@@ -242,7 +242,7 @@ def test_without_a_knee_perplexity_is_kept_or_as_little_as_can_be_is_changed() -
             )
             trials.append(Trial(key, "window", (), number=row, measured=found))
         curve = QualityCurve(question.along[0], "pair", (), None, math.nan, math.nan, 0.0)
-        best, why = choose(question, trials, [curve])
+        best, why = choose(question, trials, curve.knee)
         return [one.number for one in best], why
 
     assert chosen(1.01, 1.05, 1.2) == (
@@ -257,7 +257,7 @@ def test_without_a_knee_perplexity_is_kept_or_as_little_as_can_be_is_changed() -
 def test_two_objectives_give_the_middle_of_their_front() -> None:
     searching, _ = search("pair", None, "divergence,depth")
     trials = [*try_programs(searching, 30)]
-    (winner,), why = choose(searching.question, trials, [])
+    (winner,), why = choose(searching.question, trials, None)
     assert "nearest to the best of every objective" in why
     costs = partial(searching.question.pricing.costs, searching.question.settings.objectives)
     values = [costs(trial) for trial in trials]

@@ -1,4 +1,4 @@
-"""The makings of the weights of a recipe's program: how matrices are factorised, and which units are kept."""
+"""Weights of a recipe's program: how matrices are factorised, and which units are kept; made, or found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from surgeon.models.weights import (
     WeightMatrix,
 )
 from surgeon.models.weights.decompose import ALPHA, NEEDS
-from surgeon.opened import Model
+from surgeon.opened import EditedModel, Model
 from surgeon.processes.journal import Journal
 
 WAYS = ("sequential", "update")  # in which factors go by a text
@@ -273,3 +273,10 @@ def notes_on(facts: Mapping[Matrix, FactorFacts]) -> Iterator[str]:
             f"the inputs of {matrix} reach {found.reached} of {found.full_rank} directions of its outputs"
             f"{others(len(singular))}: beyond these it is truncated as without a text"
         )
+
+
+def with_units(edited: EditedModel, plan: FactorPlan) -> EditedModel:
+    """Choose an edited model's heads and neurons that its recipe names without a text."""
+    if plan.source is None:
+        return edited
+    return replace(edited, factors=plan.source, factors_identity=plan.to_json())

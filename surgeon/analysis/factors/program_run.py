@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.analysis.engine.machine import PlanMachine, windows_in_a_walk
-from surgeon.analysis.engine.walk import not_finite, walks
+from surgeon.analysis.engine.machine import PlanMachine, not_finite, walks, windows_in_a_walk
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.language.execute import State, advance, land
 from surgeon.language.program import Node, Program

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from surgeon.analysis.cells import SCANNED, check_operations, select
 from surgeon.analysis.engine.sharing import (
     Extend,
     Join,
@@ -18,6 +17,7 @@ from surgeon.analysis.engine.sharing import (
     simplify,
     sublayers_in,
 )
+from surgeon.analysis.scan import SCANNED, check_operations, select
 from surgeon.language.program import Program
 from tests.analysis.scanning import scan_cells
 

@@ -13,10 +13,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from surgeon.analysis.engine import workers
-from surgeon.analysis.engine.measure import MeasureOptions, measure
+from surgeon.analysis.engine import measure as workers
+from surgeon.analysis.engine.measure import Job, MeasureOptions, measure, measure_in_workers, split
 from surgeon.analysis.engine.sharing import share
-from surgeon.analysis.engine.workers import Job, measure_in_workers, split
 from surgeon.language.operations import prune
 from surgeon.language.program import Program
 from tests import warm

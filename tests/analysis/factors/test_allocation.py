@@ -7,7 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from surgeon.analysis.factors.allocation import (
+from surgeon.analysis.factors.matrices import Matrix
+from surgeon.analysis.factors.ranks import (
     Curve,
     Ranks,
     allocate,
@@ -21,7 +22,6 @@ from surgeon.analysis.factors.allocation import (
     total_cost,
     wire_values,
 )
-from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.spectrum import SingularValues, Truncation, curves_of
 
 SIZES = {"q": (12, 12), "k": (4, 12), "up": (16, 12), "down": (12, 16)}

@@ -10,12 +10,17 @@ import pytest
 import torch
 from torch.nn import functional
 
-from surgeon.analysis.factors.allocation import allocate, parameters
 from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
-from surgeon.analysis.factors.rank_recipe import RankBudget, corrected_ranks, factorise_program
+from surgeon.analysis.factors.ranks import (
+    RankBudget,
+    allocate,
+    corrected_ranks,
+    factorise_program,
+    parameters,
+)
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of, restore

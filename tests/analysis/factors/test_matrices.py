@@ -8,11 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from surgeon.analysis.factors.matrices import (
-    Matrices,
-    choose_weights,
-    find_matrices,
-)
+from surgeon.analysis.factors.matrices import Matrices, choose_weights, find_matrices
 from surgeon.analysis.spectrum import request
 from surgeon.findings.spectrum import TargetRank, parse_ranks
 from surgeon.models.families import FAMILIES, family_of

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from surgeon.analysis.factors.allocation import Curve
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.analysis.factors.rank_recipe import RankBudget, as_operation, parse_budget
+from surgeon.analysis.factors.ranks import Curve, RankBudget, as_operation, parse_budget
 from surgeon.analysis.subject import calibration_entry, load_calibration, load_recorded
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.recipe import Recipe, parse_recipe

@@ -11,7 +11,7 @@ import torch
 
 import surgeon
 from surgeon.analysis.factors.factor_plan import plan_factors
-from surgeon.analysis.factors.recipe_factors import with_factors
+from surgeon.analysis.factors.make_factors import with_factors
 from surgeon.analysis.importance import unit_importance
 from surgeon.language.recipe import parse_recipe
 from surgeon.models.edit import edit

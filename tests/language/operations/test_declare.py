@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 import surgeon.language.operations
-from surgeon.analysis.cells import SCANNED, check_operations, select, selected_cells
-from surgeon.analysis.proxies import readers
+from surgeon.analysis.scan import SCANNED, check_operations, select, selected_cells
+from surgeon.analysis.similarity import readers
 from surgeon.findings.scan import Scan, changed_layers
 from surgeon.language.operations.base import (
     HEATMAPS,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.forms import PROGRAM
-from surgeon.cost.plans import plan_on_paper
+from surgeon.checkpoint.forms.program import PROGRAM
+from surgeon.cost.deployment import plan_on_paper
 from surgeon.exports.export import plan_export, write_export
 from surgeon.language.operations.lowrank import lowrank
 from surgeon.language.operations.width import width

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from surgeon.cost.plans import plan_on_paper
+from surgeon.cost.deployment import plan_on_paper
 from surgeon.language.program import Program, Step
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import FAMILIES
