@@ -28,7 +28,6 @@ from surgeon.checkpoint.describe import read_report
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.stored import Checkpoint, StoredModel
 from surgeon.checkpoint.tensor_file import StoredTensor, read_json
-from surgeon.errors import did_you_mean, show_value
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
 from surgeon.machine import avoid_cudnn_attention
@@ -40,7 +39,7 @@ from surgeon.models.weights import FactorSource, ModelWeights, take_experts_apar
 from surgeon.models.weights.quantised import PackedTensor
 from surgeon.named import is_gguf, is_program, is_recipe, model_name, name_of, on_disk
 from surgeon.provenance import provenance
-from surgeon.words import first_few
+from surgeon.words import did_you_mean, first_few, show_value
 
 if TYPE_CHECKING:  # takes seconds, and who does not load it does without
     from transformers import PreTrainedModel

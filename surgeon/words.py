@@ -1,7 +1,8 @@
-"""Numbers and layers as text, the same everywhere."""
+"""Numbers, layers and values as text, the same everywhere."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
@@ -173,3 +174,28 @@ def hang_indent(start: str, text: str) -> str:
     return textwrap.fill(
         text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False
     )
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """End an error message about an unknown word: the nearest known one, or all of them."""
+    known = list(known)
+    near = difflib.get_close_matches(str(word), known, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"known: {', '.join(known)}"
+
+
+def show_value(value: object, most: int = 40) -> str:
+    """Show a value in an error message, cut if it is long."""
+    text = repr(value)
+    if len(text) <= most:
+        return text
+    return text[: most - 3] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's error; its kind if it has no text."""
+    text = str(error).strip()
+    if text:
+        return text.splitlines()[0]
+    return type(error).__name__

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.errors import full_place, name_file
+from surgeon.processes.files import full_place, name_file
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 from scripts.gpu.checks import MODELS, checks, make_models
 from scripts.gpu.sides import Setup, Side
 from scripts.gpu.speeds import SPEEDS
-from surgeon.errors import first_line
+from surgeon.words import first_line
 
 
 def rows(setup: Setup, side: Side, name: str) -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,6 @@ from surgeon.benchmarks.timing import load_timed
 from surgeon.checkpoint.random_weights import open_random
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.cost.deployment import USABLE, activation_bytes
-from surgeon.errors import first_line
 from surgeon.language.program import Program
 from surgeon.machine import free_bytes, show_size
 from surgeon.models.shapes import ModelShapes
@@ -29,6 +28,7 @@ from surgeon.runtime.plan.specification import Plan, Ways
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import RankFailed, Ranks
 from surgeon.runtime.worker.worker import forget_cache, unload
+from surgeon.words import first_line
 
 UPPER = "upper"  # the system whose ranks do not wait for each other
 NO_P2P = "NCCL_P2P_DISABLE"

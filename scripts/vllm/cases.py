@@ -35,8 +35,8 @@ from scripts.commands import make_parser
 from scripts.vllm.checkpoints import NARROWEST, Case, cases_of, random_source, with_wide_heads
 from scripts.vllm.engine import PROJECT, require_plugin, vllm_environment
 from surgeon.checkpoint.config import locate
-from surgeon.errors import did_you_mean
 from surgeon.models.families import FAMILIES
+from surgeon.words import did_you_mean
 
 WORKER = Path(__file__).with_name("greedy.py")
 REFUSED = "surgeon: "  # begins what it says of checkpoints that it does not write

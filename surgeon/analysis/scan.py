@@ -33,7 +33,6 @@ from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share, 
 from surgeon.analysis.importance import expert_use, use_table
 from surgeon.analysis.subject import Subject, most_important
 from surgeon.checkpoint.tensor_file import read_json
-from surgeon.errors import did_you_mean, show_value
 from surgeon.findings.scan import Scan
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import changed_within
@@ -53,6 +52,7 @@ from surgeon.quality.summary import (
     perplexity,
     perplexity_interval,
 )
+from surgeon.words import did_you_mean, show_value
 
 # The maps of a scan that names none.
 SCANNED = tuple(name for name, heatmap in HEATMAPS.items() if heatmap.paper)

@@ -42,7 +42,6 @@ from torch import Tensor
 
 from surgeon.analysis.engine.machine import layers_run, walks, windows_in_a_walk
 from surgeon.analysis.subject import Subject
-from surgeon.errors import show_value
 from surgeon.findings.scan import Scan
 from surgeon.findings.similarity import Similarity
 from surgeon.language.operations.applied import whole_runs
@@ -53,6 +52,7 @@ from surgeon.models.families import family_of
 from surgeon.processes.files import make_folder
 from surgeon.progress import Advance, progress
 from surgeon.quality.summary import Values
+from surgeon.words import show_value
 
 LEAST_SAMPLES = 4  # the unbiased estimate divides by n - 3
 

@@ -23,7 +23,6 @@ from surgeon.analysis.factors.matrices import Matrices, Matrix, choose_weights, 
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
 from surgeon.analysis.factors.ranks import Curve, effective_rank, energy_rank, kept_parameters
 from surgeon.analysis.subject import Subject, calibration_entry
-from surgeon.errors import show_value
 from surgeon.findings.spectrum import METHODS, Spectrum, TargetRank, parse_ranks
 from surgeon.language.operations.base import show_range
 from surgeon.language.program import Program
@@ -41,6 +40,7 @@ from surgeon.processes.journal import Journal, read_journal
 from surgeon.progress import progress
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate, perplexity, perplexity_interval
+from surgeon.words import show_value
 
 JOURNAL = "journal.jsonl"
 ByWindow = dict[str, Values]  # nll and divergence from the original, nats per token, (windows,) each

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.stored import REPORT_FILE, Checkpoint
-from surgeon.errors import first_line, show_value
 from surgeon.language.yaml import read_yaml
-from surgeon.words import first_few
+from surgeon.words import first_few, first_line, show_value
 
 GENERATION = "generation_config.json"
 # The GGUF file that a folder was made of (name, SHA-256, types), and the folder's files.

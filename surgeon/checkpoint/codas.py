@@ -23,9 +23,9 @@ from transformers import CONFIG_MAPPING
 from surgeon.checkpoint.belongings import CODAS
 from surgeon.checkpoint.stored import Checkpoint
 from surgeon.checkpoint.tensor_file import read_header, read_json
-from surgeon.errors import first_line, show_value
 from surgeon.language.program import Program
 from surgeon.processes.files import publish, scratch, sync_tree, write_json
+from surgeon.words import first_line, show_value
 
 INDEX = "codas.json"
 FORMAT = 1

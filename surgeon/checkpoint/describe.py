@@ -28,7 +28,7 @@ from surgeon.checkpoint.config import is_no_source, open_stored, read_config_onl
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.stored import REPORT_FILE, Checkpoint, StoredModel
 from surgeon.checkpoint.tensor_file import as_bytes, read_json
-from surgeon.errors import NotProven, show_value
+from surgeon.errors import NotProven
 from surgeon.language.program import Fork, Node, Program
 from surgeon.language.recipe import Recipe, read_recipe
 from surgeon.language.sublayer import Sublayer
@@ -36,7 +36,7 @@ from surgeon.models.edit import recipe_program
 from surgeon.named import is_recipe, name_of, public
 from surgeon.processes.files import finite
 from surgeon.progress import Advance
-from surgeon.words import MOST_LAYERS, plural
+from surgeon.words import MOST_LAYERS, plural, show_value
 
 
 @dataclass(frozen=True)

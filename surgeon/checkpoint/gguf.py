@@ -22,19 +22,20 @@ from torch import Tensor
 
 from surgeon.checkpoint.belongings import CARD_FILE, GGUF_RECORD
 from surgeon.checkpoint.tensor_file import PlannedTensor, Writing, read_json, split_into_shards
-from surgeon.errors import did_you_mean, name_file, needs_extra
+from surgeon.errors import needs_extra
 from surgeon.models.families import family_named
 from surgeon.processes.files import (
     cache_folder,
     check_space,
     make_folder,
+    name_file,
     publish,
     scratch,
     sync_tree,
     write_json,
 )
 from surgeon.progress import progress
-from surgeon.words import first_few
+from surgeon.words import did_you_mean, first_few
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.tensor_file import Derived, StoredTensor, TensorFiles
-from surgeon.errors import show_value
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, ROLES, Sublayer
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.weights import Names, Store
 from surgeon.models.weights.layers import modules_of
+from surgeon.words import show_value
 
 Entries = dict[str, Any]  # of a config.json
 # What names of tensors begin with, in files and in the text model alone; the first pair that fits counts.

@@ -17,10 +17,10 @@ from torch import Tensor
 from surgeon.checkpoint.imported import text_entries, translate_entries, wrapper_of
 from surgeon.checkpoint.stored import Checkpoint, StoredModel, Wrapped
 from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles, read_json
-from surgeon.errors import first_line
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Family
 from surgeon.models.weights import Factors, ModelWeights, WeightMatrix
+from surgeon.words import first_line
 
 SPREAD = 0.02  # the standard deviation of a matrix's numbers, and of those of the product of two factors
 

@@ -31,10 +31,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from surgeon.errors import first_line, name_file
 from surgeon.machine import Beside, Stopped
-from surgeon.processes.files import sync, write_json
+from surgeon.processes.files import name_file, sync, write_json
 from surgeon.progress import Advance
+from surgeon.words import first_line
 
 DTYPES = {
     "F64": torch.float64,

@@ -28,8 +28,7 @@ from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.config import locate, open_stored
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import read_json
-from surgeon.errors import first_line, show_value
-from surgeon.words import first_few
+from surgeon.words import first_few, first_line, show_value
 
 # Texts beyond are tokenized one at a time, so that they do not fill the memory together.
 LONG_CHARACTERS = 1 << 17

@@ -42,8 +42,9 @@ from surgeon.commands.show import show
 from surgeon.commands.similarity import similarity
 from surgeon.commands.spectrum import spectrum
 from surgeon.commands.train import train
-from surgeon.errors import full_place, is_full_disk, is_out_of_memory
+from surgeon.errors import is_out_of_memory
 from surgeon.machine import avoid_cudnn_attention, wait_asleep
+from surgeon.processes.files import full_place, is_full_disk
 from surgeon.version import __version__
 
 # In the order in which they are used. These modules are light: what a command needs, it imports when it runs.

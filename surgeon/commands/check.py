@@ -66,13 +66,13 @@ def check(
     """
     from surgeon.commands.capabilities import Capabilities, facts_of, with_shapes
     from surgeon.commands.opening import as_several
-    from surgeon.errors import did_you_mean
     from surgeon.findings.check import Check
     from surgeon.models.families import Unsupported
     from surgeon.named import model_name
     from surgeon.opened import Model
     from surgeon.processes.files import make_folder
     from surgeon.runtime.plan.checks import DTYPES
+    from surgeon.words import did_you_mean
 
     numbers = as_several(ranks)
     if (least := min(numbers, default=1)) < 1:

@@ -36,9 +36,8 @@ from typing import (
 
 import typer
 
-from surgeon.errors import show_value
 from surgeon.named import split_values
-from surgeon.words import join_words
+from surgeon.words import join_words, show_value
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SIMPLE = (int, float, bool, str, Path)

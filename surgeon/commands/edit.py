@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 from surgeon.analysis.factors.factor_plan import plan_factors, with_units
 from surgeon.commands.opening import as_range
-from surgeon.errors import show_value
 from surgeon.exports import in_memory  # noqa: F401 - how edited models are saved
 from surgeon.language.operations.base import show_range
 from surgeon.language.program import Program
@@ -19,6 +18,7 @@ from surgeon.models.edit import restore
 from surgeon.models.weights import FactorSource
 from surgeon.named import is_recipe
 from surgeon.opened import EditedModel, Model
+from surgeon.words import show_value
 
 if TYPE_CHECKING:  # takes seconds, and who has no model yet does without
     from transformers import PreTrainedModel

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from surgeon.commands.command import command, keyword, later, option
 from surgeon.commands.options import Checkpoint, SamplingFlags, System, WritingFlags, flags_in, ranks_of
-from surgeon.errors import show_value
 from surgeon.named import is_recipe
+from surgeon.words import show_value
 
 if TYPE_CHECKING:
     from surgeon.commands.generation import GeneratedText, Generation

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from surgeon.commands.command import command, option, several
 from surgeon.commands.options import COMPARED, Batches, Compress, ProgramText, VariantLayers
-from surgeon.errors import did_you_mean
 from surgeon.provenance import provenance
+from surgeon.words import did_you_mean
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,7 +11,7 @@ import typer
 
 from surgeon.commands.command import command, option, several
 from surgeon.commands.options import DefaultData, MeasuringFlags, ModelName, Output, SampledAcceptance
-from surgeon.errors import show_value
+from surgeon.words import show_value
 
 if TYPE_CHECKING:
     from surgeon.findings.result import RunResult

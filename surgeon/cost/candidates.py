@@ -15,7 +15,6 @@ from surgeon.checkpoint.config import DEMO
 from surgeon.cost.deployment import Deployment, Workload, most_texts, plan_on_paper, room
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.predict import Prediction, predict, predict_drafting
-from surgeon.errors import did_you_mean
 from surgeon.findings.speeds import AXES, DRAFT_COLUMNS, PARTS, RATIOS, TOO_LARGE
 from surgeon.language.operations.variants import (
     HALVES,
@@ -31,7 +30,7 @@ from surgeon.named import is_program, is_recipe, on_disk
 from surgeon.opened import EditedModel, Model, open_model
 from surgeon.runtime.plan.memory import imbalance
 from surgeon.runtime.plan.specification import HalvesMode
-from surgeon.words import plural
+from surgeon.words import did_you_mean, plural
 
 _LONGEST_NAME = 18  # so that tables fit a terminal
 

@@ -15,7 +15,6 @@ from typing import Any, get_args
 import torch
 
 from surgeon.cost.hardware import Hardware
-from surgeon.errors import did_you_mean
 from surgeon.language.program import Program
 from surgeon.language.sublayer import FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.edit import check_layers
@@ -37,6 +36,7 @@ from surgeon.runtime.plan.specification import (
     Plan,
     balance_of,
 )
+from surgeon.words import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetPyda
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
-from surgeon.errors import did_you_mean, show_value
 from surgeon.language.yaml import UNKNOWN, YamlError, read_yaml, validate
 from surgeon.named import on_disk
+from surgeon.words import did_you_mean, show_value
 
 Kind = Literal["ring", "tree", "one-shot", "sharp", "shared-memory"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -47,7 +47,6 @@ from surgeon.checkpoint.tensor_file import (
     shard_limit,
     split_into_shards,
 )
-from surgeon.errors import did_you_mean, is_full_disk
 from surgeon.exports.prove import Proof, original_model, prove, reference_of, require_alike
 from surgeon.findings.card import write_card
 from surgeon.findings.measured import CardScore, Identity
@@ -56,11 +55,19 @@ from surgeon.language.program import Program
 from surgeon.machine import Background, one_at_a_time, torch_threads
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.opened import Model
-from surgeon.processes.files import check_space, publish, scratch, show_bytes, sync_tree, write_json
+from surgeon.processes.files import (
+    check_space,
+    is_full_disk,
+    publish,
+    scratch,
+    show_bytes,
+    sync_tree,
+    write_json,
+)
 from surgeon.progress import Advance, stretch
 from surgeon.provenance import versions
 from surgeon.version import __version__
-from surgeon.words import first_few
+from surgeon.words import did_you_mean, first_few
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FACTOR_ENDINGS = (".first.weight", ".second.weight")

@@ -15,11 +15,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import pandas as pd
 
-from surgeon.errors import did_you_mean, first_line, show_value
 from surgeon.named import public
 from surgeon.processes.files import write_json, write_table
 from surgeon.provenance import FORMAT
-from surgeon.words import MOST_LAYERS, WIDTH, align_columns, hang_indent, plural
+from surgeon.words import (
+    MOST_LAYERS,
+    WIDTH,
+    align_columns,
+    did_you_mean,
+    first_line,
+    hang_indent,
+    plural,
+    show_value,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -22,7 +22,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from surgeon.errors import did_you_mean, show_value
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.operations.base import parse_range
@@ -30,6 +29,7 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes
 from surgeon.language.yaml import LONGEST, Checked, YamlError, read_yaml, validate
 from surgeon.named import on_disk
+from surgeon.words import did_you_mean, show_value
 
 FORMAT = 1
 KEYS = ("surgeon", "model", "weights", "operations", "expect")

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from surgeon.errors import did_you_mean, first_line, show_value
+from surgeon.words import did_you_mean, first_line, show_value
 
 LONGEST = 1 << 20  # characters
 MOST_NODES = 10_000

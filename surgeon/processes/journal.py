@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from surgeon.errors import name_file
-from surgeon.processes.files import lock, make_folder
+from surgeon.processes.files import lock, make_folder, name_file
 
 # What messages call the entries of an identity; others are called by their own names.
 _NAMES = {

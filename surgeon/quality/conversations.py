@@ -30,10 +30,9 @@ from surgeon.checkpoint.texts import (
     with_calls_written,
     without_keys,
 )
-from surgeon.errors import first_line, show_value
 from surgeon.quality.data import Tokens, count_alike
 from surgeon.quality.sources import Reading, Row, open_rows, require_utf8
-from surgeon.words import plural
+from surgeon.words import first_line, plural, show_value
 
 _COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"), ("prompt", "chosen"))
 _PREFERENCES = ("chosen", "rejected")  # lists of messages; the former is used

@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from surgeon.checkpoint.config import without_retries
-from surgeon.errors import first_line, show_value
 from surgeon.named import is_path, on_disk
-from surgeon.words import plural
+from surgeon.words import first_line, plural, show_value
 
 DEMO = "demo"
 DEMO_TRAINING = "demo:train"

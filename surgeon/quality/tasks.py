@@ -37,11 +37,11 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from surgeon.checkpoint.config import without_retries
-from surgeon.errors import did_you_mean, first_line, show_value
 from surgeon.named import on_disk
 from surgeon.processes.journal import Journal
 from surgeon.progress import progress
 from surgeon.quality.sources import read_json_lines, require_utf8
+from surgeon.words import did_you_mean, first_line, show_value
 
 Row = dict[str, Any]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from surgeon.errors import did_you_mean
 from surgeon.machine import parse_size, show_size
+from surgeon.words import did_you_mean
 
 if TYPE_CHECKING:  # who reads quantities does without numpy
     from surgeon.language.program import Program

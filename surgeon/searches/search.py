@@ -30,7 +30,6 @@ from optuna.trial import FrozenTrial, TrialState
 from surgeon.analysis.importance import expert_use
 from surgeon.analysis.subject import Subject, calibration_entry, most_important, open_subject
 from surgeon.cost.hardware import Hardware
-from surgeon.errors import did_you_mean
 from surgeon.findings.edit import SOURCES, Choice
 from surgeon.machine import free_bytes
 from surgeon.models.edit import restore
@@ -43,6 +42,7 @@ from surgeon.searches.pricing import Pricing
 from surgeon.searches.proposer import Proposer
 from surgeon.searches.quantities import DIVERGENCE, priced
 from surgeon.searches.question import SURGEON, PricedQuestion, Question, price_question
+from surgeon.words import did_you_mean
 
 BATCH = 8  # proposals that are made of the same knowledge, and measured together
 FIRST = 3  # of the first round, for each goal: one of every kind

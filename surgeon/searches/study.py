@@ -30,11 +30,11 @@ from optuna.storages.journal._file import get_lock_file
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import URL, event, exc, make_url
 
-from surgeon.errors import did_you_mean, first_line, full_disk, is_full_disk, name_file
-from surgeon.processes.files import make_folder
+from surgeon.processes.files import full_disk, is_full_disk, make_folder, name_file
 from surgeon.provenance import without_password
 from surgeon.searches.search import PROGRAM
 from surgeon.searches.workers import say_aside
+from surgeon.words import did_you_mean, first_line
 
 JOURNAL_FILE = "study.log"
 KINDS = "postgresql://user@host/database, sqlite:///file or journal:file"

@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse
 
 from surgeon.checkpoint.texts import Continuation, Defaults, Encoder, Message, chat_text, plain_message
-from surgeon.errors import did_you_mean
 from surgeon.runtime.batching.request import Sampling
+from surgeon.words import did_you_mean
 
 RETRY_SOON = {"Retry-After": "1"}
 Json = dict[str, Any]  # an object

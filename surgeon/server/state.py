@@ -22,7 +22,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from surgeon.checkpoint.texts import Defaults
-from surgeon.errors import did_you_mean
 from surgeon.runtime.service import Service
 from surgeon.server.bodies import (
     GONE,
@@ -32,6 +31,7 @@ from surgeon.server.bodies import (
     refuse_after_failure,
     refuse_while_draining,
 )
+from surgeon.words import did_you_mean
 
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)

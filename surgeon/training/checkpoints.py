@@ -29,11 +29,11 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 
 from surgeon.checkpoint.tensor_file import FileRecord, change_of, read_json
-from surgeon.errors import first_line
 from surgeon.models.lora import PeftModel
 from surgeon.processes.files import HALF_WRITTEN, check_space, publish, sync_tree, whole_file, write_json
 from surgeon.progress import Advance
 from surgeon.quality.summary import Quality
+from surgeon.words import first_line
 
 WEIGHTS_FILE = "model.safetensors"  # as the Trainer reads it again
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")

@@ -21,7 +21,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 
 from surgeon.checkpoint.codas import Coda
 from surgeon.checkpoint.tensor_file import read_json
-from surgeon.errors import needs_extra, show_value
+from surgeon.errors import needs_extra
 from surgeon.exports.in_memory import export, export_with_codas
 from surgeon.exports.prove import Proof
 from surgeon.language.program import Program
@@ -48,6 +48,7 @@ from surgeon.training.scope import choose_or_adapt
 from surgeon.training.settings import TrainSettings, join_processes, share_of_batch, training_arguments
 from surgeon.training.texts import TrainTexts
 from surgeon.training.trainer import Measure, ModelTrainer
+from surgeon.words import show_value
 
 RECORD_FILE = "run.json"
 TEACHER_FOLDER = "teacher"

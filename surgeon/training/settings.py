@@ -21,11 +21,10 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.training_args import OptimizerNames
 
 from surgeon.checkpoint.tensor_file import read_json
-from surgeon.errors import did_you_mean, first_line
 from surgeon.machine import avoid_cudnn_attention, describe_gpu
 from surgeon.opened import choose_device
 from surgeon.training.token_store import ALL_TOKENS
-from surgeon.words import plural
+from surgeon.words import did_you_mean, first_line, plural
 
 SCOPES = ("edited", "all", "norms", "edited-norms", "routers")
 ROUTERS = ("trained", "frozen")

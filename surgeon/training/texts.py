@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from surgeon.errors import show_value
 from surgeon.quality.conversations import read_conversations
 from surgeon.quality.data import (
     HELD_OUT_SHARE,
@@ -42,7 +41,7 @@ from surgeon.training.token_store import (
     rows_digest,
     split_documents,
 )
-from surgeon.words import plural
+from surgeon.words import plural, show_value
 
 _LOOKED_AT = 1 << 16  # tokens, for marks that were read as text
 

@@ -25,7 +25,6 @@ from datasets.arrow_writer import ArrowWriter
 from numpy.typing import NDArray
 
 from surgeon.checkpoint.tensor_file import read_json
-from surgeon.errors import did_you_mean
 from surgeon.processes.files import (
     lock_file,
     make_folder,
@@ -49,6 +48,7 @@ from surgeon.quality.sources import (
     is_folder,
     is_table,
 )
+from surgeon.words import did_you_mean
 
 Documents = Literal["joined", "apart", "whole"]
 Row = dict[str, NDArray[np.int32]]

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from surgeon.errors import Diverged, first_line, is_full_disk, is_out_of_memory
+from surgeon.errors import Diverged, is_out_of_memory
 from surgeon.models.edit import ASKS_FOR_ROUTERS, EditedLayers
 from surgeon.models.lora import PeftModel
-from surgeon.processes.files import show_bytes
+from surgeon.processes.files import is_full_disk, show_bytes
 from surgeon.quality.summary import Quality
 from surgeon.training.checkpoints import (
     RunCheckpoints,
@@ -36,7 +36,7 @@ from surgeon.training.head_loss import LossParts, text_loss
 from surgeon.training.scope import follow_checkpoint, routers_of, shard_parameters
 from surgeon.training.texts import RunOrder, TrainingText, TrainingWindows
 from surgeon.training.token_store import IGNORED, attends_across
-from surgeon.words import first_few, plural
+from surgeon.words import first_few, first_line, plural
 
 _WINDOWS_NAMED = 16
 

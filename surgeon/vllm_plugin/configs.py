@@ -13,12 +13,12 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from surgeon.checkpoint.forms import PROGRAM
-from surgeon.errors import did_you_mean
 from surgeon.language.program import Node, Program, Step
 from surgeon.language.sublayer import ATTENTION
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.families.specs import Latent, Unit
+from surgeon.words import did_you_mean
 
 CONFIGS: dict[str, Any] = {
     name: type(

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from surgeon.errors import did_you_mean
 from surgeon.language.sublayer import KINDS, ROLES, WRITING, Sublayer
 from surgeon.models.edit import decoder_layers
 from surgeon.models.families import Family, family_of
 from surgeon.models.weights import Dense, ModelWeights, ModuleStore
+from surgeon.words import did_you_mean
 
 if TYPE_CHECKING:  # takes seconds, and who only names matrices does without
     from transformers import PreTrainedModel

@@ -30,7 +30,6 @@ from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
 from surgeon.analysis.subject import Subject
-from surgeon.errors import did_you_mean
 from surgeon.findings.spectrum import Spectrum
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import Calibration, Method, rank_for, saves
@@ -44,6 +43,7 @@ from surgeon.progress import progress
 from surgeon.provenance import command_line
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import Values, estimate
+from surgeon.words import did_you_mean
 
 Allocation = Literal["uniform", "energy", "damage"]
 Ranks = dict[Matrix, int | None]  # None: the matrix stays whole

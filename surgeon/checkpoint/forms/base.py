@@ -20,14 +20,13 @@ from surgeon.checkpoint.forms.planning import TensorPlanner
 from surgeon.checkpoint.imported import WRAPPERS
 from surgeon.checkpoint.stored import WEIGHTS_KEY, Checkpoint, StoredModel, Wrapped
 from surgeon.checkpoint.tensor_file import PlannedTensor
-from surgeon.errors import did_you_mean
 from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
 from surgeon.models.weights import FactorSource, indivisible
 from surgeon.models.weights.layers import narrow_units, require_parts
-from surgeon.words import layer_list
+from surgeon.words import did_you_mean, layer_list
 
 if TYPE_CHECKING:  # takes seconds, and ranks do without
     from transformers import PreTrainedModel

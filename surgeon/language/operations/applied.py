@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from surgeon.errors import show_value
 from surgeon.language.operations.base import OPERATIONS, show_range
 from surgeon.language.program import Fork, Node, Program, layer_nodes, steps_of
 from surgeon.language.sublayer import LayerShapes
+from surgeon.words import show_value
 
 Change = Callable[[Program], Program]
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, wraps
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
-from surgeon.errors import show_value
 from surgeon.language.program import Node, Program, Step, layer_nodes
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, LayerShapes, Sublayer
+from surgeon.words import show_value
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

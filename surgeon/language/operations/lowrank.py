@@ -9,10 +9,10 @@ from typing import Literal
 
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from surgeon.errors import did_you_mean
 from surgeon.language.operations.base import Heatmap, operation, require_present, show_range
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ROLES, LayerShapes, Sublayer
+from surgeon.words import did_you_mean
 
 Role = Literal["q", "g", "k", "v", "o", "gate", "up", "down"]
 Method = Literal["plain", "activation", "whitened"]

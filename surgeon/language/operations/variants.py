@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from surgeon.errors import did_you_mean
 from surgeon.language.operations.base import VARIANTS, Variant, show_range
 from surgeon.language.program import Program
+from surgeon.words import did_you_mean
 
 DENSE = "dense"  # the unedited program
 UPPER_BOUND = "upper-bound"  # the program compared with, on ranks that do not wait for each other

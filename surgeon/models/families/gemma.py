@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from surgeon.errors import show_value
 from surgeon.models.families.base import AttentionWindow, Norms, Scales
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.specs import HeadNorm, StreamNorm
+from surgeon.words import show_value
 
 MOST_FEATURES = 1 << 40  # of a head
 

@@ -9,7 +9,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from surgeon.errors import show_value
 from surgeon.models.families.base import (
     AttentionWindow,
     ConfigEntries,
@@ -34,6 +33,7 @@ from surgeon.models.families.specs import (
     route_by_config,
     shared_projections,
 )
+from surgeon.words import show_value
 
 LLAMA = Family(
     name="Llama",

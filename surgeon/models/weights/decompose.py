@@ -28,10 +28,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from surgeon.errors import did_you_mean
 from surgeon.language.operations.lowrank import Method
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights.store import Factors, WeightMatrix
+from surgeon.words import did_you_mean
 
 
 class SecondMoment:

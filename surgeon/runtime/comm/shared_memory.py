@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from surgeon.errors import first_line
 from surgeon.machine import show_size, usable_cores
 from surgeon.runtime.comm.collectives import TIMEOUT, Around, Collectives, Counts, TorchCollectives, Wait
 from surgeon.runtime.kernels.functions import NOTES
 from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
+from surgeon.words import first_line
 
 SLOTS = 4  # reductions in flight; a ladder has two
 # Per rank and slot, of which what is written to is taken; longer tensors travel in several pieces.

@@ -18,7 +18,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import read_json
-from surgeon.errors import did_you_mean, first_line, show_value
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS
 from surgeon.models.edit import check_layers
@@ -52,6 +51,7 @@ from surgeon.runtime.plan.specification import (
     balance_of,
     require_low_rank,
 )
+from surgeon.words import did_you_mean, first_line, show_value
 
 DTYPES = ("float32", "bfloat16", "float16")
 WAYS: dict[str, tuple[str, tuple[Any, ...]]] = {  # what is said of a word that is none of those known

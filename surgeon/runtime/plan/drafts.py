@@ -25,7 +25,6 @@ from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import TensorFiles
-from surgeon.errors import show_value
 from surgeon.language.operations.base import VARIANTS
 from surgeon.language.operations.variants import RUN_OTHERWISE, is_variant, variant_of
 from surgeon.language.program import Program, Step
@@ -38,7 +37,7 @@ from surgeon.runtime.plan.checks import make_plan, mixture_size, places_among, r
 from surgeon.runtime.plan.memory import Sizes, kv_heads, numbers_of
 from surgeon.runtime.plan.placement import check_division, computed_of, work_of
 from surgeon.runtime.plan.specification import CodaPlan, DraftPlan, KvMode, Mixtures, Plan, Ways
-from surgeon.words import plural
+from surgeon.words import plural, show_value
 
 # Layers, width, and which of the attentions of these in the program.
 Place = tuple[tuple[int, ...], int | None, int]

@@ -34,7 +34,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from surgeon.errors import did_you_mean
 from surgeon.machine import (
     avoid_cudnn_attention,
     gpu_free_bytes,
@@ -64,6 +63,7 @@ from surgeon.runtime.comm.collectives import (
 )
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives, with_symmetric_memory
 from surgeon.runtime.comm.wires import WIRES
+from surgeon.words import did_you_mean
 
 SPIN_SECONDS = 0.002
 

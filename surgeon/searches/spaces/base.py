@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from surgeon.errors import did_you_mean
 from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES
+from surgeon.words import did_you_mean
 
 if TYPE_CHECKING:  # who lists the spaces does without torch, which takes seconds
     from surgeon.opened import Model

@@ -23,7 +23,6 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 from surgeon.checkpoint.codas import Coda
 from surgeon.checkpoint.describe import layers_by_recipe
 from surgeon.checkpoint.tensor_file import read_header
-from surgeon.errors import first_line
 from surgeon.exports.in_memory import stock_model
 from surgeon.exports.prove import build_empty
 from surgeon.language.program import Node, Program
@@ -33,6 +32,7 @@ from surgeon.models.families import Family, family_of
 from surgeon.models.weights import ModelWeights, NamedTensors, make_room
 from surgeon.processes.files import whole_file
 from surgeon.training.racks.partition import Racks, layers_in
+from surgeon.words import first_line
 
 
 class StretchLayers(EditedLayers):

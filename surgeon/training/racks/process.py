@@ -41,7 +41,7 @@ from torch import nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch does export it
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from surgeon.errors import Diverged, first_line
+from surgeon.errors import Diverged
 from surgeon.machine import gpus_in_turn, threads_per_rank
 from surgeon.processes.children import LIKELY_MEMORY, Child, when_parent_ends
 from surgeon.processes.files import write_json
@@ -92,6 +92,7 @@ from surgeon.training.racks.streams import PATIENCE, RackExchange, RackLog, pace
 from surgeon.training.run import TrainedModel, lock_run
 from surgeon.training.scope import gather_whole, set_whole
 from surgeon.training.settings import share_of_batch
+from surgeon.words import first_line
 
 FAILED = 1  # exit statuses
 DIVERGED = 4

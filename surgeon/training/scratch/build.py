@@ -13,7 +13,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 
 from surgeon.checkpoint.random_weights import RandomFactors
 from surgeon.checkpoint.texts import SPECIAL_IDS, read_tokenizer, rows_needed
-from surgeon.errors import did_you_mean, show_value
 from surgeon.language.operations.width import chosen_by
 from surgeon.language.program import Program
 from surgeon.models.edit import check_layers, edit, recipe_program
@@ -26,6 +25,7 @@ from surgeon.training.scratch.config import ScratchConfig
 from surgeon.training.scratch.tracks import narrow
 from surgeon.training.texts import TrainTexts, load_texts
 from surgeon.training.token_store import documents_of
+from surgeon.words import did_you_mean, show_value
 
 SIZES = (
     "vocab_size",

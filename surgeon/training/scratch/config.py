@@ -18,7 +18,6 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, PlainValidator, Strict
 from transformers import CONFIG_MAPPING
 
-from surgeon.errors import did_you_mean, show_value
 from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.program import Program
 from surgeon.language.recipe import FORMAT, DocumentReader, Recipe, read_document
@@ -31,6 +30,7 @@ from surgeon.training.scratch.tracks import WIDTH_STEP, layer_of_each_width
 from surgeon.training.settings import TrainSettings, read_trainer_argument
 from surgeon.training.texts import check_texts
 from surgeon.training.token_store import documents_of
+from surgeon.words import did_you_mean, show_value
 
 KIND = "configuration"
 PROGRAMS = ("operations", "program", "tracks")  # of which there is at most one

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.errors import show_value
 from surgeon.models.weights.quantised.matrix import (
     FLOATS,
     Along,
@@ -22,6 +21,7 @@ from surgeon.models.weights.quantised.matrix import (
     scale_values,
 )
 from surgeon.models.weights.store import Tensors
+from surgeon.words import show_value
 
 WEIGHT = ".weight"
 ABSMAX = ".weight.absmax"

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from surgeon.errors import show_value
 from surgeon.models.weights.quantised.bitsandbytes import FourBits, Int8
 from surgeon.models.weights.quantised.matrix import Scheme
 from surgeon.models.weights.quantised.packed import Awq, Gptq
 from surgeon.models.weights.quantised.scaled import FLOAT8, Block, Fp8, Grouped, Mxfp4
+from surgeon.words import show_value
 
 Entries = Mapping[str, Any]
 EITHER = (True, False)

@@ -9,7 +9,6 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from surgeon.errors import show_value
 from surgeon.models.weights.quantised.matrix import (
     FLOATS,
     INDICES,
@@ -25,6 +24,7 @@ from surgeon.models.weights.quantised.matrix import (
     scales_of,
 )
 from surgeon.models.weights.store import Tensors
+from surgeon.words import show_value
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WEIGHT = ".weight"
