@@ -37,12 +37,13 @@ if TYPE_CHECKING:
     from surgeon.commands.similarity import similarity
     from surgeon.commands.spectrum import spectrum
     from surgeon.commands.train import train
-    from surgeon.demo import demo_data, demo_model
+    from surgeon.demo import demo_data
     from surgeon.exports.in_memory import load
     from surgeon.language.program import Fork, Program, Step
     from surgeon.language.recipe import Recipe, read_recipe
     from surgeon.language.sublayer import Sublayer
     from surgeon.models.edit import program_of, restore
+    from surgeon.named import demo_model
     from surgeon.opened import Model
     from surgeon.opened import open_model as open
     from surgeon.searches.search import SurgerySampler
@@ -63,7 +64,7 @@ _ELSEWHERE = {
     "SurgerySampler": "surgeon.searches.search",
     "TrainSettings": "surgeon.training.settings",
     "demo_data": "surgeon.demo",
-    "demo_model": "surgeon.demo",
+    "demo_model": "surgeon.named",
     "families": "surgeon.commands.check",
     "load": "surgeon.exports.in_memory",
     "open": "surgeon.opened:open_model",

@@ -21,6 +21,7 @@ GGUF = ".gguf"  # how llama.cpp's files end
 _HUB = re.compile(rf"(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w./-]*\{GGUF}))?(?:@(\w[\w./-]*))?", re.ASCII)
 _SITE = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/|hf://", re.IGNORECASE)
 _OF_REVISION = ("tree", "commit", "blob", "resolve", "raw")  # what stands before it in an address
+MODEL_FOLDER = Path(__file__).parent / "demo" / "model"  # of "demo"
 HOW_TO_NAME = "a model on the hub is typed owner/name, or owner/name@REVISION, or owner/name/FILE.gguf"
 
 
@@ -165,3 +166,17 @@ def is_recipe(text: str | Path) -> bool:
 def is_program(text: str) -> bool:
     """Tell whether a text is a program, or begins as one, and is no name of something."""
     return _PROGRAM.match(text) is not None and on_disk(text) is None
+
+
+def demo_model() -> Path:
+    """The folder of the demo model: config.json, model.safetensors, its tokenizer, and training.json.
+
+    Raises:
+        FileNotFoundError: if this installation came without the weights.
+    """
+    if not (MODEL_FOLDER / "config.json").is_file():
+        raise FileNotFoundError(
+            f"the demo model is missing from {MODEL_FOLDER}; install surgeon with its package data, "
+            "or train it again with scripts/demo_model/train.py"
+        )
+    return MODEL_FOLDER

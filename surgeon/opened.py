@@ -31,10 +31,10 @@ from surgeon.checkpoint.tensor_file import StoredTensor, read_json
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
 from surgeon.machine import avoid_cudnn_attention
-from surgeon.models.edit import check_layers, edit, recipe_program
+from surgeon.models.edit import edit, recipe_program
 from surgeon.models.families import family_of
-from surgeon.models.families.positions import longest_text
-from surgeon.models.shapes import ModelShapes
+from surgeon.models.families.base import longest_text
+from surgeon.models.shapes import ModelShapes, check_layers
 from surgeon.models.weights import FactorSource, ModelWeights, take_experts_apart
 from surgeon.models.weights.quantised import PackedTensor
 from surgeon.named import is_gguf, is_program, is_recipe, model_name, name_of, on_disk

@@ -16,10 +16,10 @@ from transformers.utils import logging
 
 from scripts.commands import add_defaults
 from surgeon.checkpoint.texts import open_tokenizer
-from surgeon.demo import demo_model
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.language.program import Program
 from surgeon.machine import threads_per_rank
+from surgeon.named import demo_model
 from surgeon.processes.files import write_text
 from surgeon.provenance import versions
 from surgeon.quality.data import load_windows

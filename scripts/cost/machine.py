@@ -42,12 +42,12 @@ from surgeon.checkpoint.config import open_stored
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.predict import predict
-from surgeon.demo import MODEL_FOLDER
 from surgeon.findings.drawing import scale
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.language.program import Program
 from surgeon.machine import threads_per_rank
 from surgeon.models.shapes import ModelShapes
+from surgeon.named import MODEL_FOLDER
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import RankOptions

@@ -12,9 +12,9 @@ import argparse
 import json
 
 from surgeon.analysis.subject import Subject, open_subject
-from surgeon.demo import demo_model
 from surgeon.language.operations import ladder, pair, parallel, prune
 from surgeon.language.program import Program
+from surgeon.named import demo_model
 from surgeon.quality.summary import Quality
 from surgeon.searches.evaluate import Evaluator
 

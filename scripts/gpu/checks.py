@@ -40,10 +40,10 @@ from scripts.gpu.speeds import Load, continued, open_engine
 from surgeon.benchmarks.measure import Needs, RankBench, bench_table, decode_together
 from surgeon.commands.app import main as surgeon_command
 from surgeon.cost.deployment import Workload
-from surgeon.demo import demo_model
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.machine import avoid_cudnn_attention
+from surgeon.named import demo_model
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.comm.shared_memory import OVERLAPPING
 from surgeon.runtime.kernels.build import SWITCH

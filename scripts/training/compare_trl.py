@@ -31,7 +31,7 @@ from typing import Any
 import datasets
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from surgeon.demo import demo_model
+from surgeon.named import demo_model
 from surgeon.quality.conversations import ConversationTokenizer, conversation_columns
 from surgeon.quality.sources import Reading
 

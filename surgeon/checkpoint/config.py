@@ -33,13 +33,12 @@ from surgeon.checkpoint.stored import (
     StoredModel,
 )
 from surgeon.checkpoint.tensor_file import read_json
-from surgeon.demo import demo_model
 from surgeon.language.program import Program
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import Family, Unsupported, family_named, family_of
 from surgeon.models.families.fused import FUSED
 from surgeon.models.weights import Names
-from surgeon.named import GGUF, HOW_TO_NAME, hub_name, is_gguf, model_name, on_disk
+from surgeon.named import GGUF, HOW_TO_NAME, demo_model, hub_name, is_gguf, model_name, on_disk
 from surgeon.words import show_value
 
 DEMO = "demo"

@@ -97,7 +97,8 @@ def bench(
         plan_candidates,
         windows_to_compare,
     )
-    from surgeon.commands.opening import as_list, as_range, as_several, name_of
+    from surgeon.commands.command import as_list, as_range, as_several
+    from surgeon.commands.opening import name_of
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.deployment import Workload
     from surgeon.findings.speeds import Benchmark

@@ -50,7 +50,7 @@ def calibrate(
         FileNotFoundError, ValueError: if the model cannot be run by these ranks, or the file's name has another ending.
         OSError: if it cannot be written.
     """
-    from surgeon.commands.opening import as_several
+    from surgeon.commands.command import as_several
     from surgeon.cost.calibrate import calibrate as measure
     from surgeon.cost.hardware import load_hardware
     from surgeon.processes.files import write_text

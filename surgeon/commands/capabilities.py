@@ -37,7 +37,7 @@ from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.machine import show_size
 from surgeon.models.edit import as_stored, decoder_layers, edit, require_pairs, restore
-from surgeon.models.families.positions import rotated_layers, windowed_layers
+from surgeon.models.families.base import rotated_layers, windowed_layers
 from surgeon.models.weights.quantised import rules_of
 from surgeon.named import is_gguf, on_disk
 from surgeon.opened import Model, StreamedLayers, open_model, require_streamable

@@ -65,7 +65,7 @@ def check(
         ValueError: if a file of it is damaged, it has no architecture, or there is no such dtype.
     """
     from surgeon.commands.capabilities import Capabilities, facts_of, with_shapes
-    from surgeon.commands.opening import as_several
+    from surgeon.commands.command import as_several
     from surgeon.findings.check import Check
     from surgeon.models.families import Unsupported
     from surgeon.named import model_name

@@ -15,7 +15,8 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial, wraps
 from numbers import Real
@@ -36,6 +37,8 @@ from typing import (
 
 import typer
 
+from surgeon.language.operations.base import parse_range
+from surgeon.language.program import Program
 from surgeon.named import split_values
 from surgeon.words import join_words, show_value
 
@@ -407,3 +410,34 @@ def _values(splits: bool, counts: bool) -> Callable[..., list[Any] | None]:
         return [*dict.fromkeys(map(int, found))]
 
     return read
+
+
+def as_range(layers: range | str | None) -> range | None:
+    """Read a range of layers, written as Python slices it: "4:30" is layers 4 to 29."""
+    if isinstance(layers, range) and layers.step != 1:
+        raise ValueError(
+            f"{layers} leaves layers out; give all from the first to the last, as in range(4, 30)"
+        )
+    if layers is None or isinstance(layers, range):
+        return layers
+    return parse_range(layers)
+
+
+def as_list(given: str | float | Path | Program | Sequence[Any]) -> list[str]:
+    """List as texts one value or several."""
+    if isinstance(given, str | float | Path | Program):
+        return [str(given)]
+    return [str(one) for one in given]
+
+
+def as_several(given: Any) -> Sequence[Any]:
+    """A sequence of one value or several."""
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return given
+    return [given]
+
+
+def warn(notes: Iterable[str]) -> None:
+    """Warn of each."""
+    for note in notes:
+        warnings.warn(note, stacklevel=1)

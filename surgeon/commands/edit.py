@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from surgeon.analysis.factors.factor_plan import plan_factors, with_units
-from surgeon.commands.opening import as_range
+from surgeon.commands.command import as_range
 from surgeon.exports import in_memory  # noqa: F401 - how edited models are saved
 from surgeon.language.operations.base import show_range
 from surgeon.language.program import Program

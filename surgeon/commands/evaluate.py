@@ -90,7 +90,7 @@ def evaluate(
         OSError: if the output cannot be written.
     """
     from surgeon.analysis.evaluate import Evaluation, factors_of, on_tasks, on_text
-    from surgeon.commands.opening import as_list
+    from surgeon.commands.command import as_list
     from surgeon.errors import needs_extra
     from surgeon.named import split_values
     from surgeon.opened import EditedModel, choose_device, open_edited

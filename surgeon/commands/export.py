@@ -138,7 +138,7 @@ def export(
     from torch import nn
 
     from surgeon.analysis.factors.make_factors import with_factors
-    from surgeon.commands.opening import as_list
+    from surgeon.commands.command import as_list
     from surgeon.exports import in_memory
     from surgeon.exports.export import DTYPES, check_exportable, check_target, plan_export, write_export
     from surgeon.exports.in_memory import BASE, export_with_adapter
@@ -229,7 +229,7 @@ def card(
     write, or that was changed since, is kept unless you say --overwrite. Prints the file's name.
     """
     from surgeon.checkpoint.belongings import CARD_FILE
-    from surgeon.commands.opening import as_list
+    from surgeon.commands.command import as_list
     from surgeon.findings.card import identity_of, open_edited, require_own_card, write_card
     from surgeon.findings.measured import read_measured
 

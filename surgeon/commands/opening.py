@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.checkpoint.random_weights import RandomCheckpoint
 from surgeon.commands.options import ServiceFlags, flags_in
 from surgeon.findings.result import RunResult
-from surgeon.language.operations.base import parse_range
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
 from surgeon.machine import parse_size
@@ -19,31 +16,6 @@ from surgeon.named import is_gguf, is_recipe, on_disk
 from surgeon.opened import EditedModel, Model, open_model
 from surgeon.runtime.service import CODA, LOOKUP, ServiceOptions
 from surgeon.runtime.worker.rank import RankOptions
-
-
-def as_range(layers: range | str | None) -> range | None:
-    """Read a range of layers, written as Python slices it: "4:30" is layers 4 to 29."""
-    if isinstance(layers, range) and layers.step != 1:
-        raise ValueError(
-            f"{layers} leaves layers out; give all from the first to the last, as in range(4, 30)"
-        )
-    if layers is None or isinstance(layers, range):
-        return layers
-    return parse_range(layers)
-
-
-def as_list(given: str | float | Path | Program | Sequence[Any]) -> list[str]:
-    """List as texts one value or several."""
-    if isinstance(given, str | float | Path | Program):
-        return [str(given)]
-    return [str(one) for one in given]
-
-
-def as_several(given: Any) -> Sequence[Any]:
-    """A sequence of one value or several."""
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        return given
-    return [given]
 
 
 def name_of(model: object) -> str:
@@ -58,12 +30,6 @@ def as_folder(found: str | Path | RunResult) -> Path:
     if not found.files:
         raise ValueError(f"{found!r} was written to no folder; give the output folder of a run")
     return found.files[0].parent
-
-
-def warn(notes: Iterable[str]) -> None:
-    """Warn of each."""
-    for note in notes:
-        warnings.warn(note, stacklevel=1)
 
 
 def service_options(

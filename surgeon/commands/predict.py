@@ -181,7 +181,8 @@ def predict(
     """
     import pandas as pd
 
-    from surgeon.commands.opening import as_list, as_range, draft_program, name_of
+    from surgeon.commands.command import as_list, as_range
+    from surgeon.commands.opening import draft_program, name_of
     from surgeon.cost.candidates import explain_memory, open_candidates, prediction_table
     from surgeon.cost.candidates import sweep as predict_all
     from surgeon.cost.deployment import Deployment, Workload
@@ -273,7 +274,7 @@ def _draft_table(
 
 def _axes(sweep: str | Sequence[str] | Mapping[str, int | Sequence[int]]) -> dict[str, list[int]]:
     """Read the values of each axis to predict for."""
-    from surgeon.commands.opening import as_list, as_several
+    from surgeon.commands.command import as_list, as_several
     from surgeon.cost.candidates import parse_sweep
     from surgeon.findings.speeds import AXES
 

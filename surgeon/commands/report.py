@@ -62,7 +62,8 @@ def report(
         FileNotFoundError, ValueError: if a folder or a file of a run is missing or damaged.
         OSError: if the page cannot be written.
     """
-    from surgeon.commands.opening import as_folder, as_several
+    from surgeon.commands.command import as_several
+    from surgeon.commands.opening import as_folder
     from surgeon.findings.explore import Exploration
     from surgeon.findings.page import write_page
     from surgeon.findings.result import read_record

@@ -99,7 +99,7 @@ def scan(
     from surgeon.analysis.scan import SCANNED, check_operations, rounds, select
     from surgeon.analysis.scan import scan as measure
     from surgeon.analysis.subject import open_subject
-    from surgeon.commands.opening import as_list, as_range, warn
+    from surgeon.commands.command import as_list, as_range, warn
     from surgeon.opened import open_model
 
     opened = open_model(model)

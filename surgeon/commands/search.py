@@ -215,7 +215,8 @@ class SearchFlags(ProblemFlags, total=False):
 
 def read_question(arguments: Mapping[str, Any]) -> Question:
     """Read a command's arguments, of which spaces, limits, objectives and passes may be several."""
-    from surgeon.commands.opening import as_folder, as_several
+    from surgeon.commands.command import as_several
+    from surgeon.commands.opening import as_folder
     from surgeon.searches.question import Question
 
     values = {name: value for name, value in arguments.items() if value is not None}

@@ -15,9 +15,8 @@ import optuna
 import pandas as pd
 
 from surgeon.analysis.subject import Subject
-from surgeon.commands.command import INTERRUPTED
+from surgeon.commands.command import INTERRUPTED, warn
 from surgeon.commands.heal import heal
-from surgeon.commands.opening import warn
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware import parse_hardware
 from surgeon.errors import needs_extra

@@ -47,7 +47,7 @@ def sensitivity(
     from surgeon.analysis.sensitivity import Lanczos
     from surgeon.analysis.sensitivity import sensitivity as measure
     from surgeon.analysis.subject import open_subject
-    from surgeon.commands.opening import warn
+    from surgeon.commands.command import warn
 
     folder = Path(output)
     subject = open_subject(model, data, **text)

@@ -107,7 +107,7 @@ def spectrum(
     from surgeon.analysis.spectrum import notes_on, request
     from surgeon.analysis.spectrum import spectrum as find
     from surgeon.analysis.subject import load_calibration, open_subject
-    from surgeon.commands.opening import as_list, as_range, warn
+    from surgeon.commands.command import as_list, as_range, warn
     from surgeon.findings.spectrum import parse_ranks
     from surgeon.named import split_values
     from surgeon.opened import open_model

@@ -17,9 +17,8 @@ import torch
 from surgeon.cost.hardware import Hardware
 from surgeon.language.program import Program
 from surgeon.language.sublayer import FEED_FORWARD, KINDS, Sublayer
-from surgeon.models.edit import check_layers
 from surgeon.models.families.specs import Units, unit_bounds
-from surgeon.models.shapes import ModelShapes
+from surgeon.models.shapes import ModelShapes, check_layers
 from surgeon.models.weights import require_sliceable
 from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import Request, Sampling

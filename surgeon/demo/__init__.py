@@ -1,4 +1,4 @@
-"""The demo: a small trained model that ships with the package, and text that every machine with Python has."""
+"""The demo: a small trained model in the folder `model`, and text that every machine with Python has."""
 
 from __future__ import annotations
 
@@ -6,23 +6,7 @@ import hashlib
 import sysconfig
 from pathlib import Path
 
-__all__ = ["demo_data", "demo_model", "demo_training_data"]
-
-MODEL_FOLDER = Path(__file__).parent / "model"
-
-
-def demo_model() -> Path:
-    """The folder of the demo model: config.json, model.safetensors, its tokenizer, and training.json.
-
-    Raises:
-        FileNotFoundError: if this installation came without the weights.
-    """
-    if not (MODEL_FOLDER / "config.json").is_file():
-        raise FileNotFoundError(
-            f"the demo model is missing from {MODEL_FOLDER}; install surgeon with its package data, "
-            "or train it again with scripts/demo_model/train.py"
-        )
-    return MODEL_FOLDER
+__all__ = ["demo_data", "demo_training_data"]
 
 
 def demo_data() -> list[str]:

@@ -25,6 +25,7 @@ from surgeon.language.recipe import Recipe
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.models.families import Family, SublayerSpec, family_of
 from surgeon.models.routing import check_kept
+from surgeon.models.shapes import check_layers
 from surgeon.models.weights import (
     FactoredLinear,
     FactorSource,
@@ -448,7 +449,8 @@ def edit(
     parent, name = decoder_parent(original)
     layers = getattr(parent, name)
     check_layers(program, len(layers))
-    take_experts_apart(layers)
+    if family.mixture is not None:
+        take_experts_apart(layers)
     edited = (layers_class or EditedLayers)(layers, original.config, family, program, factors)
     setattr(parent, name, edited)
     edited.describe_in(original.config)
@@ -559,14 +561,6 @@ def require_pairs(model: PreTrainedModel) -> None:
     require_unedited(model)
     if (num_layers := model.config.num_hidden_layers) < 2:
         raise ValueError(f"the model has {num_layers} layer; a pair in parallel needs at least 2")
-
-
-def check_layers(program: Program, num_layers: int) -> None:
-    """Refuse a program that names a layer the model does not have, or as `Program.require_steps`."""
-    program.require_steps()
-    for sublayer in program.sublayers():
-        if max(sublayer.layers) >= num_layers:
-            raise ValueError(f"{sublayer} is out of range: the model's layers are 0 to {num_layers - 1}")
 
 
 def save_edited_with(saver: Callable[..., None]) -> None:

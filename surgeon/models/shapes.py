@@ -1,13 +1,17 @@
-"""A model's shapes from its configuration alone, as `ModelWeights` reads them of stored tensors."""
+"""A model's shapes from its configuration alone, as `ModelWeights` reads them of stored tensors.
+
+A program is held against them, too (`check_layers`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes, Sublayer
 from surgeon.models.families import Family, Projection, family_of
-from surgeon.models.families.positions import attention_windows, longest_text
+from surgeon.models.families.base import attention_windows, longest_text
 from surgeon.models.families.specs import NEURONS, Latent, Units, unit_bounds
 from surgeon.models.weights.layers import narrow_units
 
@@ -132,3 +136,11 @@ class ModelShapes:
     def outside_layers(self) -> int:
         """Numbers in the embeddings and the head, a shared matrix counted once."""
         return (self.vocabulary * (1 if self.tied else 2) + self.position_rows) * self.hidden
+
+
+def check_layers(program: Program, num_layers: int) -> None:
+    """Refuse a program that names a layer the model does not have, or as `Program.require_steps`."""
+    program.require_steps()
+    for sublayer in program.sublayers():
+        if max(sublayer.layers) >= num_layers:
+            raise ValueError(f"{sublayer} is out of range: the model's layers are 0 to {num_layers - 1}")

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 import surgeon
 import surgeon.demo
+import surgeon.named
 from surgeon.checkpoint.stored import Checkpoint
 from surgeon.demo import library_files, library_text
 
@@ -42,7 +43,7 @@ def test_the_model_has_learnt_something() -> None:
 
 
 def test_a_missing_model_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(surgeon.demo, "MODEL_FOLDER", tmp_path)
+    monkeypatch.setattr(surgeon.named, "MODEL_FOLDER", tmp_path)
     with pytest.raises(FileNotFoundError, match="train it again with scripts/demo_model/train"):
         surgeon.demo_model()
 

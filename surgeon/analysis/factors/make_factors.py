@@ -42,8 +42,9 @@ from surgeon.language.operations.width import CRITERIA, chosen_by
 from surgeon.language.program import Node, Step
 from surgeon.language.sublayer import WRITING, Sublayer
 from surgeon.machine import stay_below
-from surgeon.models.edit import as_stored, check_layers
+from surgeon.models.edit import as_stored
 from surgeon.models.families import family_of
+from surgeon.models.shapes import check_layers
 from surgeon.models.weights import Factors, FactorSource, ScoredUnits, UnitsByLayer, UnitSource
 from surgeon.models.weights.decompose import (
     NEEDS,

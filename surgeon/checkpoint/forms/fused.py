@@ -40,9 +40,9 @@ from surgeon.language.program import Program, Step, steps_of
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.edit import PROGRAM_PREFIX
 from surgeon.models.families import Family, Projection
+from surgeon.models.families.base import long_rotary_angles, rotated_layers, windowed_layers
 from surgeon.models.families.fused import FUSED as FUSED_FAMILY
 from surgeon.models.families.fused import OFFSET, POSITIONS, PROJECTIONS
-from surgeon.models.families.positions import long_rotary_angles, rotated_layers, windowed_layers
 from surgeon.models.families.specs import Clamp, Growth, Unit
 from surgeon.models.weights import FactorSource, ModelWeights
 

@@ -8,7 +8,7 @@ from pkgutil import iter_modules
 
 from surgeon.models.families.base import Family
 
-_NOT_OF_ONE_ARCHITECTURE = ("base", "fused", "mixtures", "positions", "registry", "specs")
+_NOT_OF_ONE_ARCHITECTURE = ("base", "fused", "mixtures", "registry", "specs")
 
 
 FAMILIES: dict[str, Family] = {

@@ -20,9 +20,8 @@ from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import read_json
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS
-from surgeon.models.edit import check_layers
 from surgeon.models.families import Family
-from surgeon.models.families.positions import (
+from surgeon.models.families.base import (
     attention_windows,
     long_rotary_angles,
     longest_text,
@@ -32,6 +31,7 @@ from surgeon.models.families.positions import (
     rotated_layers,
 )
 from surgeon.models.families.specs import Growth
+from surgeon.models.shapes import check_layers
 from surgeon.models.weights import ModelWeights, require_sliceable
 from surgeon.runtime.plan.placement import cached_latent, check_division, shared_units
 from surgeon.runtime.plan.specification import (

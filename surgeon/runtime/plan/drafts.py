@@ -28,9 +28,9 @@ from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.language.operations.base import VARIANTS
 from surgeon.language.operations.variants import RUN_OTHERWISE, is_variant, variant_of
 from surgeon.language.program import Program, Step
-from surgeon.models.edit import check_layers
 from surgeon.models.families import family_of
-from surgeon.models.families.positions import attention_windows
+from surgeon.models.families.base import attention_windows
+from surgeon.models.shapes import check_layers
 from surgeon.models.weights import ModelWeights
 from surgeon.named import is_program
 from surgeon.runtime.plan.checks import make_plan, mixture_size, places_among, rotaries_by_layer

@@ -15,8 +15,9 @@ from surgeon.checkpoint.random_weights import RandomFactors
 from surgeon.checkpoint.texts import SPECIAL_IDS, read_tokenizer, rows_needed
 from surgeon.language.operations.width import chosen_by
 from surgeon.language.program import Program
-from surgeon.models.edit import check_layers, edit, recipe_program
+from surgeon.models.edit import edit, recipe_program
 from surgeon.models.families import FAMILIES, Family, family_of
+from surgeon.models.shapes import check_layers
 from surgeon.quality.data import tokenizer_digest
 from surgeon.training.racks.model import require_known
 from surgeon.training.racks.run import check_settings

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.image import imread
 
 from scripts.cost.machine import draw, lines, parse_link, plans, summary
-from surgeon.demo import MODEL_FOLDER
 from surgeon.language.program import Program
+from surgeon.named import MODEL_FOLDER
 
 CELL = {
     "model": "demo",
