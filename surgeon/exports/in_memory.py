@@ -69,7 +69,9 @@ from surgeon.models.lora import LoraConfig, LoraLayer, PeftModel, get_peft_model
 from surgeon.models.weights import (
     Group,
     ModelWeights,
+    ModuleStore,
     NamedTensors,
+    Store,
     Tensors,
     absent_sublayers,
     pack_tensors,
@@ -313,7 +315,7 @@ def stock_model(model: PreTrainedModel, state: Tensors | None = None) -> StockMo
         left = tuple(f"{family.layers}.{one}." for one in derived)
         found = {name: tensor for name, tensor in tensors.items() if not name.startswith(left)}
         for group in groups.groups:
-            for path, tensor in _layer_of(group, edited, tensors).items():
+            for path, tensor in _layer_of(group, edited, state).items():
                 found[f"{family.layers}.{len(sources)}.{path}"] = tensor
             sources.append(group.layers[0])
         tensors = found
@@ -344,9 +346,10 @@ def _save(model: PreTrainedModel, stock: StockModel, folder: Path, **options: An
         model.config = before
 
 
-def _layer_of(group: Group, edited: EditedLayers, state: Tensors) -> Tensors:
+def _layer_of(group: Group, edited: EditedLayers, state: Tensors | None) -> Tensors:
     """Make a layer of a group's sublayers; those that the program does not have are as they were."""
     made: Tensors = {}
+    modules = dict(edited.named_children())
     weights = edited.weights()
     for kind in KINDS:
         spec = edited.family.spec(kind, group.layers[0])
@@ -356,15 +359,18 @@ def _layer_of(group: Group, edited: EditedLayers, state: Tensors) -> Tensors:
         parts: list[Tensors] = []
         live: list[Tensors] = []
         for sublayer in (group.sublayer(kind, piece) for piece in pieces):
-            own = f"{edited.family.layers}.{sublayer}."
-            held = {name: tensor for name, tensor in state.items() if name.startswith(own)}
-            if not held:
+            if str(sublayer) not in modules:
                 parts.append(weights.by_role(sublayer))
                 continue
             # Of its derived module, whose weights may have changed.
             layer = sublayer.layers[0]
             inside = f"{edited.family.layers}.{layer}."
-            store = NamedTensors({inside + name.removeprefix(own): held[name] for name in held})
+            if state is None:  # offloaded weights are read
+                store: Store = ModuleStore(modules[str(sublayer)], inside)
+            else:
+                own = f"{edited.family.layers}.{sublayer}."
+                held = {name: state[name] for name in state if name.startswith(own)}
+                store = NamedTensors({inside + name.removeprefix(own): held[name] for name in held})
             stored = ModelWeights(store, edited.family, weights.head_dim)
             live.append(stored.by_role(Sublayer(kind, (layer,), ranks=sublayer.ranks)))
             parts.append(live[-1])
