@@ -361,3 +361,14 @@ def describe_gpu(device: torch.device) -> str:
     else:
         beside = ""
     return f"{device} ({torch.cuda.get_device_name(device)}){beside}"
+
+
+def cache_folder(what: str) -> Path:
+    """Return the folder for files that can be made again on this machine; FileNotFoundError without a home."""
+    kept = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(kept) if kept else Path.home() / ".cache") / "surgeon" / what
+    except RuntimeError as error:  # a user id without a name, as containers have them
+        raise FileNotFoundError(
+            f"there is no home to keep {what} in; name a folder in HOME or XDG_CACHE_HOME"
+        ) from error

@@ -29,7 +29,8 @@ from scripts.bench.decoding import copy_tokenizer
 from scripts.commands import add_defaults, make_parser
 from scripts.search.run import Known
 from surgeon.analysis.subject import open_subject
-from surgeon.findings.edit import ADDITIVE, Choice
+from surgeon.findings.trials import ADDITIVE
+from surgeon.language.operations.applied import Choice
 from surgeon.language.program import Program
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing

@@ -23,9 +23,9 @@ from torch import Tensor
 from surgeon.checkpoint.belongings import CARD_FILE, GGUF_RECORD
 from surgeon.checkpoint.tensor_file import PlannedTensor, Writing, read_json, split_into_shards
 from surgeon.errors import needs_extra
+from surgeon.machine import cache_folder
 from surgeon.models.families import family_named
 from surgeon.processes.files import (
-    cache_folder,
     check_space,
     make_folder,
     name_file,

@@ -18,12 +18,18 @@ from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
 from surgeon.findings.drawing import COLOURS, Chart, layers_across, points, scale
-from surgeon.findings.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW, Choice, Edit
+from surgeon.language.operations.applied import Choice, Edit
 from surgeon.words import TIMES, cost, first_few, number, plural, value_with_interval
 
 Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
+# Where a trial comes from.
+WINDOW = "window"  # one unbroken stretch, as papers choose it
+ADDITIVE = "additive"  # least sum of what edits do alone
+SECOND_ORDER = "second-order"  # the same with what every two of them do together
+REGRESSION = "regression"  # the same with terms corrected by the trials so far
+NEIGHBOUR = "neighbour"  # one of the best so far with one edit moved
 SOURCES = {
     WINDOW: "one unbroken stretch",
     ADDITIVE: "least sum of single damage",

@@ -115,17 +115,6 @@ def sync_tree(folder: Path) -> None:
         sync(path)
 
 
-def cache_folder(what: str) -> Path:
-    """Return the folder for files that can be made again on this machine; FileNotFoundError without a home."""
-    kept = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(kept) if kept else Path.home() / ".cache") / "surgeon" / what
-    except RuntimeError as error:  # a user id without a name, as containers have them
-        raise FileNotFoundError(
-            f"there is no home to keep {what} in; name a folder in HOME or XDG_CACHE_HOME"
-        ) from error
-
-
 def check_space(folder: Path, needed: int) -> None:
     """Refuse to begin what the disk cannot hold."""
     while not folder.exists():

@@ -29,11 +29,11 @@ from surgeon.analysis.scan import JOURNAL
 from surgeon.analysis.spectrum import read_findings
 from surgeon.analysis.subject import Subject, load_recorded
 from surgeon.checkpoint.factor_cache import FactorCache
-from surgeon.findings.edit import Choice, Edit, as_choice
 from surgeon.findings.scan import Scan
 from surgeon.findings.sensitivity import Sensitivity
 from surgeon.findings.similarity import Similarity
 from surgeon.findings.spectrum import Spectrum
+from surgeon.language.operations.applied import Choice, Edit, as_choice
 from surgeon.language.operations.lowrank import saves
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer

@@ -14,8 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
-from surgeon.findings.edit import Choice, Edit, as_choice
-from surgeon.language.operations.applied import AppliedOperation, require_whole_layers
+from surgeon.language.operations.applied import (
+    AppliedOperation,
+    Choice,
+    Edit,
+    as_choice,
+    require_whole_layers,
+)
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import Program
 from surgeon.language.recipe import Expect, Recipe
@@ -305,7 +310,7 @@ class Proposal:
 
     Attributes:
         key: the program's text: equal programs are tried once.
-        source: of the choice, one of `surgeon.findings.edit.SOURCES`.
+        source: of the choice, one of `surgeon.findings.trials.SOURCES`.
         level: for which it was made, where a search has several: the effective depth, say.
     """
 

@@ -25,7 +25,7 @@ from surgeon.cost.deployment import Deployment, Workload, plan_on_paper
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.predict import DraftPrices, Prediction, predict
 from surgeon.cost.work import Forward, RankWork, Sent
-from surgeon.findings.edit import Choice, as_choice
+from surgeon.language.operations.applied import Choice, as_choice
 from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.machine import show_size

@@ -9,17 +9,15 @@ from functools import cached_property
 
 import numpy as np
 
-from surgeon.findings.edit import (
+from surgeon.findings.trials import (
     ADDITIVE,
+    MOST_DIVERGENCE,
     NEIGHBOUR,
     REGRESSION,
     SECOND_ORDER,
     WINDOW,
-    Choice,
-    Edit,
-    as_choice,
 )
-from surgeon.findings.trials import MOST_DIVERGENCE
+from surgeon.language.operations.applied import Choice, Edit, as_choice
 from surgeon.language.program import Program
 from surgeon.searches.evaluate import Terms
 from surgeon.searches.mixture import Mixture, Proposal, Trial

@@ -30,7 +30,8 @@ from optuna.trial import FrozenTrial, TrialState
 from surgeon.analysis.importance import expert_use
 from surgeon.analysis.subject import Subject, calibration_entry, most_important, open_subject
 from surgeon.cost.hardware import Hardware
-from surgeon.findings.edit import SOURCES, Choice
+from surgeon.findings.trials import SOURCES
+from surgeon.language.operations.applied import Choice
 from surgeon.machine import free_bytes
 from surgeon.models.edit import restore
 from surgeon.opened import Model, open_model

@@ -24,8 +24,8 @@ import numpy as np
 
 from surgeon.benchmarks.measure import MeasuredDrafts, Needs, RankBench, measure_drafts
 from surgeon.cost.deployment import Workload
-from surgeon.findings.edit import Choice
 from surgeon.findings.trials import DRAFT_TIME
+from surgeon.language.operations.applied import Choice
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.processes.files import finite

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoConfig
 
 from surgeon.cost.deployment import Deployment, Workload
-from surgeon.findings.edit import Choice, Edit, as_choice
+from surgeon.language.operations.applied import Choice, Edit, as_choice
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.opened import Model

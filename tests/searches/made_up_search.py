@@ -11,7 +11,7 @@ import numpy as np
 import optuna
 
 from surgeon.cost.deployment import Deployment
-from surgeon.findings.edit import Edit
+from surgeon.language.operations.applied import Edit
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.quality.summary import Quality

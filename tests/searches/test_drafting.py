@@ -19,8 +19,8 @@ from surgeon.commands.opening import draft_program
 from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.predict import PredictedRanks, predict, predict_drafting
 from surgeon.cost.work import Forward
-from surgeon.findings.edit import Edit
 from surgeon.findings.result import RunResult
+from surgeon.language.operations.applied import Edit
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of, restore

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from surgeon.cost.deployment import Deployment, Workload
-from surgeon.findings.edit import Edit
+from surgeon.language.operations.applied import Edit
 from surgeon.language.recipe import read_recipe
 from surgeon.quality.summary import Quality
 from surgeon.searches.mixture import Trial

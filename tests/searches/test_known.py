@@ -14,8 +14,8 @@ import torch
 
 import surgeon
 from surgeon.analysis.subject import open_subject
-from surgeon.findings.edit import Edit
 from surgeon.findings.result import RunResult
+from surgeon.language.operations.applied import Edit
 from surgeon.language.program import Program
 from surgeon.models.weights import TruncatedSVD
 from surgeon.quality.summary import ACCEPTANCES

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surgeon.findings.edit import Choice, Edit, as_choice
+from surgeon.language.operations.applied import Choice, Edit, as_choice
 from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
 from surgeon.models.edit import edit as edited

@@ -8,7 +8,8 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from surgeon.findings.edit import ADDITIVE, SECOND_ORDER, SOURCES, WINDOW, Choice, Edit
+from surgeon.findings.trials import ADDITIVE, SECOND_ORDER, SOURCES, WINDOW
+from surgeon.language.operations.applied import Choice, Edit
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.quality.summary import Quality

@@ -8,8 +8,7 @@ import pytest
 
 from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.predict import predict
-from surgeon.findings.edit import Edit
-from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.applied import AppliedOperation, Edit
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.quality.summary import Quality

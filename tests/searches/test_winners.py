@@ -15,7 +15,7 @@ import pytest
 from scipy import stats
 
 import surgeon
-from surgeon.findings.edit import Edit
+from surgeon.language.operations.applied import Edit
 from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
 from surgeon.searches.mixture import Mixture, Trial

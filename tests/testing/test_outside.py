@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from surgeon.checkpoint.forms import FORMS, Form
 from surgeon.checkpoint.forms.plain import Plain
-from surgeon.findings.edit import Edit
-from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.applied import AppliedOperation, Edit
 from surgeon.language.operations.base import (
     HEATMAPS,
     OPERATIONS,

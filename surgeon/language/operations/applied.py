@@ -1,13 +1,14 @@
 """An operation with its stretches and parameters, as an entry of a recipe.
 
 In a model that runs a program of its own (native tracks, or a checkpoint's program) a stretch may lie in a branch: the
-operation then changes that branch's nodes.
+operation then changes that branch's nodes. An `Edit` is how searches note one change of some layers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,3 +230,46 @@ class AppliedOperation:
 def in_braces(mapping: Mapping[str, Any]) -> str:
     """A mapping on one line of YAML, of which JSON values are values."""
     return "{" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in mapping.items()) + "}"
+
+
+_TEXT = re.compile(r"(?P<space>[a-z-]+) (?P<first>\d+):(?P<stop>\d+)(?: (?P<option>\S+))?")
+
+
+@dataclass(frozen=True, order=True)
+class Edit:
+    """One change of some layers that a space knows, such as "pair 4:6 lp".
+
+    Attributes:
+        first, stop: the layers, as Python slices them.
+        option: in the space's own words; empty where there is one way.
+    """
+
+    first: int
+    stop: int
+    space: str
+    option: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.space} {show_range(self.layers)} {self.option}".rstrip()
+
+    @classmethod
+    def parse(cls, text: str) -> Edit:
+        """The inverse of `str`; a ValueError shows text that is no edit."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ValueError(
+                f"{text!r} is no edit; it should be a space, its layers and an option: pair 4:6 lp"
+            )
+        return cls(int(match["first"]), int(match["stop"]), match["space"], match["option"] or "")
+
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.stop)
+
+
+Choice = tuple[Edit, ...]  # in ascending order, each once: a point of a search
+
+
+def as_choice(edits: Iterable[Edit]) -> Choice:
+    """Sort edits into a choice."""
+    return tuple(sorted(set(edits)))

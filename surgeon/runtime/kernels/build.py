@@ -19,7 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from surgeon.processes.files import cache_folder, whole_file
+from surgeon.machine import cache_folder
+from surgeon.processes.files import whole_file
 
 SWITCH = "SURGEON_KERNELS"  # in the environment: "off" for PyTorch's own operations
 COMPILERS = ("c++", "g++", "clang++")  # in this order, unless CXX names one

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from surgeon.findings.edit import Edit
-from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.applied import AppliedOperation, Edit
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES

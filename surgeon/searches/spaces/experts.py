@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from surgeon.findings.edit import Edit
-from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.applied import AppliedOperation, Edit
 from surgeon.language.program import Program
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.searches.spaces.base import (

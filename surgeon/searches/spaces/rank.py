@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from surgeon.findings.edit import Edit
-from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.applied import AppliedOperation, Edit
 from surgeon.language.operations.lowrank import Calibration, Method, rank_for
 from surgeon.language.program import Program
 from surgeon.language.sublayer import KINDS, ROLES

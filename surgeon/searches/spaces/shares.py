@@ -7,8 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from surgeon.findings.edit import Edit
-from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.applied import AppliedOperation, Edit
 from surgeon.language.program import Program
 from surgeon.searches.spaces.base import (
     HALVES,

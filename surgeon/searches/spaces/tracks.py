@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from surgeon.findings.edit import Edit
-from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.applied import AppliedOperation, Edit
 from surgeon.language.sublayer import KINDS, Sublayer
 from surgeon.searches.spaces.base import (
     Claim,

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from surgeon.findings.edit import Edit
-from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.applied import AppliedOperation, Edit
 from surgeon.language.operations.width import USUAL, count_of
 from surgeon.language.sublayer import Sublayer
 from surgeon.searches.spaces.base import HALVES, TIMES, WEIGHTS, Claim, claims_of_slices, register

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.processes.files import cache_folder
+from surgeon.machine import cache_folder
 from surgeon.runtime.kernels import build
 from surgeon.runtime.kernels.build import SWITCH, find_compiler, kernels_used, warn_without_kernels
 

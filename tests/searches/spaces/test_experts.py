@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from surgeon.cost.deployment import Deployment
-from surgeon.findings.edit import Edit
+from surgeon.language.operations.applied import Edit
 from surgeon.language.program import Program
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing

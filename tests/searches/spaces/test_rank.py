@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from surgeon.findings.edit import Edit
+from surgeon.language.operations.applied import Edit
 from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.searches.mixture import Mixture

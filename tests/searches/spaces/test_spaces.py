@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from surgeon.findings.edit import Edit
+from surgeon.language.operations.applied import Edit
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import SPACES, parse_spaces
 from surgeon.testing.spaces import small_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from surgeon.findings.edit import Edit
+from surgeon.language.operations.applied import Edit
 from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
 from surgeon.searches.mixture import Mixture
