@@ -4,8 +4,8 @@
 between, and gathers their results. Torchrun's elastic agent restarts after an error that comes again, gives up after so
 many starts, and leaves processes behind when it is killed.
 
-By hand, on several machines, each has a copy of the prepared RUN (racks.json, texts.arrow, texts.pt, start/), and every
-rack gets the same address, of rack 0's machine, at a free port:
+By hand, on several machines, each has a copy of the prepared RUN (racks.json, texts.arrow, texts.safetensors, start/),
+and every rack gets the same address, of rack 0's machine, at a free port:
 
     python -m surgeon.training.racks.process RUN 1 --meet 10.0.0.1:4000
 

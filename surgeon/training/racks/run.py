@@ -4,7 +4,7 @@ Racks in processes of their own leave
 
 RUN/racks.json            `RacksPlan`
 RUN/texts.arrow           the training text, in windows
-RUN/texts.pt              the held-out text, in windows, and names of both
+RUN/texts.safetensors     the held-out text, in windows, and names of both
 RUN/start/rack-R.safetensors   the rack as it begins
 RUN/start/teacher-R.safetensors   its part of the original, where racks are distilled
 RUN/rack-R/               the rack's own run, as every run's folder: run.json, training.csv, held_out.csv, checkpoints
@@ -23,6 +23,7 @@ for the first one, and in RUN/rack-R/replica-1/, ... for others.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -34,6 +35,8 @@ import datasets
 import torch
 from accelerate import PartialState
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -224,7 +227,7 @@ def check_settings(settings: TrainSettings) -> None:
 
 PLAN_FILE = "racks.json"
 PROCESS_FILE = "process.json"
-TEXTS_FILE = "texts.pt"
+TEXTS_FILE = "texts.safetensors"
 TRAINING_TEXT_FILE = "texts.arrow"
 RACK_FILE = "rack.safetensors"
 RESULT_FILE = "result.json"
@@ -292,22 +295,23 @@ def write_texts(run: Path, texts: TrainTexts) -> None:
     write_rows(run / TRAINING_TEXT_FILE, training.rows)
     said = {
         "training": {"source": training.source, "digest": training.digest, "parts": training.parts},
-        "held_out": {
-            "source": held_out.source,
-            "digest": held_out.digest,
-            "ids": held_out.ids.clone(),  # without what it may be a part of
-            "answers": held_out.answers,
-        },
+        "held_out": {"source": held_out.source, "digest": held_out.digest},
     }
+    tensors = {"ids": held_out.ids, "answers": held_out.answers}
     with whole_file(run / TEXTS_FILE) as beside:
-        torch.save(said, beside)
+        there = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+        save_file(there, beside, metadata={name: json.dumps(one) for name, one in said.items()})
 
 
 def read_texts(run: Path) -> TrainTexts:
     """Read both texts."""
-    said = torch.load(run / TEXTS_FILE, weights_only=True)
+    tensors = load_file(run / TEXTS_FILE)
+    with safe_open(run / TEXTS_FILE, framework="pt") as file:
+        said = {name: json.loads(one) for name, one in file.metadata().items()}
+    said["training"]["parts"] = tuple(map(tuple, said["training"]["parts"]))
     rows = datasets.Dataset.from_file(str(run / TRAINING_TEXT_FILE))
-    return TrainTexts(TrainingText(rows, **said["training"]), Windows(**said["held_out"]))
+    held_out = Windows(tensors["ids"], **said["held_out"], answers=tensors.get("answers"))
+    return TrainTexts(TrainingText(rows, **said["training"]), held_out)
 
 
 def is_done(run: Path, index: int) -> bool:
