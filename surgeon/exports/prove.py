@@ -44,7 +44,6 @@ from surgeon.checkpoint.stored import Checkpoint, StoredModel
 from surgeon.checkpoint.tensor_file import PlannedTensor
 from surgeon.errors import NotProven
 from surgeon.language.program import Program
-from surgeon.language.sublayer import Sublayer
 from surgeon.machine import Stopped, in_order, usable_cores
 from surgeon.models.edit import EditedLayers, edit
 from surgeon.models.weights import FactorSource, leave_out, make_room, take_experts_apart
@@ -119,7 +118,7 @@ def reference_of(
     model, match = original_model(original, program)
     size = sum(parameter.numel() for parameter in model.parameters())
     tokens = random_tokens(model.config, LENGTH if size < LARGE else LARGE_LENGTH)
-    edit(model, program, _DerivedWhenRun, factors)
+    edit(model, program, partial(EditedLayers, keeps_derived=False), factors)
     # What is stored is the only version of a tensor, and `zip` makes tuples of one.
     stored = original.checkpoint
     logits = _logits(
@@ -181,17 +180,6 @@ def original_model(
     match = match_names(model, original)
     check_complete(original.folder, match.misshapen, match.missing)
     return model, match
-
-
-class _DerivedWhenRun(EditedLayers):
-    """Derives averages, slices and factors when they run, and drops them then."""
-
-    keeps_derived = False
-
-    def owner(self, sublayer: Sublayer) -> nn.Module:
-        if self.is_derived(sublayer):
-            return self.derive(sublayer)
-        return super().owner(sublayer)
 
 
 def random_tokens(config: Any, length: int = LENGTH) -> Tensor:

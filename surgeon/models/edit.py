@@ -57,7 +57,6 @@ class EditedLayers(nn.Module):
     """
 
     gradient_checkpointing = False
-    keeps_derived = True  # or derives a sublayer anew whenever it runs
     # The `VerifiedKeys` that attentions read of earlier tokens, where those are not their own.
     verified: Any = None
     # Behind which node a pass begins, with which stream; None at the start.
@@ -70,8 +69,10 @@ class EditedLayers(nn.Module):
         family: Family,
         program: Program,
         factors: FactorSource | None = None,
+        keeps_derived: bool = True,
     ) -> None:
         super().__init__()
+        self.keeps_derived = keeps_derived  # or derives a sublayer anew whenever it runs
         for index, layer in enumerate(layers):
             self.add_module(str(index), layer)
         self.original = [layers]  # in a list, so that it is not registered a second time
@@ -222,7 +223,7 @@ class EditedLayers(nn.Module):
     def owner(self, sublayer: Sublayer) -> nn.Module:
         """Return the module below which a sublayer's modules lie: its layer, or what was derived for it."""
         if self.is_derived(sublayer):
-            return self.get_submodule(str(sublayer))
+            return self.get_submodule(str(sublayer)) if self.keeps_derived else self.derive(sublayer)
         return self.layer(sublayer.layers[0])
 
     def describe_in(self, config: Any) -> None:
@@ -424,7 +425,7 @@ PROGRAM_PREFIX = "surgeon_"
 def edit(
     model: PreTrainedModel,
     program: Program | str,
-    layers_class: type[EditedLayers] | None = None,
+    layers_class: Callable[..., EditedLayers] | None = None,
     factors: FactorSource | None = None,
 ) -> PreTrainedModel:
     """Make the model run this program, in place; editing an edited model starts from the original again.

@@ -102,14 +102,17 @@ class _OnDemand(EditedLayers):
     Streamed weights make every other sublayer streamed; the last used ones are kept, as memory allows.
     """
 
-    keeps_derived = False
-
     def __init__(self, model: PreTrainedModel, cache_bytes: int, factors: FactorSource | None) -> None:
         layers = decoder_layers(model)
         family = family_of(model.config)
         assert isinstance(layers, nn.ModuleList)
         super().__init__(
-            layers, model.config, family, Program.dense(len(layers), family.steps_per_layer), factors
+            layers,
+            model.config,
+            family,
+            Program.dense(len(layers), family.steps_per_layer),
+            factors,
+            keeps_derived=False,
         )
         self.streamed = streamed_layers(model)
         self.cache: OrderedDict[Sublayer, nn.Module] = OrderedDict()
@@ -128,9 +131,7 @@ class _OnDemand(EditedLayers):
         return module_with(self.averages.tensors(sublayer), layer, spec, weights.head_dim)
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
-        if self.is_derived(sublayer):
-            return self.derive(sublayer)
-        if self.streamed is None:
+        if self.streamed is None or self.is_derived(sublayer):
             return super().owner(sublayer)
         if sublayer not in self.cache:  # those used longest ago give way to it
             size = {kind: self.streamed.sublayer_bytes(kind) for kind in KINDS}

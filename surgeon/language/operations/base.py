@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, wraps
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from surgeon.language.program import Node, Program, Step, layer_nodes
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, LayerShapes, Sublayer
@@ -202,24 +202,16 @@ _GIVEN = ("program", "layers", "shapes")  # to an operation by whoever applies i
 _LAYERS = re.compile(r"\s*(\d{1,9})\s*:\s*(\d{1,9})\s*")
 
 
-class OperationFunction(Protocol):
-    """program, layers (a stretch, as a range), perhaps shapes, and parameters of its own -> the edited program."""
-
-    __name__: str
-    __doc__: str | None
-
-    def __call__(self, program: Program, layers: range, **parameters: Any) -> Program: ...
-
-
 @dataclass(frozen=True)
 class Operation:
     """A registered operation.
 
     Attributes:
+        function: program, layers (a stretch), perhaps shapes, and parameters of its own -> the edited program.
         anywhere: whether it changes sublayers wherever they stand, in forks, too, and moves none.
     """
 
-    function: OperationFunction
+    function: Callable[..., Program]
     anywhere: bool = False
 
     @property

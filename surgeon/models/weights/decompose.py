@@ -210,7 +210,11 @@ def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
             reached = 0
     left = left[:, :reached]
     if left.shape[1] < full_rank:
-        left = _complete_basis(matrix.double(), left)
+        # Orthonormal columns for the part of the matrix that the others do not span.
+        exact = matrix.double()
+        more, beyond = _left_singular(exact - left @ (left.T @ exact))
+        more = more[:, beyond[: more.shape[1]] > _ROUNDING * torch.linalg.matrix_norm(exact)]
+        left = torch.linalg.qr(torch.cat([left, more], dim=1)).Q
     padded = np.zeros(full_rank)
     padded[: len(values)] = values.cpu().numpy()
     return Decomposition(padded, left[:, :full_rank], reached)
@@ -261,15 +265,6 @@ def _blocks(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for first in range(0, len(matrix), count):
         rows = slice(first, min(first + count, len(matrix)))
         yield rows, matrix[rows].double()
-
-
-def _complete_basis(matrix: Tensor, left: Tensor) -> Tensor:
-    """Add orthonormal columns for the part of the matrix that the given ones do not span."""
-    rest = matrix - left @ (left.T @ matrix)
-    more, values = _left_singular(rest)
-    beyond = values[: more.shape[1]] > _ROUNDING * torch.linalg.matrix_norm(matrix)
-    orthonormal: Tensor = torch.linalg.qr(torch.cat([left, more[:, beyond]], dim=1)).Q
-    return orthonormal
 
 
 def truncate(matrix: Tensor, left: Tensor, rank: int) -> Tensor:
