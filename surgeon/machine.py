@@ -100,7 +100,7 @@ class Background(Generic[T]):
     def _run(self) -> None:
         try:
             self._done.set_result(self._work())
-        except Exception as error:  # noqa: BLE001 - handed to whoever asks for the result
+        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result, who would wait for ever
             self._done.set_exception(error)
 
     def wait(self) -> None:

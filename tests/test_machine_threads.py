@@ -195,3 +195,8 @@ def test_amounts_told_by_several_threads_add_up() -> None:
     for thread in threads:
         thread.join()
     assert total == 60
+
+
+def test_a_thread_that_is_ended_leaves_nobody_waiting() -> None:
+    with pytest.raises(SystemExit, match="3"):
+        Background(lambda: sys.exit(3)).result()

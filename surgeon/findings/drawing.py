@@ -516,18 +516,18 @@ class Legend:
         return figure
 
 
-def damage_legend(title: str, perplexities: pd.Series[float], base: float, cap: float = CAP) -> Legend:
+def damage_legend(title: str, perplexities: pd.Series[float], base: float) -> Legend:
     """The colours of these maps, from the base perplexity up.
 
-    Colours end at the worst cell, at the latest at `cap` times the base; sooner where nearly all cells are far better.
+    Colours end at the worst cell, at the latest at `CAP` times the base; sooner where nearly all cells are far better.
     """
     cells = perplexities.dropna()
     worst = base
     if len(cells):
         worst = float(cells.max())
-    if worst > base * cap:
+    if worst > base * CAP:
         worst = base * (float(cells.quantile(MOST, interpolation="lower")) / base) ** _ROOM
-    end = min(base * cap, max(base * LEAST_CAP, worst))
+    end = min(base * CAP, max(base * LEAST_CAP, worst))
     functions = (lambda value: damage(value / base), lambda place: base * np.exp(np.square(place)))
     return Legend(FuncNorm(functions, base, end), title, base, bool((cells > end).any()))
 
