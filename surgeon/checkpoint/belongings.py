@@ -147,15 +147,12 @@ def kind_of(name: str) -> FileKind:
     return FileKind.UNKNOWN
 
 
-def patterns_for_the_hub() -> list[str]:
-    """Return patterns of carried files for libraries that regard case."""
-    names = [pattern for patterns in CARRIED.values() for pattern in patterns]
-    return [
-        "".join(f"[{letter.upper()}{letter}]" if letter.isalpha() else letter for letter in name)
-        for name in names
-    ]
-
-
+# Patterns of carried files for libraries that regard case.
+PATTERNS_FOR_THE_HUB = [
+    re.sub("[a-z]", lambda letter: f"[{letter[0].upper()}{letter[0]}]", pattern)
+    for patterns in CARRIED.values()
+    for pattern in patterns
+]
 _EXPECTED = {FileKind.WEIGHTS.value, FileKind.TRAINING.value}  # of what stays behind: nobody misses it
 MOST_NAMED = 6  # files, for one reason
 

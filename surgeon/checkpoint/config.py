@@ -18,7 +18,7 @@ from urllib.request import getproxies
 
 import torch
 
-from surgeon.checkpoint.belongings import patterns_for_the_hub
+from surgeon.checkpoint.belongings import PATTERNS_FOR_THE_HUB
 from surgeon.checkpoint.forms import FORMS, Form, form_of
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
 from surgeon.checkpoint.gguf import convert_gguf
@@ -44,7 +44,7 @@ from surgeon.words import show_value
 DEMO = "demo"
 CONFIG = "config.json"
 # Of a model on the hub: what it consists of, what goes on with it, and code that a configuration may name.
-WANTED = ("*.json", "*.safetensors", "README.md", "*.py", *patterns_for_the_hub())
+WANTED = ("*.json", "*.safetensors", "README.md", "*.py", *PATTERNS_FOR_THE_HUB)
 SECONDS = 5.0  # that a connection may take
 MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
 _OF_LAYERS_THAT_DIFFER = "transformers.integrations.heterogeneity.configuration_utils"  # a logger
@@ -176,7 +176,10 @@ def find_config(what: str | Path) -> Path:
 
 
 def open_stored(what: str | Path | Checkpoint | StoredModel) -> StoredModel:
-    """Open a model without reading its weights.
+    """Open a model without reading its weights, its configuration of the stock architecture whatever its form.
+
+    `tie_word_embeddings` is False where a head of other numbers is stored, as in `transformers`. Zeros that are stored
+    as biases of layers without any, as AutoGPTQ writes, are removed from the checkpoint's tensors.
 
     Args:
         what: a checkpoint's folder, a hub name, or either of what has been opened already.
@@ -187,43 +190,57 @@ def open_stored(what: str | Path | Checkpoint | StoredModel) -> StoredModel:
     for matrix in checkpoint.quantised.values():
         _ = matrix.arrangement  # checks its tensors
     name = str(checkpoint.folder) if isinstance(what, Checkpoint) else model_name(what)
-    return StoredModel(name, checkpoint, *read_config(checkpoint))
-
-
-def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
-    """Read a checkpoint's `transformers` configuration, of the stock architecture whatever its form.
-
-    `tie_word_embeddings` is False where a head of other numbers is stored, as in `transformers`. Zeros that are stored
-    as biases of layers without any are removed from the checkpoint's tensors.
-
-    Returns:
-        The configuration; and the program over its stored layers, None if it runs them as they are.
-    """
     path = checkpoint.folder / CONFIG
     config, program = _parse_config(checkpoint.config, path, form_of(checkpoint), checkpoint)
     family = family_of(config)
     _check_sizes(path, config, family)
-    _leave_out_biases(checkpoint, config)
-    config.tie_word_embeddings = _are_tied(checkpoint, family, bool(config.tie_word_embeddings))
-    return config, program
+    biases = [
+        bias
+        for matrix, one in checkpoint.quantised.items()
+        if one.scheme.writes_biases
+        and (bias := f"{matrix.removesuffix(one.scheme.stands_for)}.bias") in checkpoint
+    ]
+    if biases:
+        from transformers import AutoModelForCausalLM  # takes its time, and others do without it
+
+        with torch.device("meta"):
+            own = {one for one, _ in AutoModelForCausalLM.from_config(config).named_parameters()}
+        for bias in biases:
+            if bias in own:
+                continue
+            if checkpoint.tensor(bias).any():
+                raise ValueError(
+                    f"{checkpoint.folder}: tensor {bias} is a bias of a layer that has none by config.json, and is not "
+                    "zero; use the config.json that belongs to these weights"
+                )
+            del checkpoint.tensors[bias]
+    config.tie_word_embeddings = bool(config.tie_word_embeddings)
+    names = Names(checkpoint, family)
+    embedding, head = (names.own(f"{one}.weight") for one in (family.embedding, family.head))
+    if config.tie_word_embeddings and embedding in checkpoint and head in checkpoint:
+        first = checkpoint[embedding]
+        second = checkpoint[head]
+        # Bit for bit; they are read as far as they are the same.
+        config.tie_word_embeddings = (first.dtype, first.shape) == (second.dtype, second.shape) and all(
+            a == b for a, b in zip(first.blocks(), second.blocks(), strict=True)
+        )
+    return StoredModel(name, checkpoint, config, program)
 
 
 def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
-    """Read the same of a folder, its config.json, demo, or a hub name, of which nothing else is fetched.
+    """Read the configuration in a folder, its config.json, demo, or a hub name, of which nothing else is fetched.
 
     A checkpoint in the fused form is the model that it was made of, under the program that it runs.
+
+    Returns:
+        The configuration; and the program over its layers, None if it runs them as they are.
     """
     path = find_config(what)
     entries, _ = translate_entries(text_entries(read_json(path)))
-    if entries.get("model_type") == FUSED.model_type:
-        return _config_before_fusing(path)
-    config, program = _parse_config(entries, path, FORMS["plain"])
-    family_of(config)
-    return config, program
-
-
-def _config_before_fusing(path: Path) -> tuple[Any, Program | None]:
-    """Return the configuration of the model that a fused checkpoint was made of, and the checkpoint's program."""
+    if entries.get("model_type") != FUSED.model_type:
+        config, own = _parse_config(entries, path, FORMS["plain"])
+        family_of(config)
+        return config, own
     record = path.with_name(REPORT_FILE)
     said = f"{path} is of a checkpoint in the fused form"
     advice = "give the recipe that it was made by, or the model it was made of and the program"
@@ -349,52 +366,6 @@ def _check_sizes(path: Path, config: Any, family: Family) -> None:
             raise ValueError(
                 f"{path} is not a valid configuration: {name} must be at least 1, not {size}"
             )
-
-
-def _leave_out_biases(checkpoint: Checkpoint, config: Any) -> None:
-    """Drop zeros stored as biases of layers without any, as AutoGPTQ writes; refuse other numbers."""
-    beside = [
-        bias
-        for name, one in checkpoint.quantised.items()
-        if one.scheme.writes_biases
-        and (bias := f"{name.removesuffix(one.scheme.stands_for)}.bias") in checkpoint
-    ]
-    if not beside:
-        return
-    from transformers import AutoModelForCausalLM  # takes its time, and others do without it
-
-    with torch.device("meta"):
-        own = {name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()}
-    spare = [name for name in beside if name not in own]
-    for name in spare:
-        if checkpoint.tensor(name).any():
-            raise ValueError(
-                f"{checkpoint.folder}: tensor {name} is a bias of a layer that has none by config.json, and is not "
-                "zero; use the config.json that belongs to these weights"
-            )
-    for name in spare:
-        del checkpoint.tensors[name]
-
-
-def _are_tied(checkpoint: Checkpoint, family: Family, wanted: bool) -> bool:
-    """Tell whether embedding and head are one matrix, as `transformers` decides.
-
-    Args:
-        wanted: whether the configuration says so; if both are stored, their values decide.
-    """
-    names = Names(checkpoint, family)
-    embedding, head = (names.own(f"{path}.weight") for path in (family.embedding, family.head))
-    if not wanted or embedding not in checkpoint or head not in checkpoint:
-        return wanted
-    if (checkpoint.dtype(embedding), checkpoint.shape(embedding)) != (
-        checkpoint.dtype(head),
-        checkpoint.shape(head),
-    ):
-        return False
-    # Bit for bit; they are read as far as they are the same.
-    return all(
-        a == b for a, b in zip(checkpoint[embedding].blocks(), checkpoint[head].blocks(), strict=True)
-    )
 
 
 def is_no_source(source: dict[str, Any]) -> bool:

@@ -29,7 +29,7 @@ from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.stored import REPORT_FILE, Checkpoint, StoredModel
 from surgeon.checkpoint.tensor_file import as_bytes, read_json
 from surgeon.errors import NotProven
-from surgeon.language.program import Fork, Node, Program
+from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.recipe import Recipe, read_recipe
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import recipe_program
@@ -283,7 +283,8 @@ class Training:
         recipe_program: the program over the layers of the original; of a model from scratch, over those that it was
             begun with.
         source: of the original, as surgeon.json has it (`source_record` of surgeon.exports.export): its model,
-            num_layers, parameters, model_hash and card. Where there was no original, `no_source`.
+            num_layers, parameters, model_hash and card. Where there was no original, its model is None, and num_layers
+            those that it was begun with.
         training: JSON values. `method`, `data` and `data_hash` are texts, `steps` and `tokens` numbers; the STAGES
             that are there are qualities (`Quality.to_json`) on the text `held_out` (with `held_out_hash`);
             `earlier` is such a record of the training before this one. Anything else (settings, versions) is kept. Of
@@ -310,11 +311,6 @@ class Training:
         object.__setattr__(self, "training", finite(self.training | texts))
 
 
-def no_source(num_layers: int) -> dict[str, Any]:
-    """Return surgeon.json's entry in place of the original of a model from scratch."""
-    return {"model": None, "num_layers": num_layers}
-
-
 def missing_entries(entries: dict[str, Any], known: dict[str, type] = _ENTRIES) -> str | None:
     """Say what a record lacks that cards show, by default of a training; None if it is whole."""
     for name, kind in known.items():
@@ -324,10 +320,10 @@ def missing_entries(entries: dict[str, Any], known: dict[str, type] = _ENTRIES) 
         not isinstance(entries["earlier"], dict) or missing_entries(entries["earlier"]) is not None
     ):
         return "earlier to be the record of another training"
-    stages = (name for name in STAGES if entries.get(name) is not None)
-    return next(
-        (f"{name} with its perplexity" for name in stages if not _is_quality(entries[name])), None
-    )
+    for name in STAGES:
+        if entries.get(name) is not None and not _is_quality(entries[name]):
+            return f"{name} with its perplexity"
+    return None
 
 
 def _is_quality(value: Any) -> bool:
@@ -347,14 +343,7 @@ def read_report(stored: StoredModel) -> dict[str, Any] | None:
     if not path.exists():
         return None
     report = read_json(path)
-    if (reason := fault_of_report(report)) is not None:
-        raise ValueError(f"{path} is not what surgeon export writes: {reason}")
-    return report
-
-
-def fault_of_report(report: dict[str, Any]) -> str | None:
-    """Say what is wrong with a surgeon.json, as far as it is used; None if nothing is."""
-    source, proof, trained, stored = (
+    source, proof, trained, layers_of = (
         report.get(name) for name in ("source", "proof", "trained", "stored_layers")
     )
     layers = source.get("num_layers") if isinstance(source, dict) else None
@@ -366,22 +355,24 @@ def fault_of_report(report: dict[str, Any]) -> str | None:
         and 1 <= layers <= MOST_LAYERS
         and isinstance(source.get("program"), str | None)
     ):
-        return "it lacks the program or its source"
-    if isinstance(proof, dict) and not (
+        fault = "it lacks the program or its source"
+    elif isinstance(proof, dict) and not (
         all(isinstance(proof.get(name), int | float) for name in ("exact", "written"))
         and type(proof.get("tokens")) is int
         and isinstance(proof.get("dtype"), str)
     ):
-        return f"its proof is {show_value(proof, 200)}; export again"
-    if trained is not None and (not isinstance(trained, dict) or missing_entries(trained) is not None):
-        return f"it has trained: {show_value(trained, 200)}"
-    if stored is not None and not (
-        isinstance(stored, list)
-        and all(isinstance(one, list) for one in stored)
-        and all(type(layer) is int and 0 <= layer < layers for one in stored for layer in one)
+        fault = f"its proof is {show_value(proof, 200)}; export again"
+    elif trained is not None and (not isinstance(trained, dict) or missing_entries(trained) is not None):
+        fault = f"it has trained: {show_value(trained, 200)}"
+    elif layers_of is not None and not (
+        isinstance(layers_of, list)
+        and all(isinstance(one, list) for one in layers_of)
+        and all(type(layer) is int and 0 <= layer < layers for one in layers_of for layer in one)
     ):
-        return f"it has stored_layers: {show_value(stored, 200)}"
-    return None
+        fault = f"it has stored_layers: {show_value(layers_of, 200)}"
+    else:
+        return report
+    raise ValueError(f"{path} is not what surgeon export writes: {fault}")
 
 
 # The original's layers, by kind and number of a stored layer.
@@ -426,28 +417,21 @@ def _side_by_side(recipe: Sequence[Node], stored: Sequence[Node]) -> Iterator[tu
             f"{len(recipe)}"
         )
     for asked, found in zip(recipe, stored, strict=True):
-        if isinstance(asked, Fork) or isinstance(found, Fork):
-            if (
-                not isinstance(asked, Fork)
-                or not isinstance(found, Fork)
-                or len(asked.branches) != len(found.branches)
-            ):
-                raise _differ(asked, found)
-            for branches in zip(asked.branches, found.branches, strict=True):
-                yield from _side_by_side(*branches)
-            continue
-        first, second = (sorted(step.sublayers, key=_shape) for step in (asked, found))
-        if asked.late != found.late or list(map(_shape, first)) != list(map(_shape, second)):
-            raise _differ(asked, found)
-        yield from zip(first, second, strict=True)
+        if isinstance(asked, Fork) and isinstance(found, Fork):
+            if len(asked.branches) == len(found.branches):
+                for branches in zip(asked.branches, found.branches, strict=True):
+                    yield from _side_by_side(*branches)
+                continue
+        elif isinstance(asked, Step) and isinstance(found, Step):
+            first, second = (sorted(step.sublayers, key=_shape) for step in (asked, found))
+            if asked.late == found.late and list(map(_shape, first)) == list(map(_shape, second)):
+                yield from zip(first, second, strict=True)
+                continue
+        raise NotProven(
+            f"the model does not run the recipe's program: where that has {asked}, it has {found}"
+        )
 
 
 def _shape(sublayer: Sublayer) -> tuple[Any, ...]:
     """Return a sublayer's kind and sizes, whatever its layer."""
     return sublayer.kind, sublayer.width or 0, sublayer.piece or (0, 1), sublayer.ranks
-
-
-def _differ(asked: Node, found: Node) -> NotProven:
-    return NotProven(
-        f"the model does not run the recipe's program: where that has {asked}, it has {found}"
-    )

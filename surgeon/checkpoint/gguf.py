@@ -97,8 +97,17 @@ def convert_gguf(path: Path) -> Path:
         ) from error
     hashes = [_hash_of(part, kept) for part in parts]
     folder = kept / f"{hashlib.sha256(''.join(hashes).encode()).hexdigest()[:32]}-{name}"
-    if folder.is_dir():
-        _check_whole(folder, path)
+    if folder.is_dir():  # of which no file may be gone, or of another size, since it was written
+        sizes = {one.name: one.stat().st_size for one in folder.iterdir()}
+        changed = [GGUF_RECORD]
+        with suppress(FileNotFoundError, ValueError):
+            written = read_json(folder / GGUF_RECORD).get("written", {})
+            changed = [one for one, size in written.items() if sizes.get(one) != size]
+        if changed:
+            raise ValueError(
+                f"{folder}, which {path.name} was converted into, is not as it was written ({first_few(changed, 3)}); "
+                "remove it, and the file is converted again"
+            )
         return folder
     with needs_extra("gguf", path.name):
         import gguf  # noqa: F401 - the reading below says nothing of extras
@@ -120,20 +129,6 @@ def convert_gguf(path: Path) -> Path:
         sync_tree(made)
         publish(made, folder)
     return folder
-
-
-def _check_whole(folder: Path, path: Path) -> None:
-    """Refuse a folder of which a file is gone, or of another size, since it was written."""
-    sizes = {one.name: one.stat().st_size for one in folder.iterdir()}
-    changed = [GGUF_RECORD]
-    with suppress(FileNotFoundError, ValueError):
-        written = read_json(folder / GGUF_RECORD).get("written", {})
-        changed = [name for name, size in written.items() if sizes.get(name) != size]
-    if changed:
-        raise ValueError(
-            f"{folder}, which {path.name} was converted into, is not as it was written ({first_few(changed, 3)}); "
-            "remove it, and the file is converted again"
-        )
 
 
 def _hash_of(part: Path, kept: Path) -> str:

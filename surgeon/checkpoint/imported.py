@@ -213,7 +213,16 @@ def translate_entries(entries: Entries) -> tuple[Entries, dict[int, int]]:
     repeats = {}
     for layer, (attention, width) in enumerate(sizes_of):
         if attention is not None:
-            groups, repeats[layer] = _groups(attention, (heads, kv_heads), layer)
+            own, kv = attention
+            times, rest = divmod(own * kv_heads, heads * kv)
+            if rest or times < 1:
+                raise ValueError(
+                    f"layer {layer} has {own} heads that share {kv} KV heads, and others {heads} that share "
+                    f"{kv_heads}, which no program can say"
+                )
+            groups = kv * times
+            if times > 1:
+                repeats[layer] = times
             nodes.append(Sublayer(ATTENTION, (layer,), width=None if groups == kv_heads else groups))
         if width is not None:
             nodes.append(Sublayer(FEED_FORWARD, (layer,), width=None if width == widest else width))
@@ -226,7 +235,7 @@ def translate_entries(entries: Entries) -> tuple[Entries, dict[int, int]]:
     kept |= {key: value for key, value in sizes.items() if value} | {
         PROGRAM_KEY: " ".join(map(str, nodes))
     }
-    return kept, {layer: times for layer, times in repeats.items() if times > 1}
+    return kept, repeats
 
 
 def translate_model(entries: Entries, store: TensorFiles) -> tuple[Entries, dict[str, StoredTensor]]:
@@ -284,18 +293,6 @@ def _sizes(block: Entries, entries: Entries, layer: int) -> tuple[tuple[int, int
     else:
         neurons = int(entries["intermediate_size"])
     return heads, neurons
-
-
-def _groups(attention: tuple[int, int], most: tuple[int, int], layer: int) -> tuple[int, int]:
-    """Return a layer's KV groups, each of as many heads as others', and how often its KV heads are repeated."""
-    (own, kv), (heads, kv_heads) = attention, most
-    times, rest = divmod(own * kv_heads, heads * kv)
-    if rest or times < 1:
-        raise ValueError(
-            f"layer {layer} has {own} heads that share {kv} KV heads, and others {heads} that share {kv_heads}, which "
-            "no program can say"
-        )
-    return kv * times, times
 
 
 def repeat_heads(head_dim: int, times: int, tensors: list[Tensor]) -> Tensor:

@@ -90,8 +90,27 @@ def open_tokenizer(model: str | Path | StoredModel) -> Any:
     stored = open_stored(model)
     tokenizer = read_tokenizer(stored.folder)
     rows = stored.weights.shape(f"{stored.family.embedding}.weight")[0]
-    if rows_needed(tokenizer) > rows:
-        _leave_to_files(tokenizer, stored.folder, rows)
+    if tokenizer.is_fast and rows_needed(tokenizer) > rows:
+        # Tokens without a row that a class of transformers has added and no file names are dropped.
+        described = json.loads(tokenizer.backend_tokenizer.to_str())
+        added = described.pop("added_tokens")
+        held = [
+            path.read_text(errors="replace")
+            for path in stored.folder.iterdir()
+            if path.suffix in _NAME_TOKENS
+        ]
+        held.append(json.dumps(described, ensure_ascii=False))
+        spare = {
+            text
+            for text in (one["content"] for one in added if one["id"] >= rows)
+            if not any(text in file or json.dumps(text)[1:-1] in file for file in held)
+        }
+        if spare:
+            described["added_tokens"] = [one for one in added if one["content"] not in spare]
+            for name, text in tokenizer.special_tokens_map.items():
+                if text in spare:
+                    setattr(tokenizer, name, None)
+            tokenizer._tokenizer = Tokenizer.from_str(json.dumps(described))
     if (needed := rows_needed(tokenizer)) > rows:
         without = sorted((token, text) for text, token in tokenizer.get_vocab().items() if token >= rows)
         named = first_few([f"{text!r} ({token})" for token, text in without], MOST_NAMED)
@@ -119,32 +138,6 @@ def open_tokenizer(model: str | Path | StoredModel) -> Any:
             stacklevel=2,
         )
     return tokenizer
-
-
-def _leave_to_files(tokenizer: Any, folder: Path, rows: int) -> None:
-    """Drop tokens beyond an embedding's rows that a class of transformers has added and no file names."""
-    if not tokenizer.is_fast:
-        return
-    described = json.loads(tokenizer.backend_tokenizer.to_str())
-    files = [
-        path.read_text(errors="replace") for path in folder.iterdir() if path.suffix in _NAME_TOKENS
-    ]
-    rules = json.dumps(
-        {key: value for key, value in described.items() if key != "added_tokens"}, ensure_ascii=False
-    )
-    spare = {
-        text
-        for text in (one["content"] for one in described["added_tokens"] if one["id"] >= rows)
-        if not any(text in held or json.dumps(text)[1:-1] in held for held in (*files, rules))
-    }
-    if spare:
-        described["added_tokens"] = [
-            one for one in described["added_tokens"] if one["content"] not in spare
-        ]
-        for name, text in tokenizer.special_tokens_map.items():
-            if text in spare:
-                setattr(tokenizer, name, None)
-        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(described))
 
 
 def rows_needed(tokenizer: Any) -> int:

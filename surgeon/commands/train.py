@@ -88,7 +88,7 @@ def train(
         NotProven: if the checkpoint does not compute what was trained.
         OSError: if the output is in the way or cannot be written.
     """
-    from surgeon.checkpoint.describe import Training, no_source
+    from surgeon.checkpoint.describe import Training
     from surgeon.checkpoint.forms import lay_out
     from surgeon.exports.export import check_storage, check_target
     from surgeon.findings.training import ScratchRun
@@ -161,7 +161,8 @@ def train(
         "untrained": found.whole.before.to_json(),
         "trained": found.whole.after.to_json(),
     }
-    training = Training(None, plan.program, no_source(int(plan.architecture.num_hidden_layers)), story)
+    no_source = {"model": None, "num_layers": int(plan.architecture.num_hidden_layers)}
+    training = Training(None, plan.program, no_source, story)
     proof = found.write(
         target, form=form, dtype=dtype, tokenizer=plan.tokenizer, overwrite=overwrite, training=training
     )

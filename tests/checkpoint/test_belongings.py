@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
 import surgeon
-from surgeon.checkpoint.belongings import companions_of, left_behind, left_by, patterns_for_the_hub
+from surgeon.checkpoint.belongings import PATTERNS_FOR_THE_HUB, companions_of, left_behind, left_by
 from surgeon.checkpoint.describe import compare, describe
 from surgeon.checkpoint.stored import Checkpoint
 from surgeon.checkpoint.tensor_file import verify
@@ -198,10 +198,10 @@ def test_who_reads_names_by_case_gets_all_of_them() -> None:
     names = [name for name, becomes in BECOMES.items() if not isinstance(becomes, str)]
     wanted = [name for name in names if not name.endswith((".py", ".json"))]
     assert (
-        list(filter_repo_objects(names, allow_patterns=[*patterns_for_the_hub(), "*.py", "*.json"]))
+        list(filter_repo_objects(names, allow_patterns=[*PATTERNS_FOR_THE_HUB, "*.py", "*.json"]))
         == names
     )
-    assert list(filter_repo_objects(wanted, allow_patterns=patterns_for_the_hub())) == wanted
+    assert list(filter_repo_objects(wanted, allow_patterns=PATTERNS_FOR_THE_HUB)) == wanted
 
 
 def test_all_of_it_is_compared(source: Path, tmp_path: Path) -> None:

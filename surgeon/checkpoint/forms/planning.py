@@ -162,8 +162,7 @@ class TensorPlanner:
             before, after = self._source_path(sublayer, f"{stem.replace('{}', '0')}.weight").split(".0.")
             expert = path.removeprefix(f"{before}.").partition(".")[0]
             if path.startswith(f"{before}.") and expert.isdecimal() and path.endswith(f".{after}"):
-                kept = int(expert) in sublayer.experts
-                if kept:
+                if int(expert) in sublayer.experts:
                     return f"{before}.{sublayer.experts.index(int(expert))}.{after}"
                 return None
         return path
@@ -287,31 +286,26 @@ class ModulePlanner(TensorPlanner):
             )
             yield path, partial(_beside, sublayer, name)
         apart = taken_apart(spec, lambda role: sublayer.rank(role) is not None)
-        for packed_here in modules_of(spec).values():
-            if packed_here[0] not in apart:
-                yield from self._module(sublayer, packed_here)
-        yield from self.apart(sublayer, apart)
-
-    def _module(
-        self, sublayer: Sublayer, projections: list[Projection]
-    ) -> Iterator[tuple[str, Compute]]:
-        """Yield the tensors of a module; a whole layer's quantised parameter stays as it is stored."""
-        like = projections[0]
         layer, *others = sublayer.layers
         is_whole = sublayer.width in (None, self.weights.stored_width(sublayer.kind, layer))
-        is_quantised = like.stacked and f"{self.prefix}{layer}.{like.weight}" in self.source.quantised
-        if is_quantised and is_whole and not others and sublayer.piece is None:
-            for path in (like.weight, like.bias):
-                if f"{self.prefix}{layer}.{path}" in self.source:
-                    yield path, self.as_stored(sublayer, path)
-            return
-        each = self.weights.each_expert(sublayer) if like.stacked else None
-        has_bias = self.weights.bias(each[0] if each else sublayer, like.role) is not None
-        for path in (like.weight, like.bias) if has_bias else (like.weight,):
-            yield (
-                path,
-                _each(each, sublayer, partial(_pack, self.weights.spec(sublayer), projections, path)),
+        is_whole = is_whole and not others and sublayer.piece is None
+        for projections in modules_of(spec).values():
+            like = projections[0]
+            if like in apart:
+                continue
+            is_quantised = (
+                like.stacked and f"{self.prefix}{layer}.{like.weight}" in self.source.quantised
             )
+            if is_quantised and is_whole:  # which stays as it is stored
+                for path in (like.weight, like.bias):
+                    if f"{self.prefix}{layer}.{path}" in self.source:
+                        yield path, self.as_stored(sublayer, path)
+                continue
+            each = self.weights.each_expert(sublayer) if like.stacked else None
+            has_bias = self.weights.bias(each[0] if each else sublayer, like.role) is not None
+            for path in (like.weight, like.bias) if has_bias else (like.weight,):
+                yield path, _each(each, sublayer, partial(_pack, spec, projections, path))
+        yield from self.apart(sublayer, apart)
 
 
 class _Outlines:

@@ -138,13 +138,10 @@ class ProgramForm(Form):
             wrapper = layout.wrapped.wrapper
             row["inside"] = [wrapper.text, wrapper.decoder]
             return self.shipped.entries(wrapper.model_type) | runs
-        scale = family.scales.logits(config)
-        # By this name vLLM's transformers backend, which has a head of its own, knows it.
-        if scale is None:
-            scaled = {}
-        else:
-            scaled = {"logit_scale": scale}
-        return self.shipped.entries(family.model_type) | runs | scaled
+        if (scale := family.scales.logits(config)) is not None:
+            # By this name vLLM's transformers backend, which has a head of its own, knows it.
+            runs["logit_scale"] = scale
+        return self.shipped.entries(family.model_type) | runs
 
     def model_class(self, stored: StoredModel) -> Any:
         stock: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)]
@@ -213,8 +210,27 @@ def needs_plugin(program: Program, family: Family, config: Any, num_layers: int)
 def family_row(family: Family, config: Any) -> dict[str, Any]:
     """Describe an architecture to the modeling file, in config.json; `Family` there explains the entries."""
     specs = family.specs()
+    units = family.units(config)
     projections = list(dict.fromkeys(p for spec in specs for p in spec.projections if not p.stacked))
     reads = list(dict.fromkeys(p.path for p in projections if p.reads_stream))
+    packed = {}  # widths of projections that lie side by side in a module, in the smallest whole numbers
+    for path in reads:
+        widths = [units[p.unit] for spec in specs for p in spec.projections if p.path == path]
+        if len(widths) > 1:
+            packed[path] = [width // math.gcd(*widths) for width in widths]
+    mixture = None
+    if family.mixture is not None:
+        rows = family.mixture.whole.items()
+        stacked = [one for one in family.mlp.projections if one.stacked]
+        mixture = {
+            "experts": family.mixture.experts,
+            "rows": [path for name, path in rows if not name.startswith("shared")],
+            "counts": list(family.mixture.counts),
+            "top_k": list(family.mixture.top_k),
+            "roles": [[one.role, one.path.rpartition(".")[2]] for one in stacked],
+            "transposed": stacked[0].transposed,
+            "turns": stacked[0].interleaved,
+        }
     counts = [f"{spec.module}.{path}" for spec in specs for path in spec.counts if spec.mixture is None]
     return {
         "attentions": [
@@ -233,11 +249,11 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
         # A list: `save_pretrained` sorts what has keys.
         "roles": [[p.role, p.path] for p in projections],
         "turns": {p.path: family.head_dim(config) for p in projections if p.interleaved},
-        "packed": {path: shares for path in reads if len(shares := _shares(family, config, path)) > 1},
-        "groups": family.units(config)["kv_heads"],
+        "packed": packed,
+        "groups": units["kv_heads"],
         "feature_norms": list(family.attention.feature_norms),
         "sinks": family.attention.sinks,
-        "mixture": _mixture_row(family),
+        "mixture": mixture,
         # Slices replace those whole.
         "counts": [path for path in counts if path.rpartition(".")[0] not in reads],
         "layer_lists": list(family.entries.lists),
@@ -248,29 +264,6 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
         "steps": family.steps_per_layer,
         "inside": None,
     }
-
-
-def _mixture_row(family: Family) -> dict[str, Any] | None:
-    mixture = family.mixture
-    stacked = [one for one in family.mlp.projections if one.stacked]
-    if mixture is None:
-        return None
-    return {
-        "experts": mixture.experts,
-        "rows": [path for name, path in mixture.whole.items() if not name.startswith("shared")],
-        "counts": list(mixture.counts),
-        "top_k": list(mixture.top_k),
-        "roles": [[one.role, one.path.rpartition(".")[2]] for one in stacked],
-        "transposed": stacked[0].transposed,
-        "turns": stacked[0].interleaved,
-    }
-
-
-def _shares(family: Family, config: Any, path: str) -> list[int]:
-    """Return the widths of projections that lie side by side in a module, in the smallest whole numbers."""
-    projections = [p for spec in family.specs() for p in spec.projections if p.path == path]
-    widths = [family.units(config)[p.unit] for p in projections]
-    return [width // math.gcd(*widths) for width in widths]
 
 
 def _groups(program: Program) -> Groups:

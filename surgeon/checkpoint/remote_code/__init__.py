@@ -18,5 +18,5 @@ ProgramMistral3ForImageTextToText, for AutoModelForImageTextToText.
 
 `ProgramLlamaConfig` is `LlamaConfig` but for its `model_type`. To read it without running the file: take "surgeon_" off
 the `model_type`, leave out `auto_map` and entries that begin with "surgeon_", and read the rest as the stock
-configuration, as `surgeon.checkpoint.config.read_config` does.
+configuration, as `surgeon.checkpoint.config.open_stored` does.
 """
