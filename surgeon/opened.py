@@ -44,10 +44,6 @@ from surgeon.words import did_you_mean, first_few, show_value
 if TYPE_CHECKING:  # takes seconds, and who does not load it does without
     from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -241,7 +237,7 @@ class EditedModel:
     def identity(self, device: str) -> dict[str, Any]:
         """Return all that its answers on a device depend on, as JSON values; weights are read."""
         tokenizer = self.model.tokenizer
-        generation = self.model.folder / "generation_config.json"
+        generation = self.model.folder / GENERATION
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             words = json.dumps(tokenizer.get_vocab(), sort_keys=True)

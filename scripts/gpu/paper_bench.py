@@ -17,12 +17,13 @@ from scripts.commands import changed_environment
 from scripts.gpu.paper_specs import Measured, Place, Spec, record_of
 from surgeon.benchmarks.measure import Needs, RankBench, summarise
 from surgeon.benchmarks.timing import load_timed
-from surgeon.checkpoint.random_weights import open_random
+from surgeon.checkpoint.random_weights import RandomCheckpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.cost.deployment import USABLE, activation_bytes
 from surgeon.language.program import Program
 from surgeon.machine import free_bytes, show_size
 from surgeon.models.shapes import ModelShapes
+from surgeon.opened import open_model
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Plan, Ways
 from surgeon.runtime.worker.rank import RankOptions
@@ -73,7 +74,8 @@ class Shared:
 
     def __post_init__(self) -> None:
         model = self.specs[0].model
-        self.stored = open_random(self.settings.place.write_config(self.settings.folder, model))
+        config = self.settings.place.write_config(self.settings.folder, model)
+        self.stored = replace(open_model(config, weights=False), files=RandomCheckpoint(config))
         self.shapes = ModelShapes.of(model, self.stored.config)
 
     def plan(self, spec: Spec) -> Plan:

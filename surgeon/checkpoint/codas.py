@@ -67,9 +67,6 @@ class StoredCodas:
     config: Any
     program: Program
 
-    def __len__(self) -> int:
-        return len(self.racks) - 1
-
     def coda(self, rack: int, dtype: torch.dtype | None = None) -> Coda:
         """Read the coda of a rack but the last."""
         path = _file(self.folder, rack)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.belongings import companions_of
-from surgeon.checkpoint.codas import read_codas
+from surgeon.checkpoint.codas import StoredCodas, read_codas
 from surgeon.checkpoint.config import is_no_source, open_stored, read_config_only
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.stored import REPORT_FILE, Checkpoint, StoredModel
@@ -113,14 +113,11 @@ class Surgery:
         return f"{steps} on {tokens} of {said['data']}, {said['method']}{again}"
 
     @property
-    def codas(self) -> tuple[list[str], int] | None:
-        """The racks' ranges of layers and the depth of their codas, where such lie beside it (see codas.py)."""
-        if (
-            self.recipe is None
-            and (found := read_codas(self.stored.folder, check_weights=False)) is not None
-        ):
-            return (list(found.racks), found.depth)
-        return None
+    def codas(self) -> StoredCodas | None:
+        """The codas of its racks, where such lie beside it."""
+        if self.recipe is not None:
+            return None
+        return read_codas(self.stored.folder, check_weights=False)
 
 
 def describe(what: str | Path) -> Surgery:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.imported import text_entries, translate_entries, wrapper_of
-from surgeon.checkpoint.stored import Checkpoint, StoredModel, Wrapped
+from surgeon.checkpoint.stored import Checkpoint, Wrapped
 from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles, read_json
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Family
@@ -110,13 +110,6 @@ def normal_(tensor: Tensor, spread: float, name: str) -> Tensor:
         return tensor
     generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
     return tensor.normal_(0.0, spread, generator=generator)
-
-
-def open_random(path: Path) -> StoredModel:
-    """Open the model of a config.json, with random weights."""
-    from surgeon.checkpoint.config import read_config_only
-
-    return StoredModel(str(path), RandomCheckpoint(path), *read_config_only(path))
 
 
 def open_weights(

@@ -193,7 +193,7 @@ class Checkpoint(TensorFiles):
             self._add(folder / file, names)
         if not self.tensors:
             raise ValueError(f"{folder} holds no tensors")
-        self.weight_files = self.paths
+        self.weight_files = {path for one in self.tensors.values() for path in one.paths}
         config = entries
         if (wrapper := wrapper_of(entries)) is not None:
             config = wrapper.text_entries(entries)

@@ -186,11 +186,6 @@ class TensorFiles:
         same.tensors = dict(self.tensors)
         return same
 
-    @property
-    def paths(self) -> set[Path]:
-        """The files that hold them."""
-        return {path for one in self.tensors.values() for path in one.paths}
-
     def names(self) -> list[str]:
         return list(self.tensors)
 

@@ -112,12 +112,9 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
         yield "note", "there is no attention, so that no token looks at another"
     if found.trained is not None:
         yield "trained", found.trained
-    if found.codas is not None:
-        racks, depth = found.codas
-        yield (
-            "codas",
-            f"of {plural(depth, 'layer')} for every rack but the last; racks of the layers {', '.join(racks)}",
-        )
+    if (codas := found.codas) is not None:
+        said = f"of {plural(codas.depth, 'layer')} for every rack but the last"
+        yield "codas", f"{said}; racks of the layers {', '.join(codas.racks)}"
     if behind := left_behind(left_by(found.report)):
         yield "left behind", behind
     if isinstance(proof := found.report.get("proof"), dict):

@@ -174,9 +174,10 @@ class ExportPlan:
             config.pop("torch_dtype", None)
             config["dtype"] = self.dtype
         entries = form.class_entries(self.original, self.layout)
-        outside = {key: value for key, value in config.items() if key != QUANTIZATION}
-        said = quantisation(self.original, self.layout, self.tensors)
-        return (outside if said is None else outside | {QUANTIZATION: said}) | entries
+        config.pop(QUANTIZATION, None)
+        if (said := quantisation(self.original, self.layout, self.tensors)) is not None:
+            config[QUANTIZATION] = said
+        return config | entries
 
     @property
     def notes(self) -> Iterator[str]:

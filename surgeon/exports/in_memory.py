@@ -374,31 +374,25 @@ def _layer_of(group: Group, edited: EditedLayers, state: Tensors | None) -> Tens
             stored = ModelWeights(store, edited.family, weights.head_dim)
             live.append(stored.by_role(Sublayer(kind, (layer,), ranks=sublayer.ranks)))
             parts.append(live[-1])
-        whole = _join(parts, live, f"{kind}{group.layers[0]}")
+        whole = dict(parts[0])
+        for key in whole if len(parts) > 1 else ():
+            dim = _divided_dim(key)
+            if dim is not None:
+                whole[key] = torch.cat([part[key] for part in parts], dim)
+                continue
+            first, *others = [part[key] for part in live if key in part] or [whole[key]]
+            whole[key] = first
+            if not all(torch.equal(first, other) for other in others):
+                if key.endswith(("first.weight", "second.weight")):
+                    what = "factors"
+                else:
+                    what = "norms"
+                raise ValueError(
+                    f"the slices of {kind}{group.layers[0]} have {what} of their own, and a checkpoint has one for all "
+                    "of them; replace no parameter of one slice alone"
+                )
         made |= pack_tensors(whole, spec, weights.unit_width(kind))
     return made
-
-
-def _join(parts: list[Tensors], live: list[Tensors], name: str) -> Tensors:
-    """Join the tensors of slices to those of a whole sublayer."""
-    whole = dict(parts[0])
-    for key in whole if len(parts) > 1 else ():
-        dim = _divided_dim(key)
-        if dim is not None:
-            whole[key] = torch.cat([part[key] for part in parts], dim)
-            continue
-        first, *others = [part[key] for part in live if key in part] or [whole[key]]
-        whole[key] = first
-        if not all(torch.equal(first, other) for other in others):
-            if key.endswith(("first.weight", "second.weight")):
-                what = "factors"
-            else:
-                what = "norms"
-            raise ValueError(
-                f"the slices of {name} have {what} of their own, and a checkpoint has one for all of them; "
-                "replace no parameter of one slice alone"
-            )
-    return whole
 
 
 def _divided_dim(key: str) -> int | None:
@@ -451,7 +445,14 @@ def export_with_adapter(
         OSError: if the disk is full or cannot be written; on any error, the target is as it was.
     """
     target = Path(folder)
-    name, config = _only_adapter(model)
+    if not hasattr(model, "peft_config"):
+        raise ValueError("the model has no adapter of peft; leave adapter out")
+    if len(model.peft_config) != 1:
+        raise ValueError(f"the model has {len(model.peft_config)} adapters; one can be kept beside it")
+    ((name, config),) = model.peft_config.items()
+    others = ("modules_to_save", "trainable_token_indices", "target_parameters")
+    if not isinstance(config, LoraConfig) or any(getattr(config, other) for other in others):
+        raise ValueError(f"only LoRA adapters without {', '.join(others)} can be kept apart; {_MERGE}")
     base: Any = model.get_base_model()
     lora = {path: module for path, module in base.named_modules() if isinstance(module, LoraLayer)}
     with stage_folder(target) as partial:
@@ -473,9 +474,7 @@ def export_with_adapter(
                 proof = write_export(plan, partial / BASE)
         wrapped = Checkpoint(partial / BASE).wrapped
         place = str if wrapped is None else wrapped.wrapper.path_inside
-        names = {
-            path: [*map(place, _written_names(path, layout, family_of(base.config)))] for path in lora
-        }
+        names = {path: [*map(place, _written_names(path, layout, family))] for path in lora}
         (partial / ADAPTER).mkdir()
         state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
         save_file(_rename(state, names), partial / ADAPTER / ADAPTER_FILE, metadata={"format": "pt"})
@@ -502,19 +501,6 @@ def export_with_adapter(
 def _patterns(values: dict[str, int], usual: int) -> dict[str, int]:
     """Return the values of modules that differ from the usual one, by a pattern of their paths."""
     return {f"^{re.escape(path)}": value for path, value in values.items() if value != usual}
-
-
-def _only_adapter(model: PeftModel) -> tuple[str, LoraConfig]:
-    """Return the adapter's name and configuration."""
-    if not hasattr(model, "peft_config"):
-        raise ValueError("the model has no adapter of peft; leave adapter out")
-    if len(model.peft_config) != 1:
-        raise ValueError(f"the model has {len(model.peft_config)} adapters; one can be kept beside it")
-    ((name, config),) = model.peft_config.items()
-    others = ("modules_to_save", "trainable_token_indices", "target_parameters")
-    if not isinstance(config, LoraConfig) or any(getattr(config, other) for other in others):
-        raise ValueError(f"only LoRA adapters without {', '.join(others)} can be kept apart; {_MERGE}")
-    return name, config
 
 
 @contextmanager

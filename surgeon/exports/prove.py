@@ -124,13 +124,12 @@ def reference_of(
     logits = _logits(
         model, tokens, match, stored, lambda name, count: zip(stored[name].rows(count)), advance
     )
-    reference = Reference(tokens, logits)
-    if not reference.logits.isfinite().all():
+    if not logits.isfinite().all():
         raise ValueError(
             "the edited model has logits that are not finite on random tokens; are the weights of "
             f"{original.folder} damaged?"
         )
-    return reference
+    return Reference(tokens, logits)
 
 
 def require_close(found: float, bound: float, said: str, advice: str) -> None:
@@ -209,20 +208,23 @@ def prove(
     # What shape a quantised matrix has may stand in one of its tensors.
     for path in sorted({path for name in checkpoint.quantised for path in checkpoint[name].paths}):
         wait(path.name)
-    model, match = _written_model(open_stored(checkpoint), form)
+    written_model = open_stored(checkpoint)
+    with quiet():
+        model = build_empty(*form.written_class(written_model))
+    match = match_names(model, written_model)
+    for what, which in (("missing", match.missing), ("unexpected", match.unexpected)):
+        if which:
+            raise NotProven(f"the {form} form has {what} tensors: {', '.join(sorted(which)[:3])}")
+    for name, shape, _ in match.misshapen:
+        raise NotProven(f"the {form} form has a tensor of a wrong shape: {name}, {shape}")
     rounded = {tensor.name: tensor for tensor in tensors if tensor.rounded}
     versions = _Versions(checkpoint, rounded, wait, set(rounded))
     logits_of = partial(_logits, model, match=match, checkpoint=checkpoint)
     if rounded and _only_linear(model, match, rounded.keys()):
         # One run in which each half of the batch has one version: most of the work is to read and fold the weights.
         tokens = reference.tokens.repeat(2, 1)
-
-        def twice(size: float) -> None:
-            advance(2 * size)
-
-        exact, written = map(
-            reference.difference, logits_of(tokens, rows=versions.both, advance=twice).chunk(2)
-        )
+        logits = logits_of(tokens, rows=versions.both, advance=lambda size: advance(2 * size))
+        exact, written = map(reference.difference, logits.chunk(2))
     else:
         written = reference.difference(
             logits_of(reference.tokens, rows=versions.written, advance=advance)
@@ -300,19 +302,6 @@ class _Versions:
             yield exact, own
             first += len(own) if own.dim() else 1
         self.uncompared.discard(name)
-
-
-def _written_model(written: StoredModel, form: Form) -> tuple[PreTrainedModel, Match]:
-    """Build a checkpoint's class, in its own modeling file if it has one, without its weights."""
-    with quiet():
-        model = build_empty(*form.written_class(written))
-    match = match_names(model, written)
-    for what, which in (("missing", match.missing), ("unexpected", match.unexpected)):
-        if which:
-            raise NotProven(f"the {form} form has {what} tensors: {', '.join(sorted(which)[:3])}")
-    for name, shape, _ in match.misshapen:
-        raise NotProven(f"the {form} form has a tensor of a wrong shape: {name}, {shape}")
-    return model, match
 
 
 def _only_linear(model: PreTrainedModel, match: Match, stored: Set[str]) -> bool:
@@ -540,18 +529,13 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
         if second in found:
             found.setdefault(first, found[second])
     missing = [parameter for parameter in parameters if parameter not in found]
-    shapes = [
-        (names[0], shape_of(names, store, parameters[parameter]), tuple(parameters[parameter].shape))
-        for parameter, names in found.items()
-    ]
+    shapes = []
+    for parameter, names in found.items():
+        wanted = tuple(parameters[parameter].shape)
+        shape = store.shape(names[0])
+        if len(shape) != len(wanted):  # experts' matrices are stacked in the parameter
+            experts = wanted[0]
+            shape = (experts, sum(store.shape(name)[0] for name in names) // experts, *shape[1:])
+        shapes.append((names[0], shape, wanted))
     misshapen = [(name, own, wanted) for name, own, wanted in shapes if own != wanted]
     return Match(found, missing, misshapen, unexpected)
-
-
-def shape_of(names: tuple[str, ...], store: Checkpoint, like: Tensor) -> tuple[int, ...]:
-    """Return the stored shape of a parameter: of one tensor, or of experts' matrices stacked as in it."""
-    first = store.shape(names[0])
-    if len(first) == like.dim():
-        return first
-    experts = like.shape[0]
-    return (experts, sum(store.shape(name)[0] for name in names) // experts, *first[1:])

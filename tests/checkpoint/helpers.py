@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.checkpoint.forms import form_of
+from surgeon.checkpoint.random_weights import RandomCheckpoint
 from surgeon.checkpoint.stored import Checkpoint
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.prove import Proof
 from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import Sublayer
-from surgeon.opened import open_model
+from surgeon.opened import Model, open_model
 from tests.reference import Reference
 from tests.tiny_models import VOCABULARY, tiny_model
 
 IDS = torch.randint(2, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
 BIASES = {"attention_bias": True, "mlp_bias": True}
 WITH_PADDING = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+
+
+def open_random(path: Path) -> Model:
+    """Open the model of a config.json, with random weights."""
+    return replace(open_model(path, weights=False), files=RandomCheckpoint(path))
 
 
 def save_source(

@@ -62,7 +62,7 @@ def test_written_codas_predict_what_the_rack_does(
     cut = written(tmp_path / "made", edit(tiny_model(family, 4), program), depth)
     stream, expected = forward(cut[0], IDS)
     found = read(tmp_path / "made")
-    assert (found.racks, found.depth, len(found)) == (("0:2", "2:4"), depth, 1)
+    assert (found.racks, found.depth) == (("0:2", "2:4"), depth)
     assert torch.allclose(coda_logits(found.coda(0), IDS, stream), expected.float(), atol=1e-5)
     # The stream after so many nodes of the checkpoint is what the coda was made for.
     path = surgeon.load(tmp_path / "made")
@@ -100,7 +100,9 @@ def test_a_checkpoint_with_codas_is_an_ordinary_one(tmp_path: Path) -> None:
     assert read_codas(save_checkpoint(tmp_path / "other")) is None
     written(folder, tiny_model("llama", 4))
     assert read_codas(folder) is not None
-    assert describe(folder).codas == (["0:2", "2:4"], 1)
+    described = describe(folder).codas
+    assert described is not None
+    assert (described.racks, described.depth) == (("0:2", "2:4"), 1)
     assert why_kept(folder) is None
     surgeon.export(surgeon.load(folder), tmp_path / "again")
     assert read_codas(tmp_path / "again") is None  # whoever changes the model changes what its codas see

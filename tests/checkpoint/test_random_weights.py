@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from surgeon.checkpoint.random_weights import RandomCheckpoint, open_random, open_weights
+from surgeon.checkpoint.random_weights import RandomCheckpoint, open_weights
 from surgeon.language.sublayer import Sublayer
 from surgeon.runtime.comm.collectives import Alone, Unconnected
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Attention
 from surgeon.runtime.plan.checks import make_plan
+from tests.checkpoint.helpers import open_random
 from tests.tiny_models import tiny_model
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -176,7 +176,7 @@ def test_of_a_file_and_an_index_the_one_that_transformers_loads_is_read(tmp_path
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "both")
     assert torch.equal(loaded.model.norm.weight, model.model.norm.weight)
     assert torch.equal(checkpoint.tensor("model.norm.weight"), model.model.norm.weight)
-    assert {path.name for path in checkpoint.paths} == {"model.safetensors"}
+    assert {path.name for path in checkpoint.weight_files} == {"model.safetensors"}
     assert checkpoint.model_hash() == alone
     (tmp_path / "both" / INDEX).write_text("{")  # not looked at
     Checkpoint(tmp_path / "both")

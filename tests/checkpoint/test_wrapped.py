@@ -17,7 +17,6 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 import surgeon
 from surgeon.checkpoint.imported import WRAPPERS
-from surgeon.checkpoint.random_weights import open_random
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import edit
@@ -28,6 +27,7 @@ from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
+from tests.checkpoint.helpers import open_random
 from tests.runtime.on_ranks import chunked_logits, logits_in_chunks
 from tests.selection import case
 from tests.tiny_models import tiny_tokenizer

@@ -18,6 +18,7 @@ from torch import Tensor
 import surgeon
 from surgeon.checkpoint import tensor_file
 from surgeon.checkpoint.forms.fused import FusedPlanner
+from surgeon.checkpoint.forms.planning import whole_matrix
 from surgeon.checkpoint.tensor_file import PlannedTensor
 from surgeon.errors import NotProven
 from surgeon.exports.export import check_exportable, plan_export
@@ -43,7 +44,8 @@ def test_a_wrong_fold_is_refused_and_nothing_is_left(
     def forgets_one_gain(self: Any, sublayers: Any, projection: Any, read: Any) -> Tensor:
         if projection.role != "up":
             return right(self, sublayers, projection, read)
-        return torch.cat([self._matrix(sublayer, projection, read).float() for sublayer in sublayers])
+        matrices = [whole_matrix(projection.role, sublayer, read) for sublayer in sublayers]
+        return torch.cat([matrix.float() for matrix in matrices])
 
     monkeypatch.setattr(FusedPlanner, "_weight", forgets_one_gain)
     with pytest.raises(NotProven, match="the fused form does not compute what the program does"):

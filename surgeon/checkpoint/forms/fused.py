@@ -33,6 +33,7 @@ from surgeon.checkpoint.forms.planning import (
     TensorPlanner,
     averaging_dtype,
     known_modules,
+    whole_matrix,
 )
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import PlannedTensor
@@ -128,7 +129,7 @@ class FusedPlanner(TensorPlanner):
         self, sublayers: tuple[Sublayer, ...], projection: Projection, weights: ModelWeights
     ) -> Computed:
         """Return (out_features, in_features) of all sublayers; float32 where norms' gains are folded in."""
-        matrices = [self._matrix(sublayer, projection, weights) for sublayer in sublayers]
+        matrices = [whole_matrix(projection.role, sublayer, weights) for sublayer in sublayers]
         if len(matrices) == 1:
             return matrices[0]
         if not projection.reads_stream:
@@ -156,7 +157,7 @@ class FusedPlanner(TensorPlanner):
         for sublayer in sublayers:
             bias = weights.bias(sublayer, projection.role, averaging_dtype(sublayer))
             if bias is None:
-                matrix = self._matrix(sublayer, projection, weights)
+                matrix = whole_matrix(projection.role, sublayer, weights)
                 bias = matrix.new_zeros(matrix.shape[0])
             biases.append(bias)
         if len(biases) == 1:
@@ -167,14 +168,9 @@ class FusedPlanner(TensorPlanner):
         if self.family.norms.kind == "layer":
             for index, sublayer in enumerate(sublayers):
                 shift = self._norm_part(sublayer, "bias", weights).float()
-                biases[index] = (
-                    biases[index] + self._matrix(sublayer, projection, weights).float() @ shift
-                )
+                matrix = whole_matrix(projection.role, sublayer, weights)
+                biases[index] = biases[index] + matrix.float() @ shift
         return self._in_turn(biases, sublayers, dim=0)
-
-    def _matrix(self, sublayer: Sublayer, projection: Projection, weights: ModelWeights) -> Tensor:
-        """Return a sublayer's own weight for one projection, (out_features, in_features)."""
-        return weights.matrix(sublayer, projection.role).whole(averaging_dtype(sublayer))
 
     def _head_gains(self, sublayers: tuple[Sublayer, ...], path: str, weights: ModelWeights) -> Tensor:
         """Return gains of head norms, (turns, head_dim), in the order of the sublayers' turns."""

@@ -184,7 +184,7 @@ class TensorPlanner:
             for name in factors:
                 yield f"{own}.{name}.weight", _each(each, sublayer, partial(_factor, role, name))
             if not factors:
-                yield f"{own}.weight", _each(each, sublayer, partial(_whole, role))
+                yield f"{own}.weight", _each(each, sublayer, partial(whole_matrix, role))
             if self.weights.bias(each[0] if each else sublayer, role) is not None:
                 place = f"{own}.second.bias" if factors else f"{own}.bias"
                 yield place, _each(each, sublayer, partial(_bias, role))
@@ -391,7 +391,8 @@ def _factor(role: str, name: str, sublayer: Sublayer, weights: ModelWeights) -> 
     return factor
 
 
-def _whole(role: str, sublayer: Sublayer, weights: ModelWeights) -> Tensor:
+def whole_matrix(role: str, sublayer: Sublayer, weights: ModelWeights) -> Tensor:
+    """Return a sublayer's weight of a role, (out_features, in_features)."""
     return weights.matrix(sublayer, role).whole(averaging_dtype(sublayer))
 
 
