@@ -55,12 +55,6 @@ class Model(StoredModel):
     """
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, name: str) -> Model:
-        """Open a model whose files have been found."""
-        stored = open_stored(checkpoint)
-        return cls(name, checkpoint, stored.config, stored.own)
-
-    @classmethod
     def of_config(cls, config: Any, name: str, own: Program | None = None) -> Model:
         """Make a model of a `transformers` configuration alone."""
         family_of(config)
@@ -191,7 +185,8 @@ def open_model(name: str | Path | Model, weights: bool = True) -> Model:
         )
     text = model_name(text)
     if weights:
-        return Model.of(Checkpoint(locate(text)), text)
+        stored = open_stored(text)
+        return Model(text, stored.files, stored.config, stored.own)
     return Model(text, None, *read_config_only(text))
 
 
@@ -415,11 +410,9 @@ class _Unread:
     packed: bool
 
     def __getitem__(self, everything: Any) -> Tensor:
-        if self.packed:
-            matrix = self.checkpoint.quantised.get(self.name)
-        else:
-            matrix = None
-        if matrix is not None and len(matrix.shape) == 2:  # others are stacked, and used in parts
+        matrix = self.checkpoint.quantised.get(self.name)
+        if self.packed and matrix is not None and len(matrix.shape) == 2:
+            # Others are stacked, and used in parts.
             return PackedTensor.of(matrix)
         return self.checkpoint.tensor(self.name)[everything]
 
@@ -474,9 +467,8 @@ class StreamedLayers(nn.ModuleList):
         checkpoint = self.stored.checkpoint
         prefix = self.stored.weights.names.layers
         for name, parameter in self.named_parameters():
-            if (
-                stored := checkpoint.tensors.get(f"{prefix}{name}")
-            ) is not None and stored.shape != parameter.shape:
+            stored = checkpoint.tensors.get(f"{prefix}{name}")
+            if stored is not None and stored.shape != parameter.shape:
                 raise ValueError(
                     f"{checkpoint.folder}: tensor {prefix}{name} has the shape {stored.shape}, but config.json asks "
                     f"for {tuple(parameter.shape)}"
@@ -532,7 +524,7 @@ def load_streamed(model: str | Path | StoredModel, device: str = "cpu") -> PreTr
         whole: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     # Embeddings, final norm and head are those of the same model with no decoder layers.
     shallow = copy.deepcopy(stored.config)
-    for key, value in stored.family.attention_entries(stored.config, []).items():
+    for key, value in family.attention_entries(stored.config, []).items():
         setattr(shallow, key, value)
     shallow.num_hidden_layers = 0
     outside: nn.Module = from_files(AutoModelForCausalLM, stored, config=shallow, dtype=dtype)

@@ -104,9 +104,8 @@ class Surgery:
         said = self.training
         if said is None:
             return None
-        if "earlier" not in said:
-            again = ""
-        else:
+        again = ""
+        if "earlier" in said:
             again = "; not for the first time"
         steps = plural(said["steps"], "step")
         tokens = plural(said["tokens"], "token")

@@ -108,8 +108,7 @@ class Wrapper:
 
     def path_around(self, name: str) -> str:
         """Return the path in the wrapper of what is not of the text decoder, by its stored name."""
-        inside = self.decoder.startswith("model.") and not name.startswith("model.")
-        if inside:
+        if self.decoder.startswith("model.") and not name.startswith("model."):
             return f"model.{name}"
         return name
 
@@ -327,9 +326,8 @@ def translate_factors(
     for layer, names in inside.items():
         for path, (kind, role) in alone.items():
             if f"{path}.weight" in names:
-                pair = None
-            else:
-                pair = _pair(f"{layers}{layer}.", path, names, store)
+                continue
+            pair = _pair(f"{layers}{layer}.", path, names, store)
             if pair is None:
                 continue
             first, seconds, biases = pair

@@ -262,10 +262,9 @@ class Checkpoint(TensorFiles):
             if (self.folder / name).exists():
                 return name
         pickled = sorted(path.name for path in self.folder.iterdir() if path.suffix.lower() in PICKLES)
+        found = ""
         if pickled:
             found = f" ({pickled[0]} is {PICKLE}: {UNPICKLE})"
-        else:
-            found = ""
         raise FileNotFoundError(
             f"{self.folder} has no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read{found}"
         )
@@ -378,8 +377,7 @@ class StoredModel:
         Many CPUs compute 16-bit matrix products hundreds of times slower than float32 ones, and numbers should not
         depend on the CPU.
         """
-        is_slow = torch.device(device).type == "cpu" and self.dtype in (torch.float16, torch.bfloat16)
-        if is_slow:
+        if torch.device(device).type == "cpu" and self.dtype in (torch.float16, torch.bfloat16):
             return torch.float32
         return self.dtype
 
@@ -387,10 +385,9 @@ class StoredModel:
         """Say in a line that its quantised weights are computed with in a dtype; None without any."""
         if not self.schemes:
             return None
+        how = "are dequantised as they are read, and"
         if packed:
             how = "stay so in memory, and are"
-        else:
-            how = "are dequantised as they are read, and"
         return f"the weights of {self.name} stored as {', '.join(self.schemes)} {how} computed with in {dtype}"
 
     @property

@@ -94,16 +94,16 @@ def open_tokenizer(model: str | Path | StoredModel) -> Any:
         # Tokens without a row that a class of transformers has added and no file names are dropped.
         described = json.loads(tokenizer.backend_tokenizer.to_str())
         added = described.pop("added_tokens")
-        held = [
+        texts = [
             path.read_text(errors="replace")
             for path in stored.folder.iterdir()
             if path.suffix in _NAME_TOKENS
         ]
-        held.append(json.dumps(described, ensure_ascii=False))
+        texts.append(json.dumps(described, ensure_ascii=False))
         spare = {
             text
             for text in (one["content"] for one in added if one["id"] >= rows)
-            if not any(text in file or json.dumps(text)[1:-1] in file for file in held)
+            if not any(text in each or json.dumps(text)[1:-1] in each for each in texts)
         }
         if spare:
             described["added_tokens"] = [one for one in added if one["content"] not in spare]
@@ -151,10 +151,9 @@ def read_tokenizer(path_or_name: str | Path) -> Any:
     try:
         # Of a checkpoint with a modeling file, transformers would read the configuration by running it.
         path = folder / "config.json"
+        config = None
         if path.exists() and "auto_map" in read_json(path):
             config = open_stored(folder).config
-        else:
-            config = None
         return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]

@@ -7,6 +7,7 @@ all, and replaces nothing but another one.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 import shutil
@@ -143,14 +144,10 @@ class ExportPlan:
     @property
     def needed_bytes(self) -> int:
         """Bytes on the disk: of the checkpoint, and of factors made for it, in float32 at least."""
-        made = [
-            tensor
-            for tensor in self.tensors
-            if self.makes_factors and tensor.name.endswith(FACTOR_ENDINGS)
-        ]
-        factors = sum(
-            torch.Size(tensor.shape).numel() * max(4, tensor.dtype.itemsize) for tensor in made
-        )
+        factors = 0
+        if self.makes_factors:
+            made = [tensor for tensor in self.tensors if tensor.name.endswith(FACTOR_ENDINGS)]
+            factors = sum(math.prod(one.shape) * max(4, one.dtype.itemsize) for one in made)
         beside = sum(path.stat().st_size for path in self.companions.files.values())
         return self.weight_bytes + factors + beside + JSON_ALLOWANCE
 
@@ -304,16 +301,17 @@ def quantisation(
     dense = list(
         dict.fromkeys(stored(one.name).rpartition(".")[0] for one in tensors if one.dequantised)
     )
+    if not dense:
+        return followed
     method = followed["quant_method"]
-    head = stored(f"{original.family.head}.weight").removesuffix(".weight")
     if method == "gptq":
         patterns: dict[str, Any] = {rf"-:^{re.escape(module)}$": {} for module in dense}
-        return followed | ({_BY_PATTERN: (followed.get(_BY_PATTERN) or {}) | patterns} if dense else {})
+        return followed | {_BY_PATTERN: (followed.get(_BY_PATTERN) or {}) | patterns}
     keys = _LEFT_ALONE[method]
     key = next((one for one in keys if followed.get(one) is not None), keys[0])
-    if dense:  # a list that is not there stands for the head alone
-        followed[key] = [*(followed.get(key) or [head]), *dense]
-    return followed
+    # A list that is not there stands for the head alone.
+    head = stored(f"{original.family.head}.weight").removesuffix(".weight")
+    return followed | {key: [*(followed.get(key) or [head]), *dense]}
 
 
 def _rename_modules(said: Any, renamed: Callable[[str], list[str]]) -> Any:

@@ -135,7 +135,8 @@ def export(
             tokenizer.save_pretrained(source)
         came_from = model.name_or_path or ""
         name = came_from if on_disk(came_from) is not None else "a model in memory"
-        original = Model.of(Checkpoint(source), name)
+        saved = open_stored(Checkpoint(source))
+        original = Model(name, saved.files, saved.config, saved.own)
         if absent_sublayers(original.weights, stock.program, original.num_layers):
             original = replace(original, own=stock.program)  # layers lack what it does not run
         home = _home_of(model)
@@ -406,8 +407,11 @@ def _divided_dim(key: str) -> int | None:
         if what in ("weight", "first.weight"):
             return -1
         return None
-    # Matrices of experts are stacked.
-    return None if what == "first.weight" else -1 if what == "bias" else -2
+    if what == "first.weight":
+        return None
+    if what == "bias":
+        return -1
+    return -2  # matrices of experts are stacked
 
 
 BASE = "base"

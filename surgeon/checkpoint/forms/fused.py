@@ -276,13 +276,13 @@ class Fused(Form):
         wide = sum(not layer.is_single and not layer.lacks for layer in layers)
         narrow = sum(layer.is_single and not layer.has_stock_width for layer in layers)
         partial = sum(bool(layer.lacks) for layer in layers)
-        others = narrow or partial
-        if wide or not others:
-            what = [f"{wide} of {len(layers)} stored layers hold several side by side"]
-        else:
-            what = []
-        what += [f"{partial} of {len(layers)} layers have no attention or no MLP"] if partial else []
-        what += [f"{narrow} of {len(layers)} layers are narrower than the model's"] if narrow else []
+        what = []
+        if wide or not (narrow or partial):
+            what.append(f"{wide} of {len(layers)} stored layers hold several side by side")
+        if partial:
+            what.append(f"{partial} of {len(layers)} layers have no attention or no MLP")
+        if narrow:
+            what.append(f"{narrow} of {len(layers)} layers are narrower than the model's")
         who = "transformers loads" if family.head_bias else "transformers and vLLM load"
         reason = f"{' and '.join(what)}; {who} it with the modeling file inside (trust_remote_code=True)"
         return Layout(self, reason, layers)
@@ -324,7 +324,8 @@ class Fused(Form):
             there = tuple(
                 one for one in step.sublayers if KIND_NAMES[one.kind] not in skipped[one.layers[0]]
             )
-            found += [Step(there)] if there else []
+            if there:
+                found.append(Step(there))
         return Program(tuple(found))
 
     def serving(self, stored: StoredModel, serve: str) -> tuple[str, str]:
@@ -423,7 +424,9 @@ def fused_config(
         for k, layer in enumerate(layout.layers)
         if not layer.has_stock_width
     }
-    return entries | ({WIDTHS_KEY: widths, GLOBAL_WIDTHS_KEY: True} if widths else {})
+    if widths:
+        entries |= {WIDTHS_KEY: widths, GLOBAL_WIDTHS_KEY: True}
+    return entries
 
 
 def _widths(layer: StoredLayer, family: Family, units: dict[Unit, int]) -> dict[str, Any]:

@@ -37,18 +37,12 @@ class Plain(Form):
             ):
                 wide = " ".join(map(str, layer.sublayers))
                 raise Inexpressible(f"{wide} would be a layer of another width than the others")
-        if mixed := next(
-            (
-                one
-                for one in layers
-                if family.shares_norm and len({each.layers for each in one.sublayers}) > 1
-            ),
-            None,
-        ):
-            wide = " ".join(map(str, mixed.sublayers))
-            raise Inexpressible(
-                f"{wide} would be one layer, whose sublayers have one norm in {family.name}"
-            )
+        for layer in layers:
+            if family.shares_norm and len({one.layers for one in layer.sublayers}) > 1:
+                wide = " ".join(map(str, layer.sublayers))
+                raise Inexpressible(
+                    f"{wide} would be one layer, whose sublayers have one norm in {family.name}"
+                )
         require_uniform(layers, family, per_layer_lists(family, config, config.to_dict()))
         reason = f"the program is a sequence of {len(layers)} whole layers, which any software loads"
         try:

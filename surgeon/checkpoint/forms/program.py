@@ -133,7 +133,7 @@ class ProgramForm(Form):
         family = original.family
         config = original.config
         row = family_row(family, config)
-        runs = {PROGRAM_KEY: str(layout.program), FAMILY_KEY: row}
+        runs: dict[str, Any] = {PROGRAM_KEY: str(layout.program), FAMILY_KEY: row}
         if layout.wrapped is not None:
             wrapper = layout.wrapped.wrapper
             row["inside"] = [wrapper.text, wrapper.decoder]
