@@ -87,10 +87,6 @@ def _granite_unsupported(config: Any) -> str | None:
     return None
 
 
-def _attention_scale(config: Any) -> float:
-    return float(config.attention_multiplier)
-
-
 GRANITE = replace(
     LLAMA,
     name="Granite",
@@ -98,7 +94,7 @@ GRANITE = replace(
     summary="Llama's layout, with factors on embeddings, attention scores, sublayer outputs and logits.",
     scales=Scales(
         embedding=Factor("embedding_multiplier"),
-        attention=_attention_scale,
+        attention=attrgetter("attention_multiplier"),
         output=Factor("residual_multiplier"),
         logits=Factor("logits_scaling", inverse=True),
     ),
@@ -134,7 +130,6 @@ STARCODER2 = replace(
 def _stablelm_variant(family: Family, config: Any) -> Family:
     """Put attention and MLP side by side behind one norm; keep attentions whose every head has a norm of its own."""
     attention = family.attention
-    mlp = family.mlp
     if config.qk_layernorm:
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
         norms = [
@@ -149,7 +144,7 @@ def _stablelm_variant(family: Family, config: Any) -> Family:
         )
     if not config.use_parallel_residual:
         return replace(family, attention=attention)
-    mlp = replace(mlp, stages=(attention.stages[0], *mlp.modules))
+    mlp = replace(family.mlp, stages=(attention.stages[0], *family.mlp.modules))
     return replace(family, attention=attention, mlp=mlp, steps_per_layer=1, adds_in_turn=True)
 
 

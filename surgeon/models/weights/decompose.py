@@ -198,10 +198,7 @@ def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
     values = values[:full_rank]
     reached = full_rank
     if weighing is not None:
-        if len(values):
-            reached = int((values > _ROUNDING * values[0]).sum())
-        else:
-            reached = 0
+        reached = int((values > _ROUNDING * values[:1]).sum())  # there may be none
     left = left[:, :reached]
     if left.shape[1] < full_rank:
         # Orthonormal columns for the part of the matrix that the others do not span.
