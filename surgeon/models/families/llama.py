@@ -24,7 +24,6 @@ from surgeon.models.families.specs import (
     HeadNorm,
     HeadStage,
     MixtureSpec,
-    Projection,
     StreamNorm,
     SublayerSpec,
     attention_projections,
@@ -32,6 +31,7 @@ from surgeon.models.families.specs import (
     plain_projections,
     route_by_config,
     shared_projections,
+    stacked_experts,
 )
 from surgeon.words import show_value
 
@@ -177,11 +177,6 @@ STABLELM = replace(
 )
 
 
-def _experts(role: str, name: str) -> Projection:
-    path = f"feed_forward.experts.{name}"
-    return Projection(role, path, "neurons", role != "down", transposed=True, stacked=True)
-
-
 def _llama4_variant(family: Family, config: Any) -> Family:
     dense = [layer for layer in range(config.num_hidden_layers) if layer not in config.moe_layers]
     heads: list[HeadStage] = []
@@ -213,9 +208,7 @@ _MIXTURE: SublayerSpec = replace(
     LLAMA.mlp,
     stages=_STAGES,
     projections=(
-        _experts("gate", "gate_up_proj"),
-        _experts("up", "gate_up_proj"),
-        _experts("down", "down_proj"),
+        *(replace(one, stored=None, transposed=True) for one in stacked_experts("feed_forward.experts")),
         *shared_projections("feed_forward.shared_expert"),
     ),
     counts=("experts.intermediate_size", "experts.expert_dim"),

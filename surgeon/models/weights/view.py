@@ -438,19 +438,14 @@ class ModelWeights:
             experts: a mixture with fewer experts than its router knows, whose matrices are taken where ranks divide
                 them.
         """
-
-        def averaged(path: str) -> Tensor:
-            return mean((self.tensor(f"{self.prefix(layer)}{path}") for layer in sublayer.layers), dtype)
-
         found = self.norms(sublayer, dtype) | self.router(sublayer, dtype)
         spec = self.spec(sublayer)
-        found |= {
-            path: averaged(path)
-            for path in spec.beside
-            if f"{self.prefix(sublayer.layers[0])}{path}" in self
-        }
+        prefixes = [self.prefix(layer) for layer in sublayer.layers]
+        for path in (path for path in spec.beside if f"{prefixes[0]}{path}" in self):
+            found[path] = mean((self.tensor(f"{prefix}{path}") for prefix in prefixes), dtype)
         if spec.sinks is not None:
-            found["sinks"] = averaged(spec.sinks)[self._heads(sublayer, "q")]
+            sinks = mean((self.tensor(f"{prefix}{spec.sinks}") for prefix in prefixes), dtype)
+            found["sinks"] = sinks[self._heads(sublayer, "q")]
         for projection in spec.projections:
             of = experts if experts is not None and projection.stacked else sublayer
             found |= self._projection_tensors(of, projection, dtype)

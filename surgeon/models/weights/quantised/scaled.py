@@ -203,10 +203,7 @@ class Mxfp4(Scheme):
 
     needed = (BLOCKS, EXPONENTS)
     stands_for = ""
-
-    @property
-    def description(self) -> str:
-        return "MXFP4"
+    description = "MXFP4"
 
     def arrangement(self, matrix: Quantised) -> Arrangement:
         experts, outputs, blocks, _ = matrix.size(BLOCKS, 4)
