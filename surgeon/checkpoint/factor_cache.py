@@ -18,7 +18,8 @@ from torch import Tensor
 
 from surgeon.checkpoint.tensor_file import read_header
 from surgeon.language.sublayer import Sublayer
-from surgeon.models.weights import Factors, FactorSource, ModelWeights, WeightMatrix, unit_source
+from surgeon.models.weights import Factors, FactorSource, WeightMatrix, unit_source
+from surgeon.models.weights.layers import StoredWeights
 from surgeon.processes.files import whole_file
 
 
@@ -60,7 +61,7 @@ class FactorCache:
         with safe_open(path, framework="pt") as file:
             return Factors(*map(file.get_tensor, Factors._fields))
 
-    def order(self, kind: str, layer: int, weights: ModelWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         return unit_source(self.source).order(kind, layer, weights)
 
 

@@ -28,7 +28,7 @@ from surgeon.models.weights import (
     mean,
     pack_tensors,
 )
-from surgeon.models.weights.layers import modules_of, own_path, taken_apart
+from surgeon.models.weights.layers import StoredWeights, modules_of, own_path, taken_apart
 from surgeon.models.weights.quantised import Quantised
 
 # A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.
@@ -350,7 +350,7 @@ class _Outlines:
         assert rank is not None
         return Factors(like.new_empty(rank, like.shape[1]), like.new_empty(like.shape[0], rank))
 
-    def order(self, kind: str, layer: int, weights: ModelWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         return torch.arange(weights.stored_width(kind, layer))
 
 

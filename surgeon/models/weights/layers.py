@@ -1,10 +1,13 @@
-"""Single layers as they are stored: the places of heads and neurons in their modules, and the names of their tensors.
+"""Single layers as they are stored: their heads, neurons and experts, and the places of these in their modules.
 
-A module may hold several projections, packed one after the other or head by head, and may be stored transposed.
+Heads and neurons are counted from the shapes of the weights, never from the configuration: layers may differ in width
+(a fused LP pair is one layer of twice the heads and neurons). A module may hold several projections, packed one after
+the other or head by head, and may be stored transposed.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -12,10 +15,10 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from surgeon.language.sublayer import FEED_FORWARD, KINDS, Sublayer, require_width
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer, require_width
 from surgeon.models.families import Family, Projection, SublayerSpec
-from surgeon.models.families.specs import Units
-from surgeon.models.weights.store import Store
+from surgeon.models.families.specs import Bounds, Units
+from surgeon.models.weights.store import Dense, Factored, Store
 
 
 @cache
@@ -141,6 +144,199 @@ def require_sliceable(spec: SublayerSpec, family: Family) -> None:
         raise ValueError(f"{family.attentions_like(spec)} cannot be sliced: {spec.kept}")
     if spec.joins_heads:
         raise ValueError(f"attentions of {family.name} cannot be sliced: {spec.why_whole}")
+
+
+Kept = slice | Tensor  # of features, to be indexed with
+
+
+class StoredWeights:
+    """Stored layers, seen through their family's description."""
+
+    def __init__(self, store: Store, family: Family, head_dim: int) -> None:
+        self.store = store
+        self.family = family
+        self.names = Names(store, family)
+        self.head_dim = head_dim
+        # How layers are stored is found out once: what derives many sublayers asks for it again and again.
+        self._known_units: dict[tuple[str, int], Units] = {}
+        self._known_own: dict[tuple[int, str, int], Dense | Factored | None] = {}
+        self._known_places: dict[tuple[int, str], Tensor] = {}
+
+    def __contains__(self, path: str) -> bool:
+        return self.names.of(path) in self.store
+
+    def shape(self, path: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, by its path from the causal language model."""
+        return self.store.shape(self.names.of(path))
+
+    def tensor(self, path: str, bounds: Bounds | None = None, dim: int = 0) -> Tensor:
+        """Return a tensor, or a part of it along one dimension."""
+        name = self.names.of(path)
+        if bounds is None:
+            return self.store.tensor(name)
+        return self.store.part(name, dim, *bounds)
+
+    def count_layers(self) -> int:
+        """Count stored layers; the configuration of an edited model may count attentions of its program."""
+        pattern = re.compile(rf"{re.escape(self.names.layers)}(\d+)\.")
+        return 1 + max(int(match[1]) for name in self.store.names() if (match := pattern.match(name)))
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of a learned position embedding."""
+        path = self.family.positions.embedding
+        if path is None:
+            return 0
+        return self.shape(f"{path}.weight")[0]
+
+    def has_factors(self) -> bool:
+        """Tell whether some layer stores two factors in place of a matrix."""
+        prefix = self.names.layers
+        return any(
+            name.startswith(prefix) and name.endswith(".first.weight") for name in self.store.names()
+        )
+
+    def stored_width(self, kind: str, layer: int) -> int:
+        """Count the KV groups, or neurons, of a stored layer."""
+        return units_in(kind, self.stored_units(kind, layer))
+
+    def stored_experts(self, layer: int) -> int | None:
+        """Count the experts of a stored layer; None where it is no mixture."""
+        mixture = self.family.spec(FEED_FORWARD, layer).mixture
+        if mixture is None:
+            return None
+        return self.shape(f"{self.prefix(layer)}{mixture.router}.weight")[0]
+
+    def prefix(self, layer: int) -> str:
+        return f"{self.family.layers}.{layer}."
+
+    def unit_width(self, kind: str) -> int:
+        """Count the features of a head of an attention, or of a neuron of a feed-forward."""
+        if kind == ATTENTION:
+            return self.head_dim
+        return 1
+
+    def stored_units(self, kind: str, layer: int) -> Units:
+        """Count the heads and KV heads, or neurons, of a stored layer.
+
+        Raises:
+            ValueError: if the shape of a weight is not a multiple of the head's width, or does not fit the others.
+        """
+        if (kind, layer) in self._known_units:
+            return self._known_units[kind, layer]
+        units: Units = {}
+        width = self.unit_width(kind)
+        spec = self.family.spec(kind, layer)
+        for projection in spec.projections:
+            own = self.own_matrix(layer, kind, projection)
+            if own is not None:
+                size = own.shape[1 - int(projection.reads_stream)]
+                if size % width:
+                    path = f"{self.prefix(layer)}{projection.path}"
+                    raise ValueError(f"{path} has {size} features, which does not fit heads of {width}")
+                units[projection.unit] = size // width
+        # Projections on their own first: what they say is needed to tell packed ones apart.
+        for packed in sorted(modules_of(spec).values(), key=len):
+            if self.own_matrix(layer, kind, packed[0]) is not None:
+                continue
+            name = f"{self.prefix(layer)}{packed[0].weight}"
+            count = self.shape(name)[packed[0].divided_dim + int(packed[0].stacked)]
+            known = sum(units.get(projection.unit, 0) for projection in packed)
+            missing = [projection.unit for projection in packed if projection.unit not in units]
+            rest = count // width - known
+            if count % width or (missing and rest % len(missing)) or (not missing and rest):
+                raise ValueError(
+                    f"{name} has shape {self.shape(name)}, which does not fit heads of {width} or the other projections"
+                )
+            units |= dict.fromkeys(missing, rest // len(missing) if missing else 0)
+        self._known_units[kind, layer] = units
+        return units
+
+    def own_matrix(
+        self, layer: int, kind: str, projection: Projection, expert: int = 0
+    ) -> Dense | Factored | None:
+        """Return a projection's own matrix, of a module that is taken apart or of an expert; else None."""
+        key = layer, projection.role, expert
+        if key in self._known_own:
+            return self._known_own[key]
+        found: Dense | Factored | None = None
+        spec = self.family.spec(kind, layer)
+        path = f"{self.prefix(layer)}{own_path(projection, spec)}"
+        index = expert if projection.stacked else None
+        if f"{path}.first.weight" in self:
+            first, second = (
+                Dense(self.store, self.names.of(f"{path}.{one}.weight"), index=index)
+                for one in ("first", "second")
+            )
+            found = Factored(first, second)
+        elif (
+            len(modules_of(spec)[projection.path]) > 1 or projection.stacked
+        ) and f"{path}.weight" in self:
+            found = Dense(self.store, self.names.of(f"{path}.weight"), index=index)
+        elif projection.stored is not None:
+            alone = f"{self.prefix(layer)}{projection.stored.format(expert)}.weight"
+            if alone in self:
+                found = Dense(self.store, self.names.of(alone))
+        self._known_own[key] = found
+        return found
+
+    def layer_matrix(
+        self, layer: int, kind: str, projection: Projection, kept: Kept, expert: int
+    ) -> Dense | Factored:
+        """Return a matrix of a layer, or of an expert, with these of its own features."""
+        own = self.own_matrix(layer, kind, projection, expert)
+        places = self.places(layer, kind, projection)[kept]
+        if own is None:
+            name = self.names.of(f"{self.prefix(layer)}{projection.weight}")
+            dim = projection.divided_dim
+            if len(places) == self.store.shape(name)[dim + int(projection.stacked)]:
+                features = None
+            else:
+                features = places
+            index = expert if projection.stacked else None
+            return Dense(self.store, name, dim, features, projection.transposed, index)
+        dim = 1 - int(projection.reads_stream)
+        if len(places) == own.shape[dim]:
+            features = None
+        else:
+            features = places
+        if isinstance(own, Dense):
+            return replace(own, dim=dim, features=features)
+        if projection.reads_stream:
+            return Factored(own.first, replace(own.second, features=features))
+        return Factored(replace(own.first, dim=1, features=features), own.second)
+
+    def bias_path(self, layer: int, kind: str, projection: Projection, expert: int) -> str:
+        """Return the path of the bias behind a matrix, if there is one."""
+        own = self.own_matrix(layer, kind, projection, expert)
+        prefix = self.prefix(layer)
+        if own is None:
+            return f"{prefix}{projection.bias}"
+        path = f"{prefix}{own_path(projection, self.family.spec(kind, layer))}"
+        if projection.stored is not None and f"{path}.weight" not in self and isinstance(own, Dense):
+            return f"{prefix}{projection.stored.format(expert)}.bias"
+        if isinstance(own, Factored):
+            return f"{path}.second.bias"
+        return f"{path}.bias"
+
+    def one_of(self, path: str, index: int | None) -> Tensor:
+        """Return a tensor, or one of those that are stacked in it."""
+        if index is None:
+            return self.tensor(path)
+        return self.tensor(path, (index, index + 1))[0]
+
+    def places(self, layer: int, kind: str, projection: Projection) -> Tensor:
+        """Index the features of a projection in the tensors that a layer stores it in."""
+        key = layer, projection.role
+        if key not in self._known_places:
+            units = self.stored_units(kind, layer)
+            width = self.unit_width(kind)
+            if self.own_matrix(layer, kind, projection) is None:
+                spec = self.family.spec(kind, layer)
+                self._known_places[key] = unit_features(projection, spec, units, width).flatten()
+            else:
+                self._known_places[key] = torch.arange(units[projection.unit] * width)
+        return self._known_places[key]
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from surgeon.language.sublayer import ATTENTION, KINDS, Sublayer
 from surgeon.models.weights.decompose import TruncatedSVD
+from surgeon.models.weights.layers import StoredWeights
 from surgeon.models.weights.store import Factors, FactorSource, WeightMatrix
-
-if TYPE_CHECKING:
-    from surgeon.models.weights.view import ModelWeights
 
 
 @runtime_checkable
 class UnitSource(Protocol):
     """Orders the KV groups and neurons of layers."""
 
-    def order(self, kind: str, layer: int, weights: ModelWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         """Return the numbers of all of a layer's KV groups, or neurons, the most important one first, (units,).
 
         Args:
@@ -39,7 +37,7 @@ class UnitSource(Protocol):
 class Magnitude:
     """The largest weights first, all of a unit's matrices together (Frobenius norm)."""
 
-    def order(self, kind: str, layer: int, weights: ModelWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         """Order units; equal ones, and those of no numbers, stay in order.
 
         A KV group has its rows of q, k and v and its columns of o; a neuron its rows of gate and up and its column of
@@ -64,7 +62,7 @@ class RandomUnits:
 
     seed: int = 0
 
-    def order(self, kind: str, layer: int, weights: ModelWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         place = 2 * layer + KINDS.index(kind)
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + place) % 2**63)
         return torch.randperm(weights.stored_width(kind, layer), generator=generator)
@@ -77,7 +75,7 @@ class Untold:
     Criteria of the weights alone mostly keep worse neurons than chance does (docs/measured-searches.md).
     """
 
-    def order(self, kind: str, layer: int, weights: ModelWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         if kind == ATTENTION:
             return Magnitude().order(kind, layer, weights)
         return RandomUnits().order(kind, layer, weights)
@@ -89,7 +87,7 @@ class ListedUnits:
 
     listed: tuple[int, ...]
 
-    def order(self, kind: str, layer: int, weights: ModelWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         others = Magnitude().order(kind, layer, weights)
         first = torch.tensor(self.listed)
         return torch.cat([first, others[~torch.isin(others, first)]])
@@ -107,7 +105,7 @@ class ScoredUnits:
     scores: Tensor = field(compare=False, repr=False)
     by: str
 
-    def order(self, kind: str, layer: int, weights: ModelWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         """Order units, or raise ValueError if the scores are of another number of units."""
         if len(self.scores) != (count := weights.stored_width(kind, layer)):
             raise ValueError(
@@ -128,7 +126,7 @@ class UnitsByLayer:
     units: Mapping[tuple[str, int], UnitSource]
     source: FactorSource = field(default_factory=TruncatedSVD)
 
-    def order(self, kind: str, layer: int, weights: ModelWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         return self.units.get((kind, layer), unit_source(self.source)).order(kind, layer, weights)
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:

@@ -24,12 +24,13 @@ from surgeon.models.weights import (
     TruncatedSVD,
     UnitsByLayer,
 )
+from surgeon.models.weights.layers import StoredWeights
 
 
 class LastFirst(TruncatedSVD):
     """Takes the last unit to be the most important one."""
 
-    def order(self, kind: str, layer: int, weights: ModelWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         return torch.arange(weights.stored_width(kind, layer)).flip(0)
 
 
