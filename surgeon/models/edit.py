@@ -88,10 +88,27 @@ class EditedLayers(nn.Module):
         self._derived: dict[Sublayer, bool] = {}  # of sublayers of one layer
         self.holds_factors = any(isinstance(module, FactoredLinear) for module in layers.modules())
         self.stream_tap = StreamTap()
-        for sublayer in dict.fromkeys(program.sublayers()) if self.keeps_derived else ():
-            if self.is_derived(sublayer):
+        if keeps_derived:
+            derived = list(filter(self.is_derived, dict.fromkeys(program.sublayers())))
+            # Slices that are stored as one sublayer share its norms, whatever trains them.
+            slices: dict[Sublayer, list[nn.Module]] = {}
+            for sublayer in derived:
                 self.add_module(str(sublayer), self.derive(sublayer))
-        self._share_undivided()
+                if sublayer.piece is not None:
+                    first = replace(sublayer, piece=(0, sublayer.piece[1]))
+                    slices.setdefault(first, []).append(self.owner(sublayer))
+            for first, modules in slices.items():
+                share_undivided(modules, family.spec(first.kind, first.layers[0]))
+            if family.shares_norm:
+                # Derived sublayers of one layer that are stored as one have its norm between them.
+                path = family.attention.stages[0]
+                norms = dict[int, nn.Module]()
+                groups = self.stored_groups
+                for sublayer in derived:
+                    owner = self.owner(sublayer)
+                    setattr(
+                        owner, path, norms.setdefault(groups.place(sublayer), owner.get_submodule(path))
+                    )
         # The layer that each slot is of; one more counts tokens in the cache where no attention does.
         attended = [one.layers[0] for one in program.sublayers() if one.kind == ATTENTION]
         self.counts_apart = all(family.spec(ATTENTION, layer).counted_by for layer in attended)
@@ -105,24 +122,6 @@ class EditedLayers(nn.Module):
         if checkpointed is not None:
             self.gradient_checkpointing = True
             self._gradient_checkpointing_func = checkpointed._gradient_checkpointing_func
-
-    def _share_undivided(self) -> None:
-        """Share the norms of slices that are stored as one sublayer, whatever trains them."""
-        slices: dict[Sublayer, list[nn.Module]] = {}
-        for sublayer in dict.fromkeys(self.program.sublayers()) if self.keeps_derived else ():
-            if sublayer.piece is not None:
-                first = replace(sublayer, piece=(0, sublayer.piece[1]))
-                slices.setdefault(first, []).append(self.owner(sublayer))
-        for first, modules in slices.items():
-            share_undivided(modules, self.family.spec(first.kind, first.layers[0]))
-        if self.family.shares_norm and self.keeps_derived:
-            # Derived sublayers of one layer that are stored as one have its norm between them.
-            path = self.family.attention.stages[0]
-            norms = dict[int, nn.Module]()
-            groups = self.stored_groups
-            for sublayer in filter(self.is_derived, dict.fromkeys(self.program.sublayers())):
-                norm = norms.setdefault(groups.place(sublayer), self.owner(sublayer).get_submodule(path))
-                setattr(self.owner(sublayer), path, norm)
 
     @property
     def stored_groups(self) -> Groups:
@@ -201,12 +200,7 @@ class EditedLayers(nn.Module):
         weights = self.weights()
         mixture = weights.spec(sublayer).mixture
         experts = weights.stored_experts(sublayer.layers[0])
-        if (
-            mixture is not None
-            and experts is not None
-            and sublayer.kind == FEED_FORWARD
-            and sublayer.experts
-        ):
+        if mixture is not None and experts is not None and sublayer.experts:
             check_kept(sublayer.experts, experts, mixture.routing(self.config))
         return derive_sublayer(sublayer, self.layer(sublayer.layers[0]), weights)
 
@@ -370,16 +364,15 @@ class ModelMachine(Machine):
     def sublayer(self, sublayer: Sublayer, stream: Tensor) -> Tensor:
         owner = self.owner(sublayer)
         spec = self.layers.family.spec(sublayer.kind, sublayer.layers[0])
+        slot = None
+        arguments: dict[str, Any] = {}
         if sublayer.kind == ATTENTION:
             slot = self.slot_of(sublayer)
-            verified = self.layers.verified
-            if verified is None:
-                arguments = self.arguments[slot]
-            else:
-                arguments = verified.given(sublayer, self.arguments[slot])
-            call = partial(_through_stages, owner, spec, slot, spec.given(arguments))
-        else:
-            call = partial(_through_stages, owner, spec, None, {})
+            arguments = self.arguments[slot]
+            if self.layers.verified is not None:
+                arguments = self.layers.verified.given(sublayer, arguments)
+            arguments = spec.given(arguments)
+        call = partial(_through_stages, owner, spec, slot, arguments)
         if self.layers.gradient_checkpointing and self.layers.training:
             checkpointed: Any = self.layers._gradient_checkpointing_func
             output: Tensor = checkpointed(call, stream)

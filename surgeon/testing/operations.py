@@ -15,7 +15,7 @@ from surgeon.language.operations.pair import pair
 from surgeon.language.operations.prune import prune
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program
-from surgeon.language.recipe import Recipe, parse_recipe
+from surgeon.language.recipe import parse_recipe
 from surgeon.language.sublayer import LayerShapes
 
 LAYERS = 8
@@ -194,16 +194,15 @@ class OperationContract:
         recipe = parse_recipe(_recipe(applied.to_yaml()))
         (again,) = recipe.operations
         assert (again.name, again.layers, again.parameters) == (operation.name, (layers,), given)
-        assert _program(recipe, self.shapes) == operation.apply(
-            Program.dense(LAYERS), layers, self.shapes, **given
-        )
+        program = recipe.program(LAYERS, shapes=self.shapes)
+        assert program == operation.apply(Program.dense(LAYERS), layers, self.shapes, **given)
         defaults = {
             name: field.default
             for name, field in operation.parameters.model_fields.items()
             if not field.is_required()
         }
         written = AppliedOperation(operation.name, (layers,), {**defaults, **given}).to_yaml()
-        assert _program(parse_recipe(_recipe(written)), self.shapes) == _program(recipe, self.shapes)
+        assert parse_recipe(_recipe(written)).program(LAYERS, shapes=self.shapes) == program
 
     def test_recipes_refuse_what_it_does_not_know(
         self, operation: Operation, given: dict[str, Any]
@@ -222,10 +221,6 @@ class OperationContract:
                     ValueError, match=f"recipe:4: {operation.name}: {name}: Field required"
                 ):
                     parse_recipe(_recipe(missing))
-
-
-def _program(recipe: Recipe, shapes: LayerShapes) -> Program:
-    return recipe.program(LAYERS, shapes=shapes)
 
 
 def _recipe(applied: str) -> str:

@@ -178,7 +178,12 @@ def check_choice(mixture: Mixture, choice: Sequence[Edit], written: bool = True)
         warnings.simplefilter("error")
         try:
             program = mixture.program(choice)
-            again = through_a_recipe(mixture, choice) if written else program
+            again = program
+            if written:
+                recipe = parse_recipe(Recipe("small", mixture.operations(choice)).to_yaml())
+                model = mixture.model
+                steps = model.family.steps_per_layer
+                again = recipe.program(model.num_layers, steps, model.shapes.layer_shapes)
         except ValueError as error:
             raise AssertionError(f"{shown}: {error}") from error
     assert program == mixture.program([*reversed(choice)]), (
@@ -186,13 +191,6 @@ def check_choice(mixture: Mixture, choice: Sequence[Edit], written: bool = True)
     )
     assert program == again, f"{shown}: the recipe says something else"
     assert not written or Program.parse(str(program)) == program
-
-
-def through_a_recipe(mixture: Mixture, choice: Sequence[Edit]) -> Program:
-    """The program of a choice's recipe."""
-    recipe = parse_recipe(Recipe("small", mixture.operations(choice)).to_yaml())
-    model = mixture.model
-    return recipe.program(model.num_layers, model.family.steps_per_layer, model.shapes.layer_shapes)
 
 
 def drawn_choices(mixture: Mixture, count: int, among: Sequence[Edit] = ()) -> Iterator[Choice]:

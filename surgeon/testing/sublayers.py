@@ -23,7 +23,7 @@ from surgeon.language.operations.parallel import parallel
 from surgeon.language.operations.prune import prune
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
-from surgeon.models.families import Projection, SublayerSpec, family_of
+from surgeon.models.families import SublayerSpec, family_of
 from surgeon.models.weights import ModelWeights, ModuleStore
 
 LAYERS = 4  # of the models under contract
@@ -193,8 +193,13 @@ class Sublayers:
         stored = other.layers[k].get_parameter(f"{writing.path}.weight")
         stored.copy_(columns.flatten(0, 1) if writing.transposed else columns.flatten(0, 1).T)
         spec = self.family.spec(kind)
+        share = (~left_out).sum() / len(left_out)
         for path, role in spec.feature_norms.items() if spec.joins_heads else ():
-            other._norm_only(k, spec.projection(role), path, ~left_out)
+            # The norm of all heads takes the mean over those that are kept: all others are zero for it.
+            for parameter in other.layers[k].get_submodule(spec.projection(role).path).parameters():
+                by_group = parameter.unflatten(0, (len(left_out), -1))
+                by_group.mul_((~left_out / share.sqrt()).view(-1, *[1] * (by_group.dim() - 1)))
+            other.layers[k].get_parameter(f"{path}.weight").mul_(share.sqrt())
         return other
 
     @torch.no_grad()
@@ -215,17 +220,6 @@ class Sublayers:
             tensor.copy_(own[list(kept)] if len(own) == count else own)
         setattr(other.layers[k].get_submodule(parent), name, fewer.eval())
         return other
-
-    @torch.no_grad()
-    def _norm_only(self, k: int, projection: Projection, norm: str, kept: Tensor) -> None:
-        """Have a norm of all heads take the mean over some KV groups only, (groups,): all others are zero for it."""
-        linear = self.layers[k].get_submodule(projection.path)
-        gain = self.layers[k].get_parameter(f"{norm}.weight")
-        share = kept.sum() / len(kept)
-        for parameter in linear.parameters():
-            by_group = parameter.unflatten(0, (len(kept), -1))
-            by_group.mul_((kept / share.sqrt()).view(-1, *[1] * (by_group.dim() - 1)))
-        gain.mul_(share.sqrt())
 
 
 def _stream_in(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

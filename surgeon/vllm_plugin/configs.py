@@ -17,7 +17,7 @@ from surgeon.language.program import Node, Program, Step
 from surgeon.language.sublayer import ATTENTION
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import FAMILIES, Family
-from surgeon.models.families.specs import Latent, Unit
+from surgeon.models.families.specs import Unit
 from surgeon.words import did_you_mean
 
 CONFIGS: dict[str, Any] = {
@@ -60,14 +60,11 @@ def with_all_heads(convertor: Any) -> Any:
         def _family(self) -> Family:
             return FAMILIES[self.hf_text_config.model_type.removeprefix(PROGRAM_PREFIX)]
 
-        @property
-        def _latent(self) -> Latent | None:
-            return self._family.latent(self.hf_text_config)
-
         def _units(self, unit: Unit) -> int:
             program = Program.parse(getattr(self.hf_text_config, PROGRAM_KEY))
-            kept = "heads" if self._latent else unit  # latent attentions cache keys of every head
-            return self._family.units(self.hf_text_config)[kept] * attentions_at_once(program)
+            if self._family.attention.latent is not None:
+                unit = "heads"  # latent attentions cache keys of every head
+            return self._family.units(self.hf_text_config)[unit] * attentions_at_once(program)
 
         def get_total_num_attention_heads(self) -> int:
             return self._units("heads")
@@ -76,8 +73,9 @@ def with_all_heads(convertor: Any) -> Any:
             return self._units("kv_heads")
 
         def get_head_size(self) -> int:
-            if self._latent:
-                return self._latent.width
+            latent = self._family.latent(self.hf_text_config)
+            if latent is not None:
+                return latent.width
             return self._family.head_dim(self.hf_text_config)
 
     return ProgramShape

@@ -14,7 +14,7 @@ bits), norms of heads, and activations without a gate stay, and so do this packa
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from surgeon.models.weights import ModelWeights
 from surgeon.runtime.comm.collectives import Peers
 from surgeon.runtime.kernels.functions import Weighting
 from surgeon.runtime.kernels.triton import Placing
-from surgeon.runtime.model.attending import Angles, Pass, place_, rotation
+from surgeon.runtime.model.attending import Pass, place_, rotation
 from surgeon.runtime.model.ends import Ends, embedded_among, read
 from surgeon.runtime.model.layers import FeedForward, Norm, plan_kernels, torch_dtype
 from surgeon.runtime.model.mixture import MixtureOfExperts
@@ -80,18 +80,6 @@ class CompiledNorm(Norm):
         return y
 
 
-def take_operations(program: RankProgram, ends: Ends, dtype: torch.dtype) -> None:
-    """Have vLLM's compute what a rank's program and the norm behind it have loaded, wherever they compute the same."""
-    gate = gate_of(program.plan.arithmetic.activation)
-    ends.final_norm = _norm(ends.final_norm, dtype)
-    for sublayer in program.sublayers.values():
-        if isinstance(sublayer.norm, Norm):
-            sublayer.norm = _norm(sublayer.norm, dtype)
-        dense = sublayer.shared if isinstance(sublayer, MixtureOfExperts) else sublayer
-        if isinstance(dense, FeedForward) and dense.gated and gate is not None:
-            dense.gate = gate
-
-
 def _norm(norm: Norm, dtype: torch.dtype) -> Norm:
     is_alike = norm.rms and norm.gain is not None and norm.gain.dtype == dtype
     if is_alike:
@@ -99,33 +87,11 @@ def _norm(norm: Norm, dtype: torch.dtype) -> Norm:
     return norm
 
 
-def gate_of(activation: str) -> Callable[[Tensor], Tensor] | None:
-    """A function to activated gates times values, (T, width), of both, (T, 2 * width); None without such a one."""
-    name = GATES.get(activation)
-
-    def gate(wide: Tensor) -> Tensor:
-        y = wide.new_empty(wide.shape[0], wide.shape[1] // 2)
-        getattr(torch.ops._C, str(name))(y, wide.contiguous())
-        return y
-
-    if name:
-        return gate
-    return None
-
-
-def turns(angles: Angles) -> Tensor:
-    """Cosines and, behind them, sines of all positions, (positions, R), as vLLM's operation wants them."""
-    half = angles[0].shape[-1] // 2
-    return torch.cat([angles[0][:, 0, :half], angles[1][:, 0, half:]], -1).contiguous()
-
-
-def turn_(
-    x: Tensor, queries: int, placing: Placing, positions: Tensor, turned_by: Tensor | None
-) -> None:
-    """Norm queries and keys, (T, heads, D), by head and turn them to their positions in place."""
-    place_(x, placing._replace(angles=None), queries)
-    if placing.angles is not None:
-        torch.ops._C.rotary_embedding(positions, x.view(len(x), -1), None, x.shape[-1], turned_by, True)
+def _gated(operation: str, wide: Tensor) -> Tensor:
+    """Activated gates times values, (T, width), of both, (T, 2 * width), by vLLM's operation of this name."""
+    y = wide.new_empty(wide.shape[0], wide.shape[1] // 2)
+    getattr(torch.ops._C, operation)(y, wide.contiguous())
+    return y
 
 
 MOST_RECORDED = 512  # tokens of passes that vLLM records by default
@@ -163,12 +129,30 @@ class ProgramForCausalLM(nn.Module):
         widths = [self._width(attention) for attention in attentions]
         # Sinks by slot; vLLM's attentions hold on to them, and `load_weights` fills them.
         self.sinks: list[Tensor] = []
-        # vLLM wants a cache on every rank, also where a rank's part of the program has no attention.
-        self.slots = nn.ModuleList(
-            self._slot(vllm_config, f"{prefix}stage{self.stages.rank_in_group}.slots.{slot}", *width)
-            for slot, width in enumerate(widths or [(1, 1, None)])
-        )
+        self.slots = nn.ModuleList()
         arithmetic = plan.arithmetic
+        scale = arithmetic.attention_scale
+        cache = copy.copy(vllm_config.cache_config)
+        cache.sliding_window = None  # vLLM's default for attentions that have none of their own
+        # vLLM wants a cache on every rank, also where a rank's part of the program has no attention.
+        for slot, (heads, kv_heads, window) in enumerate(widths or [(1, 1, None)]):
+            more = dict[str, Any]()
+            if plan.family.attention.sinks is not None:
+                more["sinks"] = torch.empty(heads)
+                self.sinks.append(more["sinks"])
+            name = f"{prefix}stage{self.stages.rank_in_group}.slots.{slot}"
+            attention = Attention(
+                heads,
+                plan.head_dim,
+                plan.head_dim**-0.5 if scale is None else scale,
+                num_kv_heads=kv_heads,
+                cache_config=cache,
+                logits_soft_cap=arithmetic.attention_softcap,
+                per_layer_sliding_window=window,
+                prefix=f"{name}.kv{kv_heads}window{window}",
+                **more,
+            )
+            self.slots.append(attention)
         first = self.stages.is_first_rank
         last = self.stages.is_last_rank
         if first or (plan.tied and last):
@@ -197,29 +181,6 @@ class ProgramForCausalLM(nn.Module):
             kv_heads = end_key - first_key
         return end - first, kv_heads, self.plan.window(attention)
 
-    def _slot(
-        self, vllm_config: Any, name: str, heads: int, kv_heads: int, window: int | None
-    ) -> Attention:
-        plan = self.plan
-        scale = plan.arithmetic.attention_scale
-        more = dict[str, Any]()
-        if plan.family.attention.sinks is not None:
-            more["sinks"] = torch.empty(heads)
-            self.sinks.append(more["sinks"])
-        cache = copy.copy(vllm_config.cache_config)
-        cache.sliding_window = None  # vLLM's default for attentions that have none of their own
-        return Attention(
-            heads,
-            plan.head_dim,
-            plan.head_dim**-0.5 if scale is None else scale,
-            num_kv_heads=kv_heads,
-            cache_config=cache,
-            logits_soft_cap=plan.arithmetic.attention_softcap,
-            per_layer_sliding_window=window,
-            prefix=f"{name}.kv{kv_heads}window{window}",
-            **more,
-        )
-
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:  # noqa: ARG002 - would be whole tensors
         """Read this rank's slices from the checkpoint."""
         if self.loaded:
@@ -245,31 +206,38 @@ class ProgramForCausalLM(nn.Module):
         self.angles = tuple(
             rotation(rotary, plan.max_tokens, like) for rotary in plan.arithmetic.rotaries
         )
-        self.turns = [turns(angles) for angles in self.angles]
+        # Cosines and, behind them, sines of all positions, (positions, R), as vLLM's operation wants them.
+        self.turns: list[Tensor] = []
+        for cosine, sine in self.angles:
+            half = cosine.shape[-1] // 2
+            self.turns.append(torch.cat([cosine[:, 0, :half], sine[:, 0, half:]], -1).contiguous())
         self.by_kernels = plan_kernels(plan, like) is not None
         if not self.by_kernels:
-            take_operations(self.rank_program, self.ends, like.dtype)
+            # vLLM's operations compute what has been loaded, wherever they compute the same.
+            gate = GATES.get(plan.arithmetic.activation)
+            self.ends.final_norm = _norm(self.ends.final_norm, like.dtype)
+            for sublayer in self.rank_program.sublayers.values():
+                if isinstance(sublayer.norm, Norm):
+                    sublayer.norm = _norm(sublayer.norm, like.dtype)
+                dense = sublayer.shared if isinstance(sublayer, MixtureOfExperts) else sublayer
+                if isinstance(dense, FeedForward) and dense.gated and gate is not None:
+                    dense.gate = partial(_gated, gate)
         del self.source
         return {name for name, _ in self.named_parameters()}
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Embeddings (tokens, hidden), without what is added for positions."""
-        return self.ends.scaled(self._look_up(input_ids))
+        """Embeddings (tokens, hidden), without what is added for positions.
 
-    def _look_up(self, tokens: Tensor) -> Tensor:
-        """Look up the tokens among this rank's own rows; the others' give zero.
-
-        vLLM's own lookup compiles its masks, which were wrong on a CPU used like one without AVX-512.
+        Each rank looks tokens up among its own rows; the others' give zero. vLLM's own lookup compiles its masks, which
+        were wrong on a CPU used like one without AVX-512.
         """
         if self.plan.ranks == 1:
-            whole: Tensor = self.embedding(tokens)
-            return whole
+            return self.ends.scaled(self.embedding(input_ids))
         shard = self.embedding.shard_indices
         first = shard.org_vocab_start_index
         end = shard.org_vocab_end_index
-        own = embedded_among(tokens, self.embedding.weight[: end - first], first)
-        total: Tensor = tensor_model_parallel_all_reduce(own)
-        return total
+        own = embedded_among(input_ids, self.embedding.weight[: end - first], first)
+        return self.ends.scaled(tensor_model_parallel_all_reduce(own))
 
     def forward(
         self,
@@ -314,14 +282,16 @@ class ProgramForCausalLM(nn.Module):
         weighting: Weighting,
     ) -> Tensor:
         kv_heads = (qkv.shape[1] - heads) // 2
-        rotary = self.rotaries[slot]
-        turn_(
-            qkv[:, : heads + kv_heads],
-            heads,
-            placing,
-            positions,
-            None if rotary is None else self.turns[rotary],
-        )
+        # Queries and keys, (T, heads, D), are normed by head and turned to their positions in place.
+        placed = qkv[:, : heads + kv_heads]
+        place_(placed, placing._replace(angles=None), heads)
+        if placing.angles is not None:
+            rotary = self.rotaries[slot]
+            assert rotary is not None
+            rows = placed.view(len(placed), -1)
+            torch.ops._C.rotary_embedding(
+                positions, rows, None, placed.shape[-1], self.turns[rotary], True
+            )
         return self._attend(slot, qkv[:, :heads], qkv[:, heads:], weighting)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:

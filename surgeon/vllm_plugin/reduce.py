@@ -45,11 +45,12 @@ def connect(way: str, program: Program) -> Collectives:
         return Alone()
     if way == "torch":
         return GroupCollectives(ranks)
+    members = tuple(range(ranks.world_size))
     late = any(step.late for step in steps_of(program.nodes))
     if ranks.device.type != "cpu":
         side = torch.cuda.Stream(ranks.device, priority=-1) if late else None  # ahead of what computes
         return GpuCollectives(
-            ranks, _members(ranks), ranks.all_reduce, ranks.device_communicator.pynccl_comm, side
+            ranks, members, ranks.all_reduce, ranks.device_communicator.pynccl_comm, side
         )
     asynchronous: Collectives
     if all(in_the_same_node_as(ranks.cpu_group)):
@@ -61,9 +62,7 @@ def connect(way: str, program: Program) -> Collectives:
         if own is None:
             own = os.open(name, os.O_RDWR)
         ranks.barrier()
-        asynchronous = SharedMemoryCollectives(
-            ranks.rank_in_group, _members(ranks), own, ranks.world_size
-        )
+        asynchronous = SharedMemoryCollectives(ranks.rank_in_group, members, own, ranks.world_size)
         # Without tensor dictionaries vLLM's ranks share no memory.
         late = late or not ranks.device_communicator.supports_tensor_dict
     else:
@@ -73,15 +72,11 @@ def connect(way: str, program: Program) -> Collectives:
     return VllmCollectives(ranks, asynchronous)
 
 
-def _members(ranks: Any) -> Group:
-    return tuple(range(ranks.world_size))
-
-
 class GroupCollectives(TorchCollectives):
     """Asynchronous collectives of vLLM's process group, whose members are counted from 0 here."""
 
     def __init__(self, ranks: Any) -> None:
-        super().__init__(ranks.rank_in_group, _members(ranks), ranks.device_group)
+        super().__init__(ranks.rank_in_group, tuple(range(ranks.world_size)), ranks.device_group)
         self.ranks = ranks
 
     def _connect(self, group: Group) -> Collectives:

@@ -244,10 +244,7 @@ class Family:
 
     def spec(self, kind: str, layer: int | None = None) -> SublayerSpec:
         """Return the sublayer of kind "A" or "F" of a layer; without one, of most of them."""
-        if layer is None:
-            own = None
-        else:
-            own = self._layer_specs.get((kind, layer))
+        own = self._layer_specs.get((kind, layer))
         return own or (self.attention if kind == ATTENTION else self.mlp)
 
     def with_spec(self, kind: str, layers: Iterable[int], spec: SublayerSpec) -> Family:
@@ -259,7 +256,7 @@ class Family:
         return replace(self, attention=replace(self.attention, heads=stages))
 
     @cached_property
-    def _layer_specs(self) -> dict[tuple[str, int], SublayerSpec]:
+    def _layer_specs(self) -> dict[tuple[str, int | None], SublayerSpec]:
         return {(kind, layer): spec for kind, layer, spec in self.layer_specs}
 
     def specs(self) -> list[SublayerSpec]:
@@ -369,16 +366,12 @@ class Family:
         counts = {ATTENTION: units["kv_heads"], FEED_FORWARD: units["neurons"]}
         if attention.kept is not None:
             del counts[ATTENTION]
-        if attention.latent is None:
-            latent = None
-        else:
-            latent = attention.latent(config)
-        if latent:
-            beside = {ATTENTION: sum(map(math.prod, latent.shapes(hidden).values()))}
-        else:
-            beside = {}
+        beside: dict[str, int] = {}
+        if attention.latent is not None:
+            parts = attention.latent(config).shapes(hidden)
+            beside[ATTENTION] = sum(map(math.prod, parts.values()))
         if attention.numbers is not None:
-            beside = {ATTENTION: attention.numbers(config)}
+            beside[ATTENTION] = attention.numbers(config)
         mixture = None
         if mlp.mixture is not None:
             if mlp.mixture.shared_router is None:
@@ -532,14 +525,11 @@ def long_rotary_angles(
 
 def longest_text(family: Family, config: Any) -> int:
     """Count the tokens that a text may have under this config; learned positions are counted where they are stored."""
+    times: Any = 1
     if family.positions.rotary:
         rope = family.positions.rope(config) or {}
-    else:
-        rope = {}
-    if rope.get("rope_type") == "dynamic":
-        times = rope.get("factor")
-    else:
-        times = 1
+        if rope.get("rope_type") == "dynamic":
+            times = rope.get("factor")
     # `rotary_angles` cannot be had then.
     if not isinstance(times, int | float) or not 1 <= times < math.inf:
         times = 1

@@ -228,16 +228,14 @@ def _falcon_variant(family: Family, config: Any) -> Family:
     """Place norms and KV heads as Falcon 40B and 180B, or models older than 7B, have them."""
     attention = family.attention
     mlp = family.mlp
+    steps = 1
     if not _beside(config):
         mlp = GPT_NEOX.mlp
+        steps = 2
     elif config.new_decoder_architecture and config.num_ln_in_parallel_attn != 1:
         attention = replace(attention, stages=(StreamNorm("ln_attn"), "self_attention"))
         mlp = replace(mlp, stages=(StreamNorm("ln_mlp"), "mlp"))
     one = config.multi_query and not config.new_decoder_architecture
-    if _beside(config):
-        steps = 1
-    else:
-        steps = 2
     return replace(
         family,
         attention=attention,

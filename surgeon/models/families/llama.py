@@ -24,7 +24,6 @@ from surgeon.models.families.specs import (
     HeadNorm,
     HeadStage,
     MixtureSpec,
-    Projection,
     StreamNorm,
     SublayerSpec,
     attention_projections,
@@ -32,6 +31,7 @@ from surgeon.models.families.specs import (
     plain_projections,
     route_by_config,
     shared_projections,
+    stacked_experts,
 )
 from surgeon.words import show_value
 
@@ -87,10 +87,6 @@ def _granite_unsupported(config: Any) -> str | None:
     return None
 
 
-def _attention_scale(config: Any) -> float:
-    return float(config.attention_multiplier)
-
-
 GRANITE = replace(
     LLAMA,
     name="Granite",
@@ -98,7 +94,7 @@ GRANITE = replace(
     summary="Llama's layout, with factors on embeddings, attention scores, sublayer outputs and logits.",
     scales=Scales(
         embedding=Factor("embedding_multiplier"),
-        attention=_attention_scale,
+        attention=attrgetter("attention_multiplier"),
         output=Factor("residual_multiplier"),
         logits=Factor("logits_scaling", inverse=True),
     ),
@@ -134,7 +130,6 @@ STARCODER2 = replace(
 def _stablelm_variant(family: Family, config: Any) -> Family:
     """Put attention and MLP side by side behind one norm; keep attentions whose every head has a norm of its own."""
     attention = family.attention
-    mlp = family.mlp
     if config.qk_layernorm:
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
         norms = [
@@ -149,7 +144,7 @@ def _stablelm_variant(family: Family, config: Any) -> Family:
         )
     if not config.use_parallel_residual:
         return replace(family, attention=attention)
-    mlp = replace(mlp, stages=(attention.stages[0], *mlp.modules))
+    mlp = replace(family.mlp, stages=(attention.stages[0], *family.mlp.modules))
     return replace(family, attention=attention, mlp=mlp, steps_per_layer=1, adds_in_turn=True)
 
 
@@ -180,11 +175,6 @@ STABLELM = replace(
     variant=_stablelm_variant,
     unfusable=_unfusable,
 )
-
-
-def _experts(role: str, name: str) -> Projection:
-    path = f"feed_forward.experts.{name}"
-    return Projection(role, path, "neurons", role != "down", transposed=True, stacked=True)
 
 
 def _llama4_variant(family: Family, config: Any) -> Family:
@@ -218,9 +208,7 @@ _MIXTURE: SublayerSpec = replace(
     LLAMA.mlp,
     stages=_STAGES,
     projections=(
-        _experts("gate", "gate_up_proj"),
-        _experts("up", "gate_up_proj"),
-        _experts("down", "down_proj"),
+        *(replace(one, stored=None, transposed=True) for one in stacked_experts("feed_forward.experts")),
         *shared_projections("feed_forward.shared_expert"),
     ),
     counts=("experts.intermediate_size", "experts.expert_dim"),

@@ -6,8 +6,8 @@ from typing import Any
 
 from surgeon.models.families.base import AttentionWindow, Family
 from surgeon.models.families.llama import LLAMA
-from surgeon.models.families.mixtures import MIXTURE, ROUTED, stacked_experts
-from surgeon.models.families.specs import Growth, route_by_config
+from surgeon.models.families.mixtures import MIXTURE, ROUTED
+from surgeon.models.families.specs import Growth, route_by_config, stacked_experts
 
 MISTRAL = replace(
     LLAMA,
@@ -51,7 +51,7 @@ MIXTRAL = replace(
     summary="Mistral's attention, and mixtures of experts whose weights add up to 1.",
     mlp=replace(
         MIXTURE,
-        projections=stacked_experts("w1", "w3", "w2"),
+        projections=stacked_experts(stored=("w1", "w3", "w2")),
         mixture=replace(
             ROUTED, count="num_local_experts", routing=partial(route_by_config, normalise=True)
         ),

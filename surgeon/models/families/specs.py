@@ -210,6 +210,24 @@ def shared_projections(inside: str) -> tuple[Projection, ...]:
     )
 
 
+def stacked_experts(
+    inside: str = "mlp.experts", stored: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Projection, ...]:
+    """The matrices of gated experts: gate and up packed in one parameter, down in another.
+
+    Args:
+        inside: path of the module that has them.
+        stored: names of an expert's own in files.
+    """
+    gate, up, down = (f"{inside}.{{}}.{name}" for name in stored)
+    packed = f"{inside}.gate_up_proj"
+    return (
+        Projection("gate", packed, "neurons", stacked=True, stored=gate),
+        Projection("up", packed, "neurons", stacked=True, stored=up),
+        Projection("down", f"{inside}.down_proj", "neurons", False, stacked=True, stored=down),
+    )
+
+
 def route_by_config(config: Any, scores: Scores = "softmax", normalise: bool | None = False) -> Routing:
     """Route to as many experts as most configurations say, which also say whether to normalise if that is None."""
     if normalise is None:

@@ -7,7 +7,6 @@ The rules of packing, slicing and averaging stand here and nowhere else.
 from surgeon.models.weights.decompose import TruncatedSVD
 from surgeon.models.weights.derive import (
     derive_sublayer,
-    is_whole_in_slices,
     module_with,
     pack_tensors,
     share_undivided,
@@ -87,7 +86,6 @@ __all__ = [
     "derive_sublayer",
     "holds_output_bias",
     "indivisible",
-    "is_whole_in_slices",
     "leave_out",
     "make_room",
     "mean",

@@ -40,7 +40,7 @@ class SecondMoment:
     Attributes:
         matrix: (in, in).
         samples: tokens taken in so far.
-        noise: rounding of the inputs, as of `noise_of`.
+        noise: rounding of sums over so many products of the inputs, in parts of their size.
     """
 
     def __init__(self, features: int, device: torch.device | str = "cpu") -> None:
@@ -53,7 +53,12 @@ class SecondMoment:
         rows = inputs.detach().flatten(0, -2).to(self.matrix)
         self.matrix.addmm_(rows.T, rows)
         self.samples += len(rows)
-        self.noise = max(self.noise, noise_of(inputs.dtype, len(self.matrix)))
+        # Sums are accumulated in float32 at least: their errors grow with the root of how many are added. What inputs
+        # of tiny models have beyond what they should span lies below (768 features: in float32 by a factor of 17, in
+        # bfloat16 of 1.4).
+        precision = float(torch.finfo(inputs.dtype).eps)
+        added = math.sqrt(len(self.matrix)) * min(precision, torch.finfo(torch.float32).eps)
+        self.noise = max(self.noise, 2 * precision, 2 * added)
 
     def zero(self, largest: Tensor, rounding: float = 0.0) -> float:
         """Return the largest eigenvalue of this moment, with features scaled to size 1, that is rounding.
@@ -64,17 +69,6 @@ class SecondMoment:
         """
         sums = torch.finfo(torch.float64).eps * len(self.matrix) * float(largest)
         return max(self.noise**2, rounding**2, sums)
-
-
-def noise_of(dtype: torch.dtype, features: int) -> float:
-    """Return the rounding of sums over so many products in a dtype, in parts of their size.
-
-    Sums are accumulated in float32 at least: their errors grow with the root of how many are added. What inputs of tiny
-    models have beyond what they should span lies below (768 features: in float32 by a factor of 17, in bfloat16 of
-    1.4).
-    """
-    precision = float(torch.finfo(dtype).eps)
-    return 2 * max(precision, math.sqrt(features) * min(precision, torch.finfo(torch.float32).eps))
 
 
 @dataclass(frozen=True)
@@ -204,10 +198,7 @@ def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
     values = values[:full_rank]
     reached = full_rank
     if weighing is not None:
-        if len(values):
-            reached = int((values > _ROUNDING * values[0]).sum())
-        else:
-            reached = 0
+        reached = int((values > _ROUNDING * values[:1]).sum())  # there may be none
     left = left[:, :reached]
     if left.shape[1] < full_rank:
         # Orthonormal columns for the part of the matrix that the others do not span.
@@ -221,15 +212,13 @@ def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
 
 
 def _left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute left singular vectors, (out, at most min(out, in)), and all singular values."""
-    if matrix.numel() > LARGE:
-        return _from_products(matrix)
-    left, values, _ = torch.linalg.svd(matrix.double(), full_matrices=False)
-    return left, values
+    """Compute left singular vectors, (out, at most min(out, in)), and all singular values.
 
-
-def _from_products(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute them by eigenvectors of W W' or W'W, whichever is smaller; of W'W those that are no rounding."""
+    Those of a large matrix are by eigenvectors of W W' or W'W, whichever is smaller; of W'W those that are no rounding.
+    """
+    if matrix.numel() <= LARGE:
+        left, values, _ = torch.linalg.svd(matrix.double(), full_matrices=False)
+        return left, values
     tall = len(matrix) > matrix.shape[1]
     lines = matrix if tall else matrix.T
     width = lines.shape[1]
@@ -354,24 +343,21 @@ class TruncatedSVD:
                 f"{role} of {sublayer} holds numbers that are not finite, so that it has no factors"
             )
         if self.remembers:
-            first, second = factors_by(whole, self._directions(sublayer, role, whole), rank)
+            key = sublayer.layers, role
+            if key in self.kept:
+                left = self.kept.pop(key)
+            else:
+                left = decompose(whole).left
+            self.kept[key] = left  # used last
+            others = [known for known in self.kept if known[0] != sublayer.layers]
+            taken = sum(self.kept[known].nbytes for known in others)
+            for known in others:
+                if taken > self.room:
+                    taken -= self.kept.pop(known).nbytes
+            first, second = factors_by(whole, left, rank)
         else:
             first, second = factorise(whole, rank)
         return Factors(first.to(kept), second.to(kept))
-
-    def _directions(self, sublayer: Sublayer, role: str, whole: Tensor) -> Tensor:
-        key = sublayer.layers, role
-        if key in self.kept:
-            left = self.kept.pop(key)
-        else:
-            left = decompose(whole).left
-        self.kept[key] = left  # used last
-        others = [known for known in self.kept if known[0] != sublayer.layers]
-        taken = sum(self.kept[known].nbytes for known in others)
-        for known in others:
-            if taken > self.room:
-                taken -= self.kept.pop(known).nbytes
-        return left
 
 
 def fit_second_factor(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,29 +45,34 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
         if reason is not None:
             raise ValueError(f"{reason}; use a number of slices that divides them")
     tensors = stored_tensors(sublayer, weights)
-    like, path = next(_parameters(owner, spec))
+    first = next(
+        path for root in spec.stages for path, _ in owner.get_submodule(root).named_parameters(root)
+    )
     # The first layer's; factors of files, and other layers, lie elsewhere.
-    stored = tensors.get(path)
-    device = (
-        weights.tensor(f"{weights.prefix(sublayer.layers[0])}{path}") if stored is None else stored
-    ).device
-    on_device = {path: tensor.to(device) for path, tensor in tensors.items()}
+    stored = tensors.get(first)
+    if stored is None:
+        stored = weights.tensor(f"{weights.prefix(sublayer.layers[0])}{first}")
+    on_device = {path: tensor.to(stored.device) for path, tensor in tensors.items()}
     shell = module_with(on_device, owner, spec, weights.head_dim)
     if not holds_output_bias(sublayer):
-        _fix_output_biases(shell, spec)
+        # The biases that are added to the stream become buffers: another slice has them as parameters.
+        parameters = dict(shell.named_parameters())
+        for one in spec.projections:
+            own = own_path(one, spec)
+            for path in () if one.reads_stream else (one.bias, f"{own}.bias", f"{own}.second.bias"):
+                if path in parameters:
+                    module, _, name = path.rpartition(".")
+                    holder = shell.get_submodule(module)
+                    delattr(holder, name)
+                    holder.register_buffer(name, parameters[path].detach(), persistent=False)
     whole = weights.stored_width(sublayer.kind, sublayer.layers[0])
     _, slices = sublayer.piece or (0, 1)
     recount(shell, spec, (sublayer.width or whole) // slices, whole)
     recount_experts(shell, spec)
-    _dispatch_as(like, shell)
+    hook = getattr(owner.get_submodule(first.rpartition(".")[0]), "_hf_hook", None)
+    if hook is not None:
+        _dispatch_by(hook, shell)
     return shell
-
-
-def _parameters(owner: nn.Module, spec: SublayerSpec) -> Iterator[tuple[nn.Module, str]]:
-    """Yield a sublayer's parameters, those of its norm first: the owner of each, and its path from the layer."""
-    for root in spec.stages:
-        for path, module in owner.get_submodule(root).named_modules(prefix=root):
-            yield from ((module, name) for name, _ in module.named_parameters(path, recurse=False))
 
 
 def share_undivided(slices: Sequence[nn.Module], spec: SublayerSpec) -> None:
@@ -78,38 +83,25 @@ def share_undivided(slices: Sequence[nn.Module], spec: SublayerSpec) -> None:
     Args:
         slices: as `derive_sublayer` makes them.
     """
+    # Norms and routers are whole, and of two factors the one on the stream's side of its matrix.
+    norms = tuple(f"{norm}." for norm in spec.norms.values() if norm not in spec.feature_norms)
+    whole = {path for path in spec.others.values() if path != spec.sinks} | {
+        f"{own_path(one, spec)}.{'first' if one.reads_stream else 'second'}.weight"
+        for one in spec.projections
+    }
     first, *others = slices
     for path, parameter in first.named_parameters():
-        if is_whole_in_slices(path, spec):
+        if path in whole or path.startswith(norms):
             module, _, name = path.rpartition(".")
             for other in others:
                 setattr(other.get_submodule(module), name, parameter)
 
 
-def is_whole_in_slices(path: str, spec: SublayerSpec) -> bool:
-    """Tell whether every slice of a sublayer has the whole of the parameter at a path from its layer.
-
-    Norms and routers are whole, and of two factors the one on the stream's side of its matrix.
-    """
-    norms = (norm for norm in spec.norms.values() if norm not in spec.feature_norms)
-    if path.startswith(tuple(f"{norm}." for norm in norms)):
-        return True
-    if path in spec.others.values() and path != spec.sinks:
-        return True
-    return any(
-        path == f"{own_path(one, spec)}.{'first' if one.reads_stream else 'second'}.weight"
-        for one in spec.projections
-    )
-
-
-def _dispatch_as(like: nn.Module, shell: nn.Module) -> None:
-    """Have `accelerate` bring inputs to a module, and its weights if need be, as it does for a layer's own one.
+def _dispatch_by(hook: Any, shell: nn.Module) -> None:
+    """Have `accelerate` bring inputs to a module, and its weights if need be, as by the hook of a layer's own one.
 
     Offloaded weights are in main memory then, also those of layers on disk.
     """
-    hook = getattr(like, "_hf_hook", None)
-    if hook is None:
-        return
     from accelerate.hooks import (
         AlignDevicesHook,
         SequentialHook,
@@ -130,19 +122,6 @@ def _dispatch_as(like: nn.Module, shell: nn.Module) -> None:
             attach_execution_device_hook(shell, one.execution_device, skip_keys=one.skip_keys)
 
 
-def _fix_output_biases(shell: nn.Module, spec: SublayerSpec) -> None:
-    """Make the biases that are added to the stream buffers: another slice has them as parameters."""
-    parameters = dict(shell.named_parameters())
-    for one in spec.projections:
-        own = own_path(one, spec)
-        for path in () if one.reads_stream else (one.bias, f"{own}.bias", f"{own}.second.bias"):
-            if path in parameters:
-                module, _, name = path.rpartition(".")
-                owner = shell.get_submodule(module)
-                delattr(owner, name)
-                owner.register_buffer(name, parameters[path].detach(), persistent=False)
-
-
 def module_with(tensors: Tensors, owner: nn.Module, spec: SublayerSpec, head_dim: int) -> nn.Module:
     """Copy one sublayer of a layer, with other tensors, by path from the layer.
 
@@ -152,10 +131,41 @@ def module_with(tensors: Tensors, owner: nn.Module, spec: SublayerSpec, head_dim
     Raises:
         ValueError: if a module has a parameter that is not among them.
     """
+    from accelerate.hooks import ModelHook, remove_hook_from_module
+
     shell = nn.Module().train(owner.training)
     replaced = replaced_modules(owner, tensors, spec, head_dim)
-    for path in spec.stages:
-        setattr(shell, path, _copy_with(owner, path, tensors, replaced))
+    for root in spec.stages:
+        module = owner.get_submodule(root)
+        # The memo makes deepcopy take the new modules and parameters where it would copy the old ones.
+        memo: dict[int, Any] = {
+            id(owner.get_submodule(path)): made
+            for path, made in replaced.items()
+            if path == root or path.startswith(f"{root}.")
+        }
+        memo |= {
+            id(buffer): tensors[name].to(buffer)
+            for name, buffer in module.named_buffers(prefix=root)
+            if name in tensors
+        }
+        for name, parameter in module.named_parameters(prefix=root):
+            if name in tensors:
+                memo[id(parameter)] = nn.Parameter(tensors[name])
+            elif not name.startswith(tuple(f"{path}." for path in replaced)):
+                raise ValueError(
+                    f"{name} is no parameter of this architecture (an adapter's?), so that it can be neither "
+                    "averaged, sliced nor factorised; merge adapters into the model first"
+                )
+        # Hooks would move or reload the original's: they hold all weights that are somewhere else, and put the layer's
+        # own back where they are removed.
+        memo |= {
+            id(inner._hf_hook): ModelHook() for inner in module.modules() if hasattr(inner, "_hf_hook")
+        }
+        copied = remove_hook_from_module(copy.deepcopy(module, memo=memo), recurse=True)
+        for linear in copied.modules():
+            if isinstance(linear, nn.Linear):  # of a slice, whose sizes adapters read
+                linear.out_features, linear.in_features = linear.weight.shape
+        setattr(shell, root, copied)
     return shell
 
 
@@ -182,17 +192,19 @@ def pack_tensors(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
     Args:
         width: of one head; 1 for a feed-forward.
     """
-    found = {}
-    for name, path in spec.norms.items():
-        for part in ("weight", "bias"):
-            if f"{name}.{part}" in tensors:
-                found[f"{path}.{part}"] = tensors[f"{name}.{part}"].clone()
-    for name, path in spec.others.items():
-        if name in tensors:
-            found[path] = tensors[name].clone()
+    places = {
+        f"{name}.{part}": f"{path}.{part}"
+        for name, path in spec.norms.items()
+        for part in ("weight", "bias")
+    } | spec.others
     apart = taken_apart(spec, lambda role: f"{role}.first.weight" in tensors)
     for one in apart:
-        found |= _on_its_own(one.role, own_path(one, spec), tensors)
+        path = own_path(one, spec)
+        for part in ("first.weight", "second.weight", "weight", "bias"):
+            places[f"{one.role}.{part}"] = f"{path}.{part}"
+        if f"{one.role}.first.weight" in tensors:
+            places[f"{one.role}.bias"] = f"{path}.second.bias"
+    found = {path: tensors[name].clone() for name, path in places.items() if name in tensors}
     for projections in modules_of(spec).values():
         if projections[0] in apart or f"{projections[0].role}.weight" not in tensors:
             continue
@@ -207,20 +219,6 @@ def pack_tensors(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
     return found
 
 
-def _on_its_own(role: str, path: str, tensors: Tensors) -> Tensors:
-    """Name the tensors of a projection of a module that is taken apart."""
-    if f"{role}.first.weight" in tensors:
-        stored = {
-            "first.weight": "first.weight",
-            "second.weight": "second.weight",
-            "bias": "second.bias",
-        }
-    else:
-        stored = {"weight": "weight", "bias": "bias"}
-    own = {place: f"{role}.{name}" for name, place in stored.items()}
-    return {f"{path}.{place}": tensors[name].clone() for place, name in own.items() if name in tensors}
-
-
 def _in_place(
     parts: list[Tensor], projections: list[Projection], spec: SublayerSpec, width: int, dim: int
 ) -> Tensor:
@@ -231,42 +229,3 @@ def _in_place(
     places = [unit_features(projection, spec, units, width).flatten() for projection in projections]
     together = torch.cat(parts, dim)
     return together.index_select(dim, torch.cat(places).argsort().to(together.device))
-
-
-def _copy_with(
-    owner: nn.Module, path: str, tensors: Tensors, replaced: dict[str, nn.Module]
-) -> nn.Module:
-    """Copy a layer's module with other tensors, freed from hooks that would move or reload the original's.
-
-    Args:
-        replaced: new modules inside it, or itself, by path.
-    """
-    from accelerate.hooks import ModelHook, remove_hook_from_module
-
-    # The memo makes deepcopy take the new modules and parameters where it would copy the old ones.
-    memo: dict[int, Any] = {
-        id(owner.get_submodule(inside)): made
-        for inside, made in replaced.items()
-        if inside == path or inside.startswith(f"{path}.")
-    }
-    module = owner.get_submodule(path)
-    memo |= {
-        id(buffer): tensors[name].to(buffer)
-        for name, buffer in module.named_buffers(prefix=path)
-        if name in tensors
-    }
-    for name, parameter in module.named_parameters(prefix=path):
-        if name in tensors:
-            memo[id(parameter)] = nn.Parameter(tensors[name])
-        elif not name.startswith(tuple(f"{inside}." for inside in replaced)):
-            raise ValueError(
-                f"{name} is no parameter of this architecture (an adapter's?), so that it can be neither averaged, "
-                "sliced nor factorised; merge adapters into the model first"
-            )
-    # Hooks hold all weights that are somewhere else, and put the layer's own back where they are removed.
-    memo |= {id(inner._hf_hook): ModelHook() for inner in module.modules() if hasattr(inner, "_hf_hook")}
-    copied: nn.Module = remove_hook_from_module(copy.deepcopy(module, memo=memo), recurse=True)
-    for linear in copied.modules():
-        if isinstance(linear, nn.Linear):  # of a slice, whose sizes adapters read
-            linear.out_features, linear.in_features = linear.weight.shape
-    return copied

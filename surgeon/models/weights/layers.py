@@ -222,11 +222,8 @@ class StoredWeights:
         Raises:
             ValueError: if the shape of a weight is not a multiple of the head's width, or does not fit the others.
         """
-        if (kind, layer) not in self._known_units:
-            self._known_units[kind, layer] = self._layer_units(kind, layer)
-        return self._known_units[kind, layer]
-
-    def _layer_units(self, kind: str, layer: int) -> Units:
+        if (kind, layer) in self._known_units:
+            return self._known_units[kind, layer]
         units: Units = {}
         width = self.unit_width(kind)
         spec = self.family.spec(kind, layer)
@@ -252,6 +249,7 @@ class StoredWeights:
                     f"{name} has shape {self.shape(name)}, which does not fit heads of {width} or the other projections"
                 )
             units |= dict.fromkeys(missing, rest // len(missing) if missing else 0)
+        self._known_units[kind, layer] = units
         return units
 
     def own_matrix(
@@ -259,13 +257,9 @@ class StoredWeights:
     ) -> Dense | Factored | None:
         """Return a projection's own matrix, of a module that is taken apart or of an expert; else None."""
         key = layer, projection.role, expert
-        if key not in self._known_own:
-            self._known_own[key] = self._find_own(layer, kind, projection, expert)
-        return self._known_own[key]
-
-    def _find_own(
-        self, layer: int, kind: str, projection: Projection, expert: int
-    ) -> Dense | Factored | None:
+        if key in self._known_own:
+            return self._known_own[key]
+        found: Dense | Factored | None = None
         spec = self.family.spec(kind, layer)
         path = f"{self.prefix(layer)}{own_path(projection, spec)}"
         index = expert if projection.stacked else None
@@ -274,17 +268,17 @@ class StoredWeights:
                 Dense(self.store, self.names.of(f"{path}.{one}.weight"), index=index)
                 for one in ("first", "second")
             )
-            return Factored(first, second)
-        if (
+            found = Factored(first, second)
+        elif (
             len(modules_of(spec)[projection.path]) > 1 or projection.stacked
         ) and f"{path}.weight" in self:
-            return Dense(self.store, self.names.of(f"{path}.weight"), index=index)
-        if projection.stored is not None:
+            found = Dense(self.store, self.names.of(f"{path}.weight"), index=index)
+        elif projection.stored is not None:
             alone = f"{self.prefix(layer)}{projection.stored.format(expert)}.weight"
             if alone in self:
-                return Dense(self.store, self.names.of(alone))
-            return None
-        return None
+                found = Dense(self.store, self.names.of(alone))
+        self._known_own[key] = found
+        return found
 
     def layer_matrix(
         self, layer: int, kind: str, projection: Projection, kept: Kept, expert: int
@@ -460,16 +454,20 @@ class Names:
     def own(self, path: str) -> str:
         """Return the name of the tensor at a path where nothing else stands for it."""
         head = f"{self.family.head}."
-        stored = self.family.stored_head
-        if not path.startswith(head):
-            name = path.removeprefix(self._left_out)
-            if self.family.stored_names and name not in self.store:
-                return self._stored_name(name)
-            return name
-        renamed = f"{stored}.{path.removeprefix(head)}"
-        if stored is None or renamed not in self.store:
-            return path
-        return renamed
+        if path.startswith(head):
+            renamed = f"{self.family.stored_head}.{path.removeprefix(head)}"
+            if self.family.stored_head is None or renamed not in self.store:
+                return path
+            return renamed
+        name = path.removeprefix(self._left_out)
+        if self.family.stored_names and name not in self.store:
+            # Files may have a layer's tensor under another name.
+            number, _, inside = name.removeprefix(f"{self.family.layers}.").partition(".")
+            for own, stored in self.family.stored_names:
+                renamed = name.removesuffix(inside) + stored + inside.removeprefix(own)
+                if number.isdecimal() and inside.startswith(own) and renamed in self.store:
+                    return renamed
+        return name
 
     def parts(self, path: str, experts: int) -> tuple[str, ...]:
         """Return the tensors that a parameter of the model is stored as: one, as a rule, or rows, one after the other.
@@ -504,12 +502,3 @@ class Names:
             if inside.startswith(f"{path}."):
                 found[inside] = name
         return found
-
-    def _stored_name(self, name: str) -> str:
-        """Return the name that files have for a layer's tensor, if they have it under another one."""
-        number, _, inside = name.removeprefix(f"{self.family.layers}.").partition(".")
-        for own, stored in self.family.stored_names:
-            renamed = name.removesuffix(inside) + stored + inside.removeprefix(own)
-            if number.isdecimal() and inside.startswith(own) and renamed in self.store:
-                return renamed
-        return name

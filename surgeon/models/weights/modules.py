@@ -91,18 +91,14 @@ class FactoredExperts(nn.Module):
             together = torch.stack(outputs, -1).flatten(-2)
         else:
             together = torch.cat(outputs, -1)
-        written: Tensor = writing(combine_gates(self.like[0], together), expert)
+        own: Any = self.like[0]
+        if hasattr(own, "_apply_gate"):
+            combined = own._apply_gate(together)
+        else:
+            gates, values = together.chunk(2, -1)
+            combined = values * own.act_fn(gates)
+        written: Tensor = writing(combined, expert)
         return written
-
-
-def combine_gates(experts: Any, gates_values: Tensor) -> Tensor:
-    """Combine gates and values by an architecture's own module, (..., 2 * neurons) to (..., neurons)."""
-    if hasattr(experts, "_apply_gate"):
-        combined: Tensor = experts._apply_gate(gates_values)
-        return combined
-    gates, values = gates_values.chunk(2, -1)
-    product: Tensor = values * experts.act_fn(gates)
-    return product
 
 
 class ExpertMaps(nn.Module):

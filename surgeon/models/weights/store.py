@@ -134,9 +134,7 @@ class ModuleStore(Store):
             return None
         owner: nn.Module | None = self.module
         for step in name.removeprefix(self.prefix).split(".")[:-1]:
-            if owner is None:
-                owner = None
-            else:
+            if owner is not None:
                 owner = owner._modules.get(step)
         return owner
 

@@ -38,8 +38,22 @@ class Magnitude:
     """The largest weights first, all of a unit's matrices together (Frobenius norm)."""
 
     def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
-        """Order units; equal ones, and those of no numbers, stay in order."""
-        return rank_scores(magnitudes(kind, layer, weights))
+        """Order units; equal ones, and those of no numbers, stay in order.
+
+        A KV group has its rows of q, k and v and its columns of o; a neuron its rows of gate and up and its column of
+        down. Biases do not count. Numbers are summed in float64, so that all ranks agree.
+        """
+        count = weights.stored_width(kind, layer)
+        total = torch.zeros(count, dtype=torch.float64)
+        for projection in weights.family.spec(kind, layer).projections:
+            matrix = weights.layer_matrix(layer, kind, projection, slice(None), 0).whole().detach()
+            if matrix.is_meta:
+                break
+            norms = torch.linalg.vector_norm(
+                matrix, dim=int(projection.reads_stream), dtype=torch.float64
+            )
+            total += norms.cpu().square().view(count, -1).sum(1)
+        return rank_scores(total)
 
 
 @dataclass(frozen=True)
@@ -117,23 +131,6 @@ class UnitsByLayer:
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
         return self.source.factors(sublayer, role, matrix)
-
-
-def magnitudes(kind: str, layer: int, weights: StoredWeights) -> Tensor:
-    """Compute the squared norm of each KV group's or neuron's weights, (units,), in float64, so that all ranks agree.
-
-    A KV group has its rows of q, k and v and its columns of o; a neuron its rows of gate and up and its column of down.
-    Biases do not count. All are zero of weights on the meta device.
-    """
-    count = weights.stored_width(kind, layer)
-    total = torch.zeros(count, dtype=torch.float64)
-    for projection in weights.family.spec(kind, layer).projections:
-        matrix = weights.layer_matrix(layer, kind, projection, slice(None), 0).whole().detach()
-        if matrix.is_meta:
-            return total
-        norms = torch.linalg.vector_norm(matrix, dim=int(projection.reads_stream), dtype=torch.float64)
-        total += norms.cpu().square().view(count, -1).sum(1)
-    return total
 
 
 def rank_scores(scores: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from surgeon.models.weights.layers import (
     holds_output_bias,
     modules_of,
     narrow_units,
-    own_path,
     require_parts,
     units_in,
 )
@@ -117,11 +116,9 @@ class ModelWeights(StoredWeights):
     def stored_rank(self, sublayer: Sublayer, role: str) -> int | None:
         """Return the rank of the two factors that a layer stores in place of a matrix; None where it is whole."""
         projection = self.spec(sublayer).projection(role)
-        path = (
-            f"{self.prefix(sublayer.layers[0])}{own_path(projection, self.spec(sublayer))}.first.weight"
-        )
-        if path in self:
-            return self.shape(path)[int(projection.stacked)]
+        own = self.own_matrix(sublayer.layers[0], sublayer.kind, projection)
+        if isinstance(own, Factored):
+            return own.rank
         return None
 
     def stored_ranks(self, sublayer: Sublayer) -> tuple[tuple[str, int], ...]:
@@ -247,19 +244,14 @@ class ModelWeights(StoredWeights):
             experts: a mixture with fewer experts than its router knows, whose matrices are taken where ranks divide
                 them.
         """
-
-        def averaged(path: str) -> Tensor:
-            return mean((self.tensor(f"{self.prefix(layer)}{path}") for layer in sublayer.layers), dtype)
-
         found = self.norms(sublayer, dtype) | self.router(sublayer, dtype)
         spec = self.spec(sublayer)
-        found |= {
-            path: averaged(path)
-            for path in spec.beside
-            if f"{self.prefix(sublayer.layers[0])}{path}" in self
-        }
+        prefixes = [self.prefix(layer) for layer in sublayer.layers]
+        for path in (path for path in spec.beside if f"{prefixes[0]}{path}" in self):
+            found[path] = mean((self.tensor(f"{prefix}{path}") for prefix in prefixes), dtype)
         if spec.sinks is not None:
-            found["sinks"] = averaged(spec.sinks)[self._heads(sublayer, "q")]
+            sinks = mean((self.tensor(f"{prefix}{spec.sinks}") for prefix in prefixes), dtype)
+            found["sinks"] = sinks[self._heads(sublayer, "q")]
         for projection in spec.projections:
             of = experts if experts is not None and projection.stacked else sublayer
             found |= self._projection_tensors(of, projection, dtype)

@@ -137,10 +137,7 @@ class Int8(Scheme):
 
     needed = (WEIGHT, SCALES)
     optional = (FORMAT,)
-
-    @property
-    def description(self) -> str:
-        return "int8 (bitsandbytes)"
+    description = "int8 (bitsandbytes)"
 
     def arrangement(self, matrix: Quantised) -> Arrangement:
         parts = {

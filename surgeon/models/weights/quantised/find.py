@@ -9,7 +9,7 @@ import torch
 
 from surgeon.models.weights.quantised.bitsandbytes import FourBits, Int8
 from surgeon.models.weights.quantised.matrix import FLOATS, Quantised, Scheme
-from surgeon.models.weights.quantised.methods import Rule, rules_of
+from surgeon.models.weights.quantised.methods import rules_of
 from surgeon.models.weights.quantised.packed import Awq, Gptq
 from surgeon.models.weights.quantised.scaled import ACTIVATIONS, FLOAT8, WEIGHT, Fp8, Grouped, Mxfp4
 from surgeon.models.weights.store import Store
@@ -46,12 +46,24 @@ def quantised_matrices(store: Store, config: Any) -> dict[str, Quantised]:
     """
     found: dict[str, Quantised] = {}
     rules = rules_of(config) if config else []
-    for scheme in dict.fromkeys(rule.scheme for rule in rules):
+    schemes = dict.fromkeys(rule.scheme for rule in rules)
+    # Of modules that no rule names: that of the first rule for whole classes, or the only one.
+    other = next((rule.scheme for rule in rules if rule.of_classes), None)
+    if other is None and len(schemes) == 1:
+        (other,) = schemes
+    for scheme in schemes:
+        # The longest first, so that ".weight.absmax" is not taken for ".absmax".
+        endings = sorted((*scheme.needed, *scheme.optional), key=len, reverse=True)
+        by_module: dict[str, dict[str, str]] = {}
+        for name in store.names():
+            ending = next((one for one in endings if name.endswith(one)), None)
+            if ending is not None:
+                by_module.setdefault(name.removesuffix(ending), {})[ending] = name
         own = set(scheme.needed) - {WEIGHT}
-        for module, parts in _by_module(store, scheme).items():
+        for module, parts in by_module.items():
             # It has one of the scheme's tensors, or a weight of a type that needs others.
             is_held = own & parts.keys() or (WEIGHT in parts and store.dtype(parts[WEIGHT]) in STORAGE)
-            if is_held and _scheme_of(module, rules) == scheme:
+            if is_held and scheme == next((one.scheme for one in rules if one.names(module)), other):
                 name = f"{module}{scheme.stands_for}"
                 found[name] = Quantised(store, name, scheme, parts)
     if config and not found:
@@ -62,26 +74,6 @@ def quantised_matrices(store: Store, config: Any) -> dict[str, Quantised]:
     _refuse_the_rest(
         store, found, "none that quantization_config speaks of" if config else "no quantization_config"
     )
-    return found
-
-
-def _scheme_of(module: str, rules: list[Rule]) -> Scheme | None:
-    """Return the scheme of the rule that names a module, of the first one for whole classes, or of the only one."""
-    named = (rule.scheme for rule in rules if rule.names(module))
-    of_classes = [rule.scheme for rule in rules if rule.of_classes]
-    only = {rule.scheme for rule in rules}
-    return next(named, of_classes[0] if of_classes else only.pop() if len(only) == 1 else None)
-
-
-def _by_module(store: Store, scheme: Scheme) -> dict[str, dict[str, str]]:
-    """Sort a scheme's tensors by module: names by ending."""
-    # The longest first, so that ".weight.absmax" is not taken for ".absmax".
-    endings = sorted((*scheme.needed, *scheme.optional), key=len, reverse=True)
-    found: dict[str, dict[str, str]] = {}
-    for name in store.names():
-        ending = next((one for one in endings if name.endswith(one)), None)
-        if ending is not None:
-            found.setdefault(name.removesuffix(ending), {})[ending] = name
     return found
 
 

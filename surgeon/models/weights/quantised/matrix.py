@@ -168,12 +168,37 @@ class Quantised:
         self._require(self.scheme.needed)
         found = self.scheme.arrangement(self)
         self._require(found.parts)
-        for ending in self.parts:
-            if ending not in found.parts:
+        for ending, name in self.parts.items():
+            part = found.parts.get(ending)
+            if part is None:
                 raise self.fault(
                     ending, f"belongs to no {self.scheme.description} as quantization_config has it"
                 )
-            self._check(ending, found)
+            if not part.dtypes:
+                continue
+            dtype = self.store.dtype(name)
+            if dtype not in part.dtypes:
+                held, *allowed = (str(one).removeprefix("torch.") for one in (dtype, *part.dtypes))
+                raise self.fault(
+                    ending, f"holds {held}, and {self.scheme.description} needs {' or '.join(allowed)}"
+                )
+            stored = self.store.shape(name)
+            wanted = part.shape(found.shape)
+            rest = stored[len(wanted) :]
+            if stored[: len(wanted)] != wanted or (rest and (not part.ones_follow or set(rest) != {1})):
+                size = f"{' x '.join(map(str, found.shape))}, by {self.parts[found.by]}"
+                needed = f"{self.scheme.description} needs {wanted} for a matrix of {size}"
+                raise self.fault(ending, f"has the shape {stored}, and {needed}")
+            stated = self.scheme.stated(ending, found.shape)
+            if stated is not None and not torch.equal(self.tensor(ending).long(), stated.long()):
+                raise self.fault(ending, f"should hold {part.meaning}")
+            if part.below is not None:
+                values = self.tensor(ending).double()
+                outside = values[~((values >= 0) & (values < part.below))]
+                if len(outside):
+                    raise self.fault(
+                        ending, f"holds {outside[0].item():g}, and should hold {part.meaning}"
+                    )
         return found
 
     def size(self, ending: str, dimensions: int) -> tuple[int, ...]:
@@ -203,34 +228,6 @@ class Quantised:
                     f"{self.store.where} has no tensor {module}{ending}, which {self.scheme.description} needs beside "
                     f"{next(iter(self.parts.values()))}"
                 )
-
-    def _check(self, ending: str, arrangement: Arrangement) -> None:
-        """Refuse a tensor of another type, shape, or other values than its part has."""
-        part = arrangement.parts[ending]
-        name = self.parts[ending]
-        if not part.dtypes:
-            return
-        dtype = self.store.dtype(name)
-        stored = self.store.shape(name)
-        wanted = part.shape(arrangement.shape)
-        if dtype not in part.dtypes:
-            allowed = " or ".join(_dtype_name(one) for one in part.dtypes)
-            raise self.fault(
-                ending, f"holds {_dtype_name(dtype)}, and {self.scheme.description} needs {allowed}"
-            )
-        rest = stored[len(wanted) :]
-        if stored[: len(wanted)] != wanted or (rest and (not part.ones_follow or set(rest) != {1})):
-            size = f"{' x '.join(map(str, arrangement.shape))}, by {self.parts[arrangement.by]}"
-            needed = f"{self.scheme.description} needs {wanted} for a matrix of {size}"
-            raise self.fault(ending, f"has the shape {stored}, and {needed}")
-        stated = self.scheme.stated(ending, arrangement.shape)
-        if stated is not None and not torch.equal(self.tensor(ending).long(), stated.long()):
-            raise self.fault(ending, f"should hold {part.meaning}")
-        if part.below is not None:
-            values = self.tensor(ending).double()
-            outside = values[~((values >= 0) & (values < part.below))]
-            if len(outside):
-                raise self.fault(ending, f"holds {outside[0].item():g}, and should hold {part.meaning}")
 
     def whole(self, dtype: torch.dtype | None = None) -> Tensor:
         shape = self.shape
@@ -262,12 +259,11 @@ class Quantised:
         return self.scheme.values(tensors, tuple(shape)).narrow(dim, first - begin, end - first)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
+# Operations that leave it packed: those that turn it, that move or round it, and that hand it on.
 _TURNED = (torch.ops.aten.t.default, torch.ops.aten.transpose.int)
+_COPIED = torch.ops.aten._to_copy.default
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
+_PACKED = (*_TURNED, _COPIED, *_SAME)
 
 
 class PackedTensor(Tensor):
@@ -322,15 +318,6 @@ class PackedTensor(Tensor):
             return values.T
         return values
 
-    def _like(self, **changed: Any) -> PackedTensor:
-        """Copy the matrix with another `dtype`, `turned`, or other `parts`."""
-        kept: dict[str, Any] = {
-            "parts": self.parts,
-            "dtype": self.dtype,
-            "turned": self.turned,
-        } | changed
-        return PackedTensor(kept["parts"], self.scheme, self.size_stored, kept["dtype"], kept["turned"])
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedTensor({self.scheme.description}, {tuple(self.shape)}, {self.dtype})"
 
@@ -348,23 +335,21 @@ class PackedTensor(Tensor):
         first = args[0]
         kwargs = kwargs or {}
         if isinstance(first, cls):
-            if function in _SAME:
-                return first._like()
-            if function in _TURNED:
-                return first._like(turned=not first.turned)
-            if function is torch.ops.aten._to_copy.default:
-                device = kwargs.get("device") or first.device
-                parts = {ending: part.to(device) for ending, part in first.parts.items()}
-                return first._like(parts=parts, dtype=kwargs.get("dtype") or first.dtype)
+            if function in _PACKED:
+                parts = first.parts
+                dtype = first.dtype
+                if function is _COPIED:
+                    device = kwargs.get("device") or first.device
+                    parts = {ending: part.to(device) for ending, part in parts.items()}
+                    dtype = kwargs.get("dtype") or dtype
+                turned = first.turned != (function in _TURNED)
+                return PackedTensor(parts, first.scheme, first.size_stored, dtype, turned)
             if function._schema.is_mutable:
                 raise TypeError(
                     f"{first} stays as it is stored, and is not changed in place by {function}"
                 )
-        return function(*_with_numbers(args), **_with_numbers(kwargs))
-
-
-def _with_numbers(values: Any) -> Any:
-    return tree_map_only(PackedTensor, PackedTensor.numbers, values)
+        args, kwargs = tree_map_only(PackedTensor, PackedTensor.numbers, (args, kwargs))
+        return function(*args, **kwargs)
 
 
 WORD = 32  # bits that codes are packed into

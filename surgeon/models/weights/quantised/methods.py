@@ -163,40 +163,42 @@ def _compressed_tensors(said: Entries) -> Iterator[Rule]:
             ("targets", "format", "weights", *_ACTIVATIONS),
             "compressed-tensors",
         )
-        if group.get("weights") is not None:  # else only what modules put out is quantised
-            targets = group.get("targets") or []
-            if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
-                raise ValueError(
-                    f"{where} has targets {show_value(targets)}, and they have to be names of modules"
-                )
-            weights = _object(group["weights"], f"weights of {where}")
-            yield Rule(_group_scheme(weights, group.get("format") or said.get("format")), tuple(targets))
-
-
-def _group_scheme(weights: Entries, form: Any) -> Grouped:
-    _check({"format": str(form)}, {"format": _FORMATS}, (), "compressed-tensors")
-    packed = form == "pack-quantized"
-    only: dict[str, Collection[Any]] = {**_WEIGHTS, "num_bits": (2, 4, 8) if packed else (8,)}
-    if packed:
-        only["type"] = ("int",)
-    _check(
-        weights, only, ("group_size", "block_structure", *_QUANTISING), f"{form} of compressed-tensors"
-    )
-    strategy = weights.get("strategy")
-    group = weights.get("group_size")
-    if strategy is None:
-        strategy = "tensor" if group is None else "channel" if group == -1 else "group"
-    by_index = weights.get("actorder") in ("group", "dynamic", True)
-    if by_index and strategy != "group":
-        raise ValueError(
-            f"{WHERE} has actorder {weights['actorder']!r}, which is of groups, not of a {strategy}"
+        if group.get("weights") is None:  # only what modules put out is quantised
+            continue
+        targets = group.get("targets") or []
+        if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+            raise ValueError(
+                f"{where} has targets {show_value(targets)}, and they have to be names of modules"
+            )
+        weights = _object(group["weights"], f"weights of {where}")
+        form = group.get("format") or said.get("format")
+        _check({"format": str(form)}, {"format": _FORMATS}, (), "compressed-tensors")
+        packed = form == "pack-quantized"
+        only: dict[str, Collection[Any]] = {**_WEIGHTS, "num_bits": (2, 4, 8) if packed else (8,)}
+        if packed:
+            only["type"] = ("int",)
+        _check(
+            weights,
+            only,
+            ("group_size", "block_structure", *_QUANTISING),
+            f"{form} of compressed-tensors",
         )
-    block = _STRATEGIES[strategy.lower()](weights)
-    types = {"int": (torch.int8,), "float": FLOAT8}.get(
-        str(weights.get("type")).lower(), (torch.int8, *FLOAT8)
-    )
-    symmetric = weights.get("symmetric") is not False
-    return Grouped(_number(weights, "num_bits"), block, packed, types, symmetric, by_index)
+        strategy = weights.get("strategy")
+        size = weights.get("group_size")
+        if strategy is None:
+            strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+        by_index = weights.get("actorder") in ("group", "dynamic", True)
+        if by_index and strategy != "group":
+            raise ValueError(
+                f"{WHERE} has actorder {weights['actorder']!r}, which is of groups, not of a {strategy}"
+            )
+        block = _STRATEGIES[strategy.lower()](weights)
+        types = {"int": (torch.int8,), "float": FLOAT8}.get(
+            str(weights.get("type")).lower(), (torch.int8, *FLOAT8)
+        )
+        symmetric = weights.get("symmetric") is not False
+        bits = _number(weights, "num_bits")
+        yield Rule(Grouped(bits, block, packed, types, symmetric, by_index), tuple(targets))
 
 
 def _gptq(said: Entries) -> Iterator[Rule]:
@@ -260,76 +262,74 @@ _QUANTISING = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 _GPTQ_FORMATS = ("checkpoint_format", "format")
 # What GPTQ's and AWQ's own software, and AutoRound's, say of the way to the numbers and of kernels.
 _WAY_TO_CODES = (
-    *(
-        "group_size",
-        "sym",
-        "lm_head",
-        "meta",
-        "backend",
-        "dynamic",
-        "modules_in_block_to_quantize",
-        "provider",
-    ),
-    *(
-        "damp_percent",
-        "damp_auto_increment",
-        "static_groups",
-        "true_sequential",
-        "act_group_aware",
-        "mse",
-        "quantizer",
-    ),
-    *(
-        "tokenizer",
-        "dataset",
-        "model_seqlen",
-        "block_name_to_quantize",
-        "module_name_preceding_first_block",
-    ),
-    *("batch_size", "pad_token_id", "max_input_length", "cache_block_outputs", "model_name_or_path"),
-    *("model_file_base_name", "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config"),
-    *("v2", "v2_alpha", "v2_memory_device", "hyb_act", "parallel_packing", "device", "uri", "pack_impl"),
-    *(
-        "amp",
-        "autoround_version",
-        "enable_minmax_tuning",
-        "enable_norm_bias_tuning",
-        "enable_quanted_input",
-    ),
-    *(
-        "gradient_accumulate_steps",
-        "iters",
-        "lr",
-        "minmax_lr",
-        "low_gpu_mem_usage",
-        "nsamples",
-        "seqlen",
-        "scale_dtype",
-    ),
-    *(
-        "act_bits",
-        "act_data_type",
-        "act_dynamic",
-        "act_group_size",
-        "act_sym",
-        "to_quant_block_names",
-        "not_use_best_mse",
-    ),
-    *(
-        "quant_block_list",
-        "supported_types",
-        "static_kv_dtype",
-        "static_attention_dtype",
-        "dynamic_max_gap",
-        "nblocks",
-    ),
-    *(
-        "static_kv_granularity",
-        "static_attention_granularity",
-        "quant_lm_head",
-        "enable_quanted_input",
-        "sampler",
-    ),
+    "group_size",
+    "sym",
+    "lm_head",
+    "meta",
+    "backend",
+    "dynamic",
+    "modules_in_block_to_quantize",
+    "provider",
+    "damp_percent",
+    "damp_auto_increment",
+    "static_groups",
+    "true_sequential",
+    "act_group_aware",
+    "mse",
+    "quantizer",
+    "tokenizer",
+    "dataset",
+    "model_seqlen",
+    "block_name_to_quantize",
+    "module_name_preceding_first_block",
+    "batch_size",
+    "pad_token_id",
+    "max_input_length",
+    "cache_block_outputs",
+    "model_name_or_path",
+    "model_file_base_name",
+    "use_cuda_fp16",
+    "use_exllama",
+    "disable_exllama",
+    "exllama_config",
+    "v2",
+    "v2_alpha",
+    "v2_memory_device",
+    "hyb_act",
+    "parallel_packing",
+    "device",
+    "uri",
+    "pack_impl",
+    "amp",
+    "autoround_version",
+    "enable_minmax_tuning",
+    "enable_norm_bias_tuning",
+    "enable_quanted_input",
+    "gradient_accumulate_steps",
+    "iters",
+    "lr",
+    "minmax_lr",
+    "low_gpu_mem_usage",
+    "nsamples",
+    "seqlen",
+    "scale_dtype",
+    "act_bits",
+    "act_data_type",
+    "act_dynamic",
+    "act_group_size",
+    "act_sym",
+    "to_quant_block_names",
+    "not_use_best_mse",
+    "quant_block_list",
+    "supported_types",
+    "static_kv_dtype",
+    "static_attention_dtype",
+    "dynamic_max_gap",
+    "nblocks",
+    "static_kv_granularity",
+    "static_attention_granularity",
+    "quant_lm_head",
+    "sampler",
 )
 METHODS: Mapping[str, Method] = {
     "fp8": Method(

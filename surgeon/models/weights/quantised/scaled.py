@@ -126,15 +126,26 @@ class Grouped(Scheme):
 
     def arrangement(self, matrix: Quantised) -> Arrangement:
         """Arrange zero points, packed along rows, and values, packed along columns."""
-        per_word = Fraction(self.bits, WORD) if self.packed else Fraction(1)
-        shape = self._packed_shape(matrix) if self.packed else matrix.size(WEIGHT, 2)
-        rows, columns = grid_of(self.block)
         parts = {ending: PartSpec() for ending in matrix.parts.keys() & set(ACTIVATIONS)}
-        parts[self.needed[0]] = PartSpec(
-            (torch.int32,) if self.packed else self.types, (ROWS, Along(1, per_word))
-        )
         if self.packed:
+            per_word = Fraction(self.bits, WORD)
+            said = matrix.tensor(SHAPE).tolist()
+            if not (
+                isinstance(said, list)
+                and len(said) == 2
+                and all(type(one) is int and one > 0 for one in said)
+            ):
+                raise matrix.fault(
+                    SHAPE, f"holds {show_value(said)}, and should hold the numbers of rows and columns"
+                )
+            shape = tuple(said)
+            parts[WORDS] = PartSpec((torch.int32,), (ROWS, Along(1, per_word)))
             parts[SHAPE] = PartSpec(INDICES, sizes=((0, 2),))
+        else:
+            per_word = Fraction(1)
+            shape = matrix.size(WEIGHT, 2)
+            parts[WEIGHT] = PartSpec(self.types, (ROWS, Along(1)))
+        rows, columns = grid_of(self.block)
         sizes: tuple[tuple[int, int], ...] = ()
         if self.by_index:  # columns say which group they are of
             count = math.ceil(shape[1] / self.block[1])
@@ -153,19 +164,6 @@ class Grouped(Scheme):
                 (*self.types, *FLOATS), (rows, columns), sizes, loose, below, meaning
             )
         return Arrangement(shape, SHAPE if self.packed else WEIGHT, parts)
-
-    def _packed_shape(self, matrix: Quantised) -> tuple[int, int]:
-        """The shape of packed values."""
-        said = matrix.tensor(SHAPE).tolist()
-        if not (
-            isinstance(said, list)
-            and len(said) == 2
-            and all(type(one) is int and one > 0 for one in said)
-        ):
-            raise matrix.fault(
-                SHAPE, f"holds {show_value(said)}, and should hold the numbers of rows and columns"
-            )
-        return said[0], said[1]
 
     def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:
         if ending == SHAPE:
@@ -205,10 +203,7 @@ class Mxfp4(Scheme):
 
     needed = (BLOCKS, EXPONENTS)
     stands_for = ""
-
-    @property
-    def description(self) -> str:
-        return "MXFP4"
+    description = "MXFP4"
 
     def arrangement(self, matrix: Quantised) -> Arrangement:
         experts, outputs, blocks, _ = matrix.size(BLOCKS, 4)
