@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import copy
 import json
+import platform
+import re
+import shlex
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +34,7 @@ from surgeon.checkpoint.stored import Checkpoint, StoredModel
 from surgeon.checkpoint.tensor_file import StoredTensor, read_json
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
+from surgeon.language.sublayer import LayerShapes
 from surgeon.machine import avoid_cudnn_attention
 from surgeon.models.edit import edit, recipe_program
 from surgeon.models.families import family_of
@@ -38,7 +43,7 @@ from surgeon.models.shapes import ModelShapes, check_layers
 from surgeon.models.weights import FactorSource, ModelWeights, take_experts_apart
 from surgeon.models.weights.quantised import PackedTensor
 from surgeon.named import is_gguf, is_program, is_recipe, model_name, name_of, on_disk
-from surgeon.provenance import provenance
+from surgeon.version import FORMAT, __version__
 from surgeon.words import did_you_mean, first_few, show_value
 
 if TYPE_CHECKING:  # takes seconds, and who does not load it does without
@@ -100,6 +105,11 @@ class Model(StoredModel):
     def report(self) -> dict[str, Any] | None:
         """surgeon.json, the record of its export; None where it has none."""
         return read_report(self)
+
+    @cached_property
+    def layer_shapes(self) -> LayerShapes:
+        """Shapes of its layers' matrices, by the configuration."""
+        return self.family.layer_shapes(self.config)
 
     @cached_property
     def shapes(self) -> ModelShapes:
@@ -397,7 +407,8 @@ def from_files(
         vars(loaded).pop("_weight_conversions", None)  # saved, the decoder is a model of its own
     check_complete(stored.folder, report["mismatched_keys"], report["missing_keys"])
     made: PreTrainedModel = loaded
-    take_experts_apart(made)
+    if stored.family.mixture is not None:
+        take_experts_apart(made)
     return made
 
 
@@ -554,3 +565,45 @@ def streamed_layers(model: PreTrainedModel) -> StreamedLayers | None:
     if isinstance(layers, StreamedLayers):
         return layers
     return None
+
+
+def provenance(model: str, model_hash: str, *, seed: int | None = None, **more: Any) -> dict[str, Any]:
+    """Record a run: model, its hash, seed, the command line, versions, and further entries.
+
+    Args:
+        model: as the user named it.
+        model_hash: `Checkpoint.model_hash()` of it.
+        more: data, its hash, program, settings; values that JSON can hold.
+    """
+    return {
+        "format": FORMAT,
+        "command": command_line(),
+        "model": model,
+        "model_hash": model_hash,
+        **({} if seed is None else {"seed": seed}),
+        **more,
+        "versions": versions(),
+    }
+
+
+def command_line() -> str:
+    """Return the command as typed, with the program by its name alone, and without passwords."""
+    return shlex.join([Path(sys.argv[0]).name, *map(without_password, sys.argv[1:])])
+
+
+def without_password(text: str) -> str:
+    """Replace passwords of addresses (database://user:password@host) by stars."""
+    text = re.sub(r"(://[^/@:\s]*):\S*@", r"\1:***@", text)
+    return re.sub(r"([?&]password=)[^&\s]*", r"\1***", text)
+
+
+def versions() -> dict[str, str]:
+    """Return versions that the numbers depend on."""
+    import transformers
+
+    return {
+        "surgeon": __version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }

@@ -26,7 +26,6 @@ FLOORS = [
         "errors",
         "progress",
         "machine",
-        "provenance",
         "named",
         "words",
         "demo",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import surgeon
 from surgeon.commands.app import main
 from surgeon.language.recipe import parse_recipe
-from surgeon.opened import Model, choose_device, open_edited, open_model
+from surgeon.opened import Model, choose_device, open_edited, open_model, provenance
+from surgeon.version import FORMAT
 from tests.stored import configure
 
 PAIRED = "A0 F0 [A1 A2] [F1 F2] A3 F3"
@@ -134,3 +136,19 @@ def test_a_model_without_its_weights(tiny_checkpoint: Path, recipe: Path, tmp_pa
         None,
         whole.shapes.heads,
     )
+
+
+def test_a_record_says_what_was_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/some/where/bin/surgeon", "scan", "my model", "--seed", "3"])
+    record = provenance("my model", "abc", seed=3, data="demo")
+    assert record["format"] == FORMAT
+    assert record["command"] == "surgeon scan 'my model' --seed 3"
+    assert (record["model"], record["model_hash"], record["seed"], record["data"]) == (
+        "my model",
+        "abc",
+        3,
+        "demo",
+    )
+    assert record["versions"]["surgeon"] == surgeon.__version__
+    assert {"torch", "transformers", "python"} <= set(record["versions"])
+    assert "seed" not in provenance("m", "abc")

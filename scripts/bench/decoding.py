@@ -20,8 +20,8 @@ from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
 from surgeon.language.program import Program
 from surgeon.machine import threads_per_rank
 from surgeon.named import demo_model
+from surgeon.opened import versions
 from surgeon.processes.files import write_text
-from surgeon.provenance import versions
 from surgeon.quality.data import load_windows
 from surgeon.quality.sources import DEMO
 

@@ -40,8 +40,8 @@ from scripts.bench.tables import worse
 from scripts.commands import make_parser
 from scripts.vllm.engine import vllm_python
 from surgeon.machine import usable_cores
+from surgeon.opened import versions
 from surgeon.processes.files import write_text
-from surgeon.provenance import versions
 
 PROJECT = Path(__file__).resolve().parents[2]
 MEASURED = PROJECT / "docs" / "measured"

@@ -42,9 +42,8 @@ from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.models.edit import edit, recipe_program
-from surgeon.opened import load
+from surgeon.opened import load, provenance
 from surgeon.processes.files import write_table
-from surgeon.provenance import provenance
 from surgeon.quality.data import load_windows
 from surgeon.quality.head import HeldOutQuality
 from surgeon.quality.sources import DEMO, DEMO_TRAINING

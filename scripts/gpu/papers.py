@@ -45,10 +45,10 @@ from scripts.gpu.paper_specs import Measured, Place, Row, Spec
 from scripts.markdown import format_row
 from surgeon.checkpoint.tensor_file import read_json
 from surgeon.machine import describe_gpu
+from surgeon.opened import command_line, versions
 from surgeon.processes.files import finite, make_folder, write_json, write_table, write_text
 from surgeon.processes.rendezvous import rendezvous_at
 from surgeon.processes.torchrun import TorchrunEnvironment, read_environment
-from surgeon.provenance import command_line, versions
 from surgeon.runtime.worker.rank import be_rank
 from surgeon.words import first_line
 

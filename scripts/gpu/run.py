@@ -41,7 +41,7 @@ from scripts.gpu.checks import MODELS, checks
 from scripts.gpu.sides import Check, Judgement, Setup, Side
 from scripts.gpu.speeds import MEMORY, SPEEDS, speed_rows
 from surgeon.machine import describe_gpu, show_size
-from surgeon.provenance import versions
+from surgeon.opened import versions
 
 LIMIT_SECONDS = 570.0  # for everything
 CHECK_SECONDS = 180.0  # for one check on one side

@@ -36,9 +36,9 @@ from scripts.load.server import SURGEON, free_port, serving
 from scripts.markdown import print_table
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.demo import library_files
+from surgeon.opened import versions
 from surgeon.processes.files import write_json
 from surgeon.progress import progress
-from surgeon.provenance import versions
 
 PERCENTILES = (50, 90, 99)
 COMPLETIONS = "/v1/completions"

@@ -32,7 +32,7 @@ from surgeon.findings.explore import Exploration
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
 from surgeon.findings.training import HealRun
-from surgeon.provenance import versions
+from surgeon.opened import versions
 from surgeon.words import plural
 
 LAYERS = 30

@@ -46,8 +46,8 @@ from surgeon.models.weights import (
 )
 from surgeon.processes.journal import Journal
 from surgeon.progress import progress
-from surgeon.provenance import FORMAT
 from surgeon.quality.data import Windows
+from surgeon.version import FORMAT
 
 Part = tuple[str, int]  # a layer's attention or feed-forward: (kind, layer)
 Importance = dict[Part, Tensor]  # of each unit, (KV groups,) or (neurons,), float64

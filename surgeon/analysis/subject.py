@@ -19,10 +19,10 @@ from surgeon.machine import available_bytes, gpu_with_room, parse_size, show_siz
 from surgeon.models.edit import program_of
 from surgeon.models.weights import FactorSource, ScoredUnits, TruncatedSVD, UnitsByLayer
 from surgeon.opened import Model, load, load_streamed, open_model
-from surgeon.provenance import FORMAT
 from surgeon.quality import DEFAULT_TOKENS
 from surgeon.quality.data import Windows, default_data, load_windows, window_for
 from surgeon.quality.sources import file_and_column
+from surgeon.version import FORMAT
 
 _LEAST_ROOM = 64 << 20  # for the numbers of a single small task
 

@@ -135,7 +135,7 @@ class Capabilities:
             shortest = 1 if heatmap.varied else length
             try:
                 chosen = select([name], model.num_layers, max_length=length)
-                shapes = model.shapes.layer_shapes
+                shapes = model.layer_shapes
                 cells = selected_cells(
                     [chosen], model.num_layers, 0, model.family.steps_per_layer, shapes, model.own
                 )

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from surgeon.commands.command import command, option, several
 from surgeon.commands.options import COMPARED, Batches, Compress, ProgramText, VariantLayers
-from surgeon.provenance import provenance
 from surgeon.words import did_you_mean
 
 if TYPE_CHECKING:
@@ -190,6 +189,7 @@ def predict(
     from surgeon.cost.predict import read_chances
     from surgeon.findings.speeds import Predictions
     from surgeon.named import on_disk
+    from surgeon.opened import provenance
     from surgeon.processes.files import make_folder
     from surgeon.progress import progress
     from surgeon.runtime.plan.drafts import named_draft

@@ -26,7 +26,6 @@ from surgeon.machine import avoid_cudnn_attention, wait_asleep
 from surgeon.opened import Model, load, open_model
 from surgeon.processes.files import write_text
 from surgeon.progress import progress
-from surgeon.provenance import FORMAT
 from surgeon.quality.data import (
     LEAST_HELD_OUT,
     Windows,
@@ -85,6 +84,7 @@ from surgeon.searches.winners import (
 from surgeon.searches.workers import given_to_worker, interruptible, worker_processes
 from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.token_store import SELF
+from surgeon.version import FORMAT
 
 if TYPE_CHECKING:
     from surgeon.searches.accuracy import TaskAccuracy

@@ -92,8 +92,7 @@ def train(
     from surgeon.checkpoint.forms import lay_out
     from surgeon.exports.export import check_storage, check_target
     from surgeon.findings.training import ScratchRun
-    from surgeon.opened import open_model
-    from surgeon.provenance import provenance
+    from surgeon.opened import open_model, provenance
     from surgeon.training.model import announce, finish, say, say_proof, say_stages, train_model
     from surgeon.training.run import run_folder
     from surgeon.training.scratch.build import blueprint

@@ -44,9 +44,8 @@ from surgeon.cost.work import Forward, RankWork
 from surgeon.language.program import Program
 from surgeon.machine import threads_per_rank, usable_cores
 from surgeon.models.shapes import ModelShapes
-from surgeon.opened import Model, open_model
+from surgeon.opened import Model, command_line, open_model, versions
 from surgeon.progress import progress
-from surgeon.provenance import command_line, versions
 from surgeon.runtime.batching.blocks import blocks_for
 from surgeon.runtime.batching.request import Row
 from surgeon.runtime.batching.scheduler import Limits

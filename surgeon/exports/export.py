@@ -55,7 +55,7 @@ from surgeon.language.operations.applied import runs_whole_layers
 from surgeon.language.program import Program
 from surgeon.machine import Background, one_at_a_time, torch_threads
 from surgeon.models.weights import FactorSource, TruncatedSVD
-from surgeon.opened import Model
+from surgeon.opened import Model, versions
 from surgeon.processes.files import (
     check_space,
     is_full_disk,
@@ -66,7 +66,6 @@ from surgeon.processes.files import (
     write_json,
 )
 from surgeon.progress import Advance, stretch
-from surgeon.provenance import versions
 from surgeon.version import __version__
 from surgeon.words import did_you_mean, first_few
 

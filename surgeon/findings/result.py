@@ -17,7 +17,7 @@ import pandas as pd
 
 from surgeon.named import public
 from surgeon.processes.files import write_json, write_table
-from surgeon.provenance import FORMAT
+from surgeon.version import FORMAT
 from surgeon.words import (
     MOST_LAYERS,
     WIDTH,

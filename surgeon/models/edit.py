@@ -167,6 +167,8 @@ class EditedLayers(nn.Module):
         """Tell whether a sublayer has weights that no layer has, as an average, some units, a slice and factors."""
         if len(sublayer.layers) > 1 or sublayer.piece is not None:
             return True
+        if sublayer.width is None and sublayer.experts is None and not self.holds_factors:
+            return bool(sublayer.ranks)
         if sublayer not in self._derived:
             (layer,) = sublayer.layers
             weights = EditedLayers.view_weights(self)

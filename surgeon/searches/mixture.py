@@ -292,7 +292,7 @@ class Mixture:
         for space in self.spaces:
             edits = [edit for edit in choice if edit.space == space.name]
             for operation in space.operations(edits, program, self.model) if edits else ():
-                program = operation.apply(program, self.model.shapes.layer_shapes, self.model.own)
+                program = operation.apply(program, self.model.layer_shapes, self.model.own)
                 yield operation, program
         if not _attending_layers(program):
             raise ValueError(

@@ -132,7 +132,7 @@ class Pricing:
 
     def experts(self, program: Program) -> float:
         """Count a mixture's experts, in the mean over the unedited model's mixtures."""
-        shapes = self.model.shapes.layer_shapes
+        shapes = self.model.layer_shapes
 
         def counts(program: Program) -> list[int]:
             mixtures = (one for one in program.sublayers() if shapes.of(one).mixture is not None)
@@ -163,7 +163,7 @@ class Pricing:
         found = set(program.sublayers())
         sizes = self._sizes
         for sublayer in found - sizes.keys():
-            sizes[sublayer] = sublayer.parameters(self.model.shapes.layer_shapes)
+            sizes[sublayer] = sublayer.parameters(self.model.layer_shapes)
         return sum(sizes[sublayer] for sublayer in found)
 
     def seconds(self, program: Program, on: str, draft: Plan | None = None) -> float:
@@ -242,7 +242,7 @@ class Pricing:
     def _alike(self, program: Program) -> tuple[Node, ...]:
         """The nodes with one layer in place of all with the same window; those of other shapes stay."""
         windows = self.model.shapes.windows
-        others = self.model.shapes.layer_shapes.others
+        others = self.model.layer_shapes.others
         firsts = self._firsts
 
         def twin(sublayer: Sublayer) -> Sublayer:

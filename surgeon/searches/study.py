@@ -30,8 +30,8 @@ from optuna.storages.journal._file import get_lock_file
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import URL, event, exc, make_url
 
+from surgeon.opened import without_password
 from surgeon.processes.files import full_disk, is_full_disk, make_folder, name_file
-from surgeon.provenance import without_password
 from surgeon.searches.search import PROGRAM
 from surgeon.searches.workers import say_aside
 from surgeon.words import did_you_mean, first_line

@@ -183,7 +183,7 @@ def check_choice(mixture: Mixture, choice: Sequence[Edit], written: bool = True)
                 recipe = parse_recipe(Recipe("small", mixture.operations(choice)).to_yaml())
                 model = mixture.model
                 steps = model.family.steps_per_layer
-                again = recipe.program(model.num_layers, steps, model.shapes.layer_shapes)
+                again = recipe.program(model.num_layers, steps, model.layer_shapes)
         except ValueError as error:
             raise AssertionError(f"{shown}: {error}") from error
     assert program == mixture.program([*reversed(choice)]), (

@@ -24,8 +24,8 @@ from surgeon.findings.check import Check, Verdict
 from surgeon.findings.explore import Exploration, NextStep
 from surgeon.findings.scan import Scan
 from surgeon.language.recipe import read_recipe
+from surgeon.opened import provenance
 from surgeon.progress import TimeOver
-from surgeon.provenance import provenance
 
 
 def parse(commands: Sequence[NextStep]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from surgeon.provenance import FORMAT
+from surgeon.version import FORMAT
 
 BASE = 10.0
 ALL = (
@@ -41,7 +41,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def record(model: str = "tiny", model_hash: str = "a" * 64, **more: Any) -> dict[str, Any]:
-    """What `surgeon.provenance` writes."""
+    """What `surgeon.opened` writes."""
     own = {
         "format": FORMAT,
         "command": f"surgeon something {model}",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from surgeon.findings.explore import Exploration, NextStep
-from surgeon.provenance import FORMAT
+from surgeon.version import FORMAT
 
 LONG = "surgeon heal runs/explore/knee.yaml --data a.txt --distill logits --steps 100 --eval-tokens 1024 -o runs/healed"
 STEPS = [

@@ -79,7 +79,7 @@ def test_a_choice_is_a_recipe(edits: tuple[str, ...]) -> None:
     recipe = searching.recipe(choice(*edits), "demo", "ab" * 32)
     read = parse_recipe(recipe.to_yaml())
     assert (read.model, read.weights) == ("demo", "ab" * 32)
-    assert str(read.program(6, shapes=searching.model.shapes.layer_shapes)) == program
+    assert str(read.program(6, shapes=searching.model.layer_shapes)) == program
     assert read.expect.effective_depth == Program.parse(program).effective_depth()
 
 

@@ -15,7 +15,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from surgeon.commands.app import explain
-from surgeon.provenance import without_password
+from surgeon.opened import without_password
 from surgeon.searches import study as study_module
 from surgeon.searches.study import naming_storage, open_storage
 
@@ -217,7 +217,7 @@ def test_passwords_are_stars() -> None:
         without_password("postgresql://me@host/db demo:text@main")
         == "postgresql://me@host/db demo:text@main"
     )
-    command = "import sys; from surgeon.provenance import command_line; print(command_line())"
+    command = "import sys; from surgeon.opened import command_line; print(command_line())"
     shown = subprocess.run(
         [sys.executable, "-c", command, "--storage=postgresql://me:secret@h/d"],
         capture_output=True,

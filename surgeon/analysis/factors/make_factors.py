@@ -59,8 +59,8 @@ from surgeon.models.weights.decompose import (
 from surgeon.opened import EditedModel
 from surgeon.processes.files import write_json
 from surgeon.progress import progress
-from surgeon.provenance import FORMAT
 from surgeon.quality.data import Windows
+from surgeon.version import FORMAT
 
 
 def make_factors(

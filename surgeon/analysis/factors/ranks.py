@@ -38,9 +38,9 @@ from surgeon.language.recipe import Recipe
 from surgeon.language.sublayer import WRITING, Sublayer
 from surgeon.machine import parse_size
 from surgeon.models.edit import as_stored
+from surgeon.opened import command_line
 from surgeon.processes.files import write_text
 from surgeon.progress import progress
-from surgeon.provenance import command_line
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import Values, estimate
 from surgeon.words import did_you_mean

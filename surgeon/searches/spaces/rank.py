@@ -47,7 +47,7 @@ class LowRanks(ShareSpace):
 
     def kept(self, model: Model, kind: str, share: float) -> tuple[tuple[str, int], ...]:
         """Ranks of the matrices that two factors are smaller than."""
-        shapes = model.shapes.layer_shapes.matrices
+        shapes = model.layer_shapes.matrices
         ranks = {
             role: rank_for(share, *shapes[role]) for role in ROLES[HALVES[kind][0]] if role in shapes
         }

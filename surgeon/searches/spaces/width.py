@@ -38,7 +38,7 @@ class Widths(ShareSpace):
         return super().claims(edit) | claims_of_slices(edit, kind_of(edit))
 
     def edits(self, model: Model) -> Iterator[Edit]:
-        shapes = model.shapes.layer_shapes
+        shapes = model.layer_shapes
         for edit in super().edits(model):
             if all(
                 kind_of(edit) in shapes.of(Sublayer(kind_of(edit), (layer,))).units
@@ -49,7 +49,7 @@ class Widths(ShareSpace):
     def kept(self, model: Model, kind: str, share: float) -> int:
         """Number of units kept; 0 for all of them, or if they cannot be told apart."""
         (of,) = HALVES[kind]
-        units = model.shapes.layer_shapes.units.get(of)
+        units = model.layer_shapes.units.get(of)
         if units is None:
             return 0
         count = count_of(share, of, units)

@@ -20,7 +20,7 @@ def test_a_share_is_kept_of_every_matrix(family: str) -> None:
         family, 3, **({"ffn_dim": 48, "word_embed_proj_dim": 32} if family == "opt" else {})
     )
     space = Mixture(parse_spaces("rank:0.5"), model)
-    shapes = model.shapes.layer_shapes
+    shapes = model.layer_shapes
     dense = model.program.parameters(shapes)
     left = space.program(space.edits).parameters(shapes)
     assert 0.45 * dense < left <= 0.5 * dense
