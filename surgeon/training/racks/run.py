@@ -278,14 +278,9 @@ def rack_folder(run: Path, index: int, replica: int = 0) -> Path:
     return folder
 
 
-def start_file(run: Path, index: int) -> Path:
-    """A rack as it begins."""
-    return run / START / f"rack-{index}.safetensors"
-
-
-def teacher_file(run: Path, index: int) -> Path:
-    """A rack's part of the original."""
-    return run / START / f"teacher-{index}.safetensors"
+def start_file(run: Path, index: int, of: str = "rack") -> Path:
+    """A rack as it begins, or its part of the original, the "teacher"."""
+    return run / START / f"{of}-{index}.safetensors"
 
 
 def write_texts(run: Path, texts: TrainTexts) -> None:
