@@ -31,7 +31,6 @@ from surgeon.processes.files import (
     publish,
     scratch,
     sync_tree,
-    whole_file,
     write_json,
 )
 from surgeon.progress import progress
@@ -338,11 +337,3 @@ def as_table(rows: list[Row], names: tuple[str, ...], window: int) -> pa.Table:
     return pa.table(
         {name: pa.FixedSizeListArray.from_arrays(pa.array(each), window) for name, each in flat.items()}
     )
-
-
-def write_rows(path: Path, rows: datasets.Dataset) -> None:
-    """Write rows to a file of Arrow, whole or not at all."""
-    with whole_file(path) as beside, ArrowWriter(path=str(beside), features=rows.features) as writer:
-        for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
-            writer.write_table(table)
-        writer.finalize()

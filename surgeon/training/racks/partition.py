@@ -133,12 +133,6 @@ class Racks:
     def last(self) -> int:
         return len(self.ranges) - 1
 
-    def private(self, index: int) -> range:
-        """Nodes that a rack's private coda is made like; none for the last rack."""
-        if index == self.last:
-            return range(0)
-        return self.coda
-
 
 def allowed_cuts(program: Program) -> list[int]:
     """Layers, above 0, at which a rack may begin."""
