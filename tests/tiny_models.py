@@ -356,6 +356,14 @@ def tiny_model(
     return model.eval()
 
 
+def sizes_of(config: Any) -> tuple[int, int]:
+    """Parameters of the layers of a configuration's model, and of all else in it."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = [p.numel() for name, p in model.named_parameters() if ".layers." in name or ".h." in name]
+    return sum(layers), sum(p.numel() for p in model.parameters()) - sum(layers)
+
+
 def disturb(model: nn.Module, seed: int = 0) -> None:
     """Give every weight a size that matters: gains between 0.5 and 1.5, biases and shifts around 0.2, wide matrices."""
     generator = torch.Generator().manual_seed(seed + 1)

@@ -46,7 +46,8 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.training.scratch.tracks import count_parameters, narrow, track_program
+from surgeon.training.scratch.tracks import narrow, track_program
+from tests.tiny_models import sizes_of
 
 LAYERS = 16
 CONFIG = llama_config(num_hidden_layers=LAYERS)
@@ -111,8 +112,8 @@ def lines(
     models: Models, delay: float, results: Sequence[Result], options: argparse.Namespace
 ) -> Iterator[str]:
     native = narrow(CONFIG, models.ranks, 1)[0]
-    sizes = {name: count_parameters(config) for name, config in (("dense", CONFIG), ("native", native))}
-    said = (f"{name} {size.layers / 1e6:.2f}M + {size.ends / 1e6:.2f}M" for name, size in sizes.items())
+    sizes = {name: sizes_of(config) for name, config in (("dense", CONFIG), ("native", native))}
+    said = (f"{name} {layers / 1e6:.2f}M + {ends / 1e6:.2f}M" for name, (layers, ends) in sizes.items())
     yield f"### {models.ranks} ranks, {f'a link of {delay:g} ms' if delay else 'shared memory'}\n"
     yield (
         f"Parameters of layers + ends: {', '.join(said)}; tracks are {native.hidden_size} wide with "

@@ -188,12 +188,10 @@ class TextTokens:
         if not seams:  # they never agree
             (rest,) = self._code([block.text[_OVERLAP:]])
             return np.concatenate([self._held, rest + np.array([0, _OVERLAP, _OVERLAP], np.int32)])
-
-        def agreeing(seam: tuple[int, int]) -> int:
-            left, place = seam
-            return count_alike(held[left : left + _AGREEING], common[place:])
-
-        left, place = max(seams, key=agreeing)
+        left, place = max(
+            seams,
+            key=lambda seam: count_alike(held[seam[0] : seam[0] + _AGREEING], common[seam[1] :]),
+        )
         return np.concatenate([self._held[:left], coded[place:]])
 
 

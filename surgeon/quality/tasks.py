@@ -332,14 +332,26 @@ def load_tasks(
         for task in (item.get_all_tasks() if isinstance(item, Group) else [item])
     ]
     names = [task.task_name for task, _ in every]
-    for name in names:
-        if names.count(name) > 1:  # the results would hold only one of them
-            raise ValueError(f"task {name} is there twice; name it once, or rename the file")
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:  # the results would hold only one of them
+        raise ValueError(f"task {twice[0]} is there twice; name it once, or rename the file")
     # A manager without tasks of its own: it only brings these into the form that `evaluate` takes.
     roots = [item for item, _ in items]
     tasks = Tasks(roots, dict(TaskManager(include_defaults=False).load(roots)), files)
-    for task, shots in every:
-        _set_shots(task, shots if num_fewshot is None else num_fewshot, tasks)
+    for task, preset in every:
+        asked = preset if num_fewshot is None else num_fewshot
+        own = task.get_config("num_fewshot")
+        shots = own or 0
+        if asked and own == 0:  # which it keeps, as in lm-eval
+            tasks.notes.append(f"{task.task_name} is defined without few-shot examples and gets none")
+        elif asked is not None and own != 0:
+            shots = asked
+            source = str(task.get_config("dataset_path"))
+            if source in files and (rows := len({repr(row) for row in task.eval_docs})) <= asked:
+                raise ValueError(
+                    f"{source} has {rows} different rows: too few for {asked} examples and one question"
+                )
+        task.set_config(key="num_fewshot", value=shots)
         _check_task(task, positions)
     return tasks
 
@@ -413,22 +425,6 @@ def _build(manager: TaskManager, name: str, given: str) -> list[Any]:
         ) from error
     groups = list(built["groups"].values())  # the one that was asked for first
     return groups[:1] or list(built["tasks"].values())
-
-
-def _set_shots(task: Any, wanted: int | None, tasks: Tasks) -> None:
-    """Set the number of few-shot examples; a task with 0 in its settings keeps it, as in lm-eval."""
-    own = task.get_config("num_fewshot")
-    shots = own or 0
-    if wanted and own == 0:
-        tasks.notes.append(f"{task.task_name} is defined without few-shot examples and gets none")
-    elif wanted is not None and own != 0:
-        shots = wanted
-        source = str(task.get_config("dataset_path"))
-        if source in tasks.files and (rows := len({repr(row) for row in task.eval_docs})) <= wanted:
-            raise ValueError(
-                f"{source} has {rows} different rows: too few for {wanted} examples and one question"
-            )
-    task.set_config(key="num_fewshot", value=shots)
 
 
 def _check_task(task: Any, positions: int) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 from accelerate import PartialState
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import DistNetworkError
 from transformers import (
@@ -29,7 +28,6 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 
 from surgeon.checkpoint.tensor_file import FileRecord, change_of, read_json
-from surgeon.models.lora import PeftModel
 from surgeon.processes.files import HALF_WRITTEN, check_space, publish, sync_tree, whole_file, write_json
 from surgeon.progress import Advance
 from surgeon.quality.summary import Quality
@@ -145,12 +143,17 @@ class RunCheckpoints(TrainerCallback):
         self.require_best(state)
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Publish the checkpoint once every process has written its part."""
+        """Publish the checkpoint once every process has written its part, and remove others."""
         self.name_best(state)
         processes = PartialState()
         processes.wait_for_everyone()
         if args.should_save:
-            self.publish(state)
+            written = self.staging / f"checkpoint-{state.global_step}"
+            state.save_to_json(str(written / STATE_FILE))
+            write_manifest(written)
+            sync_tree(written)
+            publish(written, self.folder / written.name)
+            self._remove_needless(state)
         processes.wait_for_everyone()
 
     def require_room(self, model: Any, frozen: bool = False) -> None:
@@ -189,15 +192,6 @@ class RunCheckpoints(TrainerCallback):
                 f"{best} has the best weights: {fault}; remove {self.folder} to begin again"
             )
 
-    def publish(self, state: TrainerState) -> None:
-        """Complete the written checkpoint by the run's state and its manifest, give it its name, and remove others."""
-        written = self.staging / f"checkpoint-{state.global_step}"
-        state.save_to_json(str(written / STATE_FILE))
-        write_manifest(written)
-        sync_tree(written)
-        publish(written, self.folder / written.name)
-        self._remove_needless(state)
-
     def _remove_needless(self, state: TrainerState) -> None:
         there = self.until(state.global_step)
         best = {state.best_global_step} & set(there) if self.keeps_best else set()
@@ -230,20 +224,6 @@ def checkpoint_bytes(model: Any, frozen: bool) -> int:
     trained = sum(one.numel() * one.element_size() for _, one in trained_parameters(model))
     every = sum(one.numel() * one.element_size() for one in model.parameters()) if frozen else trained
     return every + _STATES_OF_ADAM * trained
-
-
-def write_trained(model: Any, folder: Path) -> None:
-    """Write the trained parameters in the Trainer's format; frozen ones follow from the model itself."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, PeftModel):
-        # Whether the vocabulary has changed would be looked up on the hub.
-        model.save_pretrained(str(folder), save_embedding_layers=False)
-    else:
-        save_file(
-            drop_shared(dict(trained_parameters(model))),
-            folder / WEIGHTS_FILE,
-            metadata={"format": "pt"},
-        )
 
 
 def drop_shared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

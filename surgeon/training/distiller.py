@@ -310,7 +310,7 @@ class Distiller:
     moves to the device of the student's batches.
 
     Attributes:
-        shared: number of nodes after which the teacher's pass begins, with the student's stream (`share`).
+        shared: number of nodes after which the teacher's pass begins, with the student's stream (`shared_prefix`).
 
     Args:
         program: the student's, in the numbers of the original's layers.
@@ -331,10 +331,6 @@ class Distiller:
         if distillation.hidden:
             layers = len(own) // family_of(teacher.config).steps_per_layer
             self.counterparts = counterparts(program, layers)
-
-    def share(self, student: nn.Module) -> None:
-        """Let the teacher begin where a student, as it is and will be trained, leaves it (`shared_prefix`)."""
-        self.shared = shared_prefix(student, self.teacher, self.program)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute the loss of a micro-batch, a mean over its predicted tokens, and its parts.
@@ -446,31 +442,24 @@ def distilled_loss(
     predicted = labels != IGNORED
     items = predicted.sum().clamp_min(1)
     if taught.streams:
-        errors = [
-            relative_error(streams[node], wanted, predicted) for node, wanted in taught.streams.items()
-        ]
-        hidden = torch.stack([error.to(loss.device) for error in errors]).sum() / taught.places
+        # |s - t|^2 / |t|^2 summed over tokens; deep streams, which are large, count no more than others.
+        errors = []
+        for node, teachers in taught.streams.items():
+            student = streams[node]
+            if student.shape != teachers.shape:
+                raise ValueError(
+                    f"the teacher's stream has {teachers.shape[-1]} numbers for a token and the student's "
+                    f"{student.shape[-1]}; distil the logits only, or from the model that the program is of"
+                )
+            wanted = teachers.to(student.device).float()
+            error = (student.float() - wanted).square().sum(-1)
+            size = wanted.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
+            summed = torch.where(predicted.to(student.device), error / size, 0).sum()
+            errors.append(summed.to(loss.device))
+        hidden = torch.stack(errors).sum() / taught.places
         loss = loss + distillation.hidden * hidden
         sums["hidden"] = hidden.detach()
     return {"loss": loss / items, **{name: sums[name] / items for name in distillation.parts}}
-
-
-def relative_error(student: Tensor, teacher: Tensor, predicted: Tensor) -> Tensor:
-    """S - t|^2 / |t|^2 summed over tokens, a number; deep streams, which are large, count no more than others.
-
-    Args:
-        student, teacher: (windows, tokens, hidden).
-        predicted: (windows, tokens), tokens that count.
-    """
-    if student.shape != teacher.shape:
-        raise ValueError(
-            f"the teacher's stream has {teacher.shape[-1]} numbers for a token and the student's {student.shape[-1]}; "
-            "distil the logits only, or from the model that the program is of"
-        )
-    wanted = teacher.to(student.device).float()
-    error = (student.float() - wanted).square().sum(-1)
-    size = wanted.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
-    return torch.where(predicted.to(student.device), error / size, 0).sum()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ al. 2024, arXiv 2410.10989, section 3.2), and none for tokens at which nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from importlib.util import find_spec
@@ -188,7 +188,10 @@ class LogitsTask:
         labels = self.labels[rows.to(self.labels.device)]
         labels = labels.to(logits.device)
         sums = []
-        for block in blocks(logits):
+        limit = BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cpu"])
+        size = max(LEAST_ROWS, limit // (4 * logits.shape[1]))
+        for start in range(0, len(logits), size):
+            block = slice(start, start + size)
             student = head.finished(logits[block].to(torch.promote_types(logits.dtype, torch.float32)))
             divergence, nll, gradient = self._block(target, block, labels[block], student)
             sums.append(torch.stack([divergence, nll]))
@@ -224,13 +227,6 @@ def _times(slope: Tensor, weight: float) -> Tensor:
     if weight == 1:
         return slope
     return slope.mul_(weight)
-
-
-def blocks(logits: Tensor) -> Iterator[slice]:
-    """Blocks of rows of logits, (tokens, vocabulary), that fit the memory limit."""
-    limit = BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cpu"])
-    rows = max(LEAST_ROWS, limit // (4 * logits.shape[1]))
-    return (slice(start, start + rows) for start in range(0, len(logits), rows))
 
 
 # Of logits at a time: so many that reading the matrix, and adding to its gradient, is little beside the products.

@@ -41,7 +41,7 @@ from surgeon.training.checkpoints import (
     remove_checkpoint,
     remove_partial,
 )
-from surgeon.training.distiller import Distiller, TeacherLogits
+from surgeon.training.distiller import Distiller, TeacherLogits, shared_prefix
 from surgeon.training.head_loss import LossParts
 from surgeon.training.racks.partition import Racks
 from surgeon.training.scope import choose_or_adapt
@@ -365,8 +365,7 @@ def train(
         # Factors may be transposed, which cannot be shared out among processes.
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()
-        if settings.lora is not None:
-            torch.manual_seed(settings.seed)  # adapters begin with random numbers
+        torch.manual_seed(settings.seed)  # adapters begin with random numbers
         trained: Any = choose_or_adapt(model, program, settings)
         task = task or _make_task(original, program, texts, settings, folder, trained, arguments)
         if task.uses_all and arguments.ddp_find_unused_parameters is None:
@@ -396,7 +395,12 @@ def train(
         )
         with bar as log.advance:
             if is_first:
-                log.before = _measure_before(folder, task.measure, trained)
+                measured = read_record(folder).get(_BEFORE)
+                if measured is None:
+                    log.before = task.measure(trained, 0)
+                    add_to_record(folder, {_BEFORE: log.before.to_json()})
+                else:
+                    log.before = Quality.from_json(measured)
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             trained = trainer.whole_model()
         if trained is None:
@@ -406,15 +410,6 @@ def train(
         whole: Any = trained.get_base_model() if isinstance(trained, PeftModel) else trained
         whole.config.use_cache = caches  # which the Trainer has turned off
         return Trained(step, step * tokens, log.seconds, task.original, log.before, after, trained)
-
-
-def _measure_before(folder: Path, measure: Measure, model: nn.Module) -> Quality:
-    known = read_record(folder).get(_BEFORE)
-    if known is not None:
-        return Quality.from_json(known)
-    found = measure(model, 0)
-    add_to_record(folder, {_BEFORE: found.to_json()})
-    return found
 
 
 def _make_task(
@@ -440,7 +435,7 @@ def _make_task(
         distiller = Distiller(wanted, program, original)
         # A compiled student hides its stream, and noise changes it.
         if not (arguments.torch_compile or arguments.neftune_noise_alpha):
-            distiller.share(student)
+            distiller.shared = shared_prefix(student, distiller.teacher, program)
         return replace(task, towards=distiller.loss)
     stored = TeacherLogits(folder / TEACHER_FOLDER, texts.training, wanted.kept, wanted.temperature)
     stored.make(original)

@@ -12,12 +12,10 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -166,7 +164,12 @@ def adapter_targets(
     """
     layers = edited_layers(model)
     inside = {id(inner) for module in _modules(model, scope, program) for inner in module.modules()}
-    among = inside & {id(inner) for module in _beside_mixtures(layers) for inner in module.modules()}
+    among = set[int]()
+    if layers.family.mixture is not None:
+        for sublayer in layers.program.sublayers():
+            if sublayer.kind == FEED_FORWARD:
+                for module in modules_of(layers, sublayer, lambda spec: spec.modules):
+                    among |= inside & {id(inner) for inner in module.modules()}
     linears = [
         (name, module)
         for name, module in model.named_modules()
@@ -191,13 +194,6 @@ def adapter_targets(
         [name for name, weight in each if id(weight) not in left] for each in (matrices, parameters)
     )
     return modules, others
-
-
-def _beside_mixtures(layers: EditedLayers) -> Iterator[nn.Module]:
-    """The feed-forwards of a program on an architecture of mixtures."""
-    for sublayer in layers.program.sublayers() if layers.family.mixture is not None else ():
-        if sublayer.kind == FEED_FORWARD:
-            yield from modules_of(layers, sublayer, lambda spec: spec.modules)
 
 
 def add_adapters(
@@ -321,25 +317,6 @@ def group_modules(model: nn.Module) -> list[list[nn.Module]]:
 
 def _parameters(modules: list[nn.Module]) -> set[int]:
     return {id(parameter) for module in modules for parameter in module.parameters()}
-
-
-@torch.no_grad()
-def gather_whole(parameter: Tensor) -> Tensor:
-    """A parameter in one piece; where it is sharded, all processes ask at the same time."""
-    if isinstance(parameter, DTensor):
-        return parameter.full_tensor()
-    return parameter.detach()
-
-
-@torch.no_grad()
-def set_whole(parameter: Tensor, numbers: Tensor) -> None:
-    """Set a parameter to numbers that every process has; of a sharded one each takes its own."""
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        numbers = distribute_tensor(
-            numbers.to(parameter.device), mesh, parameter.placements, src_data_rank=None
-        )
-    parameter.copy_(numbers)
 
 
 def shard_parameters(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool:

@@ -99,7 +99,21 @@ class SelfText(TextSource):
                 f"{original.name} has neither BOS nor EOS, from which it could write a text; give one to heal on"
             )
         self._start = int(start)
-        self._before, self._behind = ([], []) if not tokenizer.chat_template else _around_turn(tokenizer)
+        # Tokens that the chat template puts before a user's first turn, and behind it up to the answer.
+        self._before = list[int]()
+        self._behind = list[int]()
+        if tokenizer.chat_template:
+            turn = [{"role": "user", "content": _MARK}]
+            text = chat_text(tokenizer, turn, "the model that writes text")
+            before, mark, behind = text.partition(_MARK)
+            encoder = Encoder(tokenizer)
+            self._before = encoder(before, special=False)
+            self._behind = encoder(behind, special=False)
+            if not (mark and self._before and self._behind) or _MARK in behind:
+                raise ValueError(
+                    "the chat template does not put something before a user's turn and behind it, so that no "
+                    "conversation can be made up; give another one"
+                )
         self._room = window - len(self._before) - len(self._behind)  # for a turn and its answer
         if self._before and self._room < 2:
             raise ValueError(
@@ -235,17 +249,3 @@ def _read_tokens(stream: Stream) -> list[int]:
     for event in stream:
         answer.add(event)
     return answer.tokens
-
-
-def _around_turn(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Tokens that a chat template puts before a user's first turn, and behind it up to the answer."""
-    text = chat_text(tokenizer, [{"role": "user", "content": _MARK}], "the model that writes text")
-    before, mark, behind = text.partition(_MARK)
-    encoder = Encoder(tokenizer)
-    around = encoder(before, special=False), encoder(behind, special=False)
-    if not (mark and all(around)) or _MARK in behind:
-        raise ValueError(
-            "the chat template does not put something before a user's turn and behind it, so that no conversation can "
-            "be made up; give another one"
-        )
-    return around

@@ -241,7 +241,17 @@ def load_texts(
             rests.append(rest)
         if measured is not None:
             require_apart(text, measured)
-    training = texts[0] if len(texts) == 1 else mix_texts(texts, several)
+    training = texts[0]
+    if len(texts) > 1:
+        weights = list(several.values())
+        follows = [[text.digest, weight] for text, weight in zip(texts, weights, strict=True)]
+        training = TrainingText(
+            datasets.concatenate_datasets([text.rows for text in texts]),
+            ", ".join(f"{name}={weight:g}" for name, weight in several.items()),
+            hashlib.sha256(json.dumps(follows).encode()).hexdigest(),
+            tuple(note for text in texts for note in text.notes),
+            parts=tuple(zip(map(len, texts), weights, strict=True)),
+        )
     if measured is not None:
         return TrainTexts(training, measured)
     rows = datasets.concatenate_datasets(rests)
@@ -362,19 +372,6 @@ def pad_pieces(found: Iterable[Tokens], source: str) -> Windows:
         )
     ids, answers = (pad_sequence(list(each), batch_first=True) for each in zip(*parts, strict=True))
     return Windows(ids, source, digest_of(torch.stack([ids, answers.long()])), answers=answers)
-
-
-def mix_texts(texts: Sequence[TrainingText], several: Mapping[str, float]) -> TrainingText:
-    """Join several texts, with their weights."""
-    parts = tuple(zip(map(len, texts), several.values(), strict=True))
-    follows = json.dumps([[text.digest, weight] for text, (_, weight) in zip(texts, parts, strict=True)])
-    return TrainingText(
-        datasets.concatenate_datasets([text.rows for text in texts]),
-        ", ".join(f"{name}={weight:g}" for name, weight in several.items()),
-        hashlib.sha256(follows.encode()).hexdigest(),
-        tuple(note for text in texts for note in text.notes),
-        parts=parts,
-    )
 
 
 def with_chat_template(tokenizer: Any, template: str | Path | None) -> Any:

@@ -31,7 +31,6 @@ from surgeon.processes.files import (
     publish,
     scratch,
     sync_tree,
-    whole_file,
     write_json,
 )
 from surgeon.progress import progress
@@ -55,7 +54,8 @@ Row = dict[str, NDArray[np.int32]]
 IGNORED = -100  # a label of what is not to be predicted, as PyTorch's losses have it
 # Model types whose masks `transformers` makes without positions.
 ATTEND_ACROSS = ("falcon", "gpt_oss", "llama4_text", "opt")
-_NOTHING = np.zeros((3, 0), np.int32)  # no marked tokens (`_mark`)
+# Marked tokens are (3, tokens): ids, 1 at the first token of a document, 1 at answers.
+_NOTHING = np.zeros((3, 0), np.int32)
 _OPEN = 64  # windows that documents may still be put into
 
 
@@ -105,13 +105,16 @@ class Packer:
         self.window = window
         self.documents = documents_of(documents)
         self.pad = pad
-        # Windows, as their marked tokens (`_mark`).
+        # Windows, as their marked tokens.
         self._open = [_NOTHING] if documents != "whole" else []
         self._document = _NOTHING  # a whole one, as far as it has come
         self._begins = True  # a document, with the next token
 
     def add(self, tokens: Tokens) -> Iterator[Row]:
-        marked = _mark(tokens, self._begins)
+        marked = np.zeros((3, len(tokens.ids)), np.int32)
+        marked[0] = tokens.ids
+        marked[1, :1] = self._begins
+        marked[2] = 1 if tokens.answer is None else tokens.answer
         self._begins = tokens.ends or (self._begins and not len(tokens.ids))
         if self.documents != "whole":
             (held,) = self._open
@@ -178,14 +181,6 @@ def split_documents(rows: datasets.Dataset) -> Iterator[Tokens]:
             answer = (labels != IGNORED) & (np.arange(len(ids)) > 0)
             if answer.any():
                 yield Tokens(ids, answer)
-
-
-def _mark(tokens: Tokens, begins: bool) -> NDArray[np.int32]:
-    """(3, tokens): ids, 1 at the first token of a document, 1 at answers."""
-    found = np.zeros((3, len(tokens.ids)), np.int32)
-    found[0], found[2] = tokens.ids, 1 if tokens.answer is None else tokens.answer
-    found[1, :1] = begins
-    return found
 
 
 SELF = "self"  # text that the original of an edited model writes (`surgeon.training.self_text`)
@@ -342,11 +337,3 @@ def as_table(rows: list[Row], names: tuple[str, ...], window: int) -> pa.Table:
     return pa.table(
         {name: pa.FixedSizeListArray.from_arrays(pa.array(each), window) for name, each in flat.items()}
     )
-
-
-def write_rows(path: Path, rows: datasets.Dataset) -> None:
-    """Write rows to a file of Arrow, whole or not at all."""
-    with whole_file(path) as beside, ArrowWriter(path=str(beside), features=rows.features) as writer:
-        for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
-            writer.write_table(table)
-        writer.finalize()

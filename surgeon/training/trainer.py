@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -26,11 +27,12 @@ from surgeon.models.lora import PeftModel
 from surgeon.processes.files import is_full_disk, show_bytes
 from surgeon.quality.summary import Quality
 from surgeon.training.checkpoints import (
+    WEIGHTS_FILE,
     RunCheckpoints,
     checkpoint_bytes,
+    drop_shared,
     naming_unreadable,
     trained_parameters,
-    write_trained,
 )
 from surgeon.training.head_loss import LossParts, text_loss
 from surgeon.training.scope import follow_checkpoint, routers_of, shard_parameters
@@ -298,10 +300,17 @@ class ModelTrainer(Trainer):
     # Checkpoints
 
     def save_model(self, output_dir: str | None = None, *_: Any, **__: Any) -> None:
-        """Write what is trained; FSDP and DeepSpeed write it themselves, with the optimiser's state."""
+        """Write what is trained; all else follows from the model. FSDP and DeepSpeed write by themselves."""
         if self.args.should_save and self.empty is None:
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            write_trained(model, Path(output_dir or str(self.args.output_dir)))
+            folder = Path(output_dir or str(self.args.output_dir))
+            folder.mkdir(parents=True, exist_ok=True)
+            if isinstance(model, PeftModel):
+                # Whether the vocabulary has changed would be looked up on the hub.
+                model.save_pretrained(str(folder), save_embedding_layers=False)
+            else:
+                trained = drop_shared(dict(trained_parameters(model)))
+                save_file(trained, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
     # Private, as is all of the Trainer that reads a checkpoint: around `train` an error of the checkpoint, which a user
     # is told to remove, could not be told from others.

@@ -15,7 +15,7 @@ from scripts.training.sweep import configurations
 from surgeon.language.program import Program
 from surgeon.training.scratch.build import Blueprint, blueprint
 from surgeon.training.scratch.config import parse_config, read_config_file
-from surgeon.training.scratch.tracks import count_parameters
+from tests.tiny_models import sizes_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "train"
 SYNCS = {
@@ -37,9 +37,9 @@ def plan_of(name: str) -> Blueprint:
 def test_all_are_known() -> None:
     assert {path.stem for path in FOLDER.glob("*.yaml")} == {*SYNCS, "mixture", "dense-16"}
     assert plan_of("mixture").program.sync_points(2) == 16
-    assert count_parameters(plan_of("mixture").architecture).layers == pytest.approx(5.0e6, rel=0.1)
+    assert sizes_of(plan_of("mixture").architecture)[0] == pytest.approx(5.0e6, rel=0.1)
     assert plan_of("dense-16").program == Program.dense(16)
-    assert count_parameters(plan_of("dense-16").architecture).layers == pytest.approx(3.2e6, rel=0.1)
+    assert sizes_of(plan_of("dense-16").architecture)[0] == pytest.approx(3.2e6, rel=0.1)
 
 
 @pytest.mark.parametrize("name", SYNCS)
@@ -48,7 +48,7 @@ def test_it_describes_a_model(name: str) -> None:
     assert found.program.sync_points(2) == SYNCS[name]
     assert found.config.settings == plain.config.settings
     assert found.config.data == plain.config.data
-    sizes = [count_parameters(each.architecture).layers for each in (plain, found)]
+    sizes = [sizes_of(each.architecture)[0] for each in (plain, found)]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(found.architecture)
@@ -60,4 +60,4 @@ def test_programs_of_the_sweep_are_of_one_size() -> None:
     assert len(models) == 36
     for program, _, _, keys in models[::9]:
         found = blueprint(parse_config(json.dumps(keys)))
-        assert count_parameters(found.architecture).layers == pytest.approx(221_952, rel=0.01), program
+        assert sizes_of(found.architecture)[0] == pytest.approx(221_952, rel=0.01), program

@@ -11,7 +11,7 @@ import pytest
 
 from surgeon.training.scratch.build import Blueprint, blueprint
 from surgeon.training.scratch.config import ScratchConfig, read_config_file
-from surgeon.training.scratch.tracks import count_parameters
+from tests.tiny_models import sizes_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "train" / "papers"
 CONFIGS = {path.stem: read_config_file(path) for path in sorted(FOLDER.glob("*.yaml"))}
@@ -62,7 +62,7 @@ def test_it_describes_the_papers_model(name: str) -> None:
     dense = plan_of(replace(plan.config, tracks=None))
     # LLaMA's 7B are 6.74B.
     assert dense.parameters == pytest.approx(1e9 * float(size_of(name)[:-1]), rel=0.04)
-    layers = [count_parameters(one.architecture).layers for one in (dense, plan)]
+    layers = [sizes_of(one.architecture)[0] for one in (dense, plan)]
     # Tracks have narrower embeddings, and as large layers.
     assert layers[1] == pytest.approx(layers[0], rel=0.01)
 

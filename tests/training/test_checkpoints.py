@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from surgeon.training import checkpoints
+from surgeon.training import trainer
 from surgeon.training.checkpoints import checkpoints_of, drop_shared, write_manifest
 from tests.training.runs import record, run, same, student, tables, weights
 
@@ -45,7 +45,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "error"),
     [
-        ("surgeon.training.checkpoints.save_file", OSError(28, "No space left on device")),
+        ("surgeon.training.trainer.save_file", OSError(28, "No space left on device")),
         (
             "torch.save",
             RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
@@ -56,7 +56,7 @@ def test_a_full_disk_costs_one_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
 ) -> None:
     whole = weights(run(tmp_path / "whole"))
-    written: Any = checkpoints.save_file if "save_file" in place else torch.save
+    written: Any = trainer.save_file if "save_file" in place else torch.save
 
     def full(content: Any, path: Any, **options: Any) -> None:
         written(content, path, **options)

@@ -49,7 +49,7 @@ def batch() -> dict[str, torch.Tensor]:
 def test_one_pass_for_both(family: str, program: str, nodes: int) -> None:
     student, teacher = pair_of(family, program)
     apart, shared = (Distiller(SETTINGS, Program.parse(program), teacher) for _ in range(2))
-    shared.share(student)
+    shared.shared = shared_prefix(student, shared.teacher, Program.parse(program))
     assert shared.shared == nodes
     called: list[str] = []
     spies = [

@@ -253,10 +253,6 @@ class RackModel:
     model: PreTrainedModel
 
     @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
     def is_last(self) -> bool:
         return self.index == self.racks.last
 
@@ -365,9 +361,10 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
     require_known(whole)
     family = found.family
     nodes = found.program.nodes
-    own, private = (
-        [nodes[place] for place in part] for part in (racks.ranges[index].nodes, racks.private(index))
-    )
+    own = [nodes[place] for place in racks.ranges[index].nodes]
+    private = list[Node]()  # which its own coda is made like; the last rack has none
+    if index != racks.last:
+        private = [nodes[place] for place in racks.coda]
     tied = bool(found.config.tie_word_embeddings)
     first = layers_in(own)
     behind = layers_in(private)

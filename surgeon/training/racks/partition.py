@@ -93,8 +93,8 @@ class Racks:
             _node_at(program, layers.start, f"rack {layers.start}:{layers.stop}") for layers in ranges
         ]
         found = [
-            RackRange(index, layers, range(start, end))
-            for index, (layers, start, end) in enumerate(
+            RackRange(index, layers, range(start, stop))
+            for index, (layers, start, stop) in enumerate(
                 zip(ranges, starts, [*starts[1:], len(program)], strict=True)
             )
         ]
@@ -103,7 +103,19 @@ class Racks:
                 raise ValueError(
                     f"rack {rack} is empty: the program runs none of its layers; merge it with another"
                 )
-        return cls(program, tuple(found), depth, _coda(program, found[-1], depth))
+        if depth < 0:
+            raise ValueError(f"a coda has at least 0 layers, not {depth}")
+        what = f"a coda of {plural(depth, 'layer')}"
+        if depth > end:
+            raise ValueError(f"{what} is deeper than the model, which has {end}; use fewer")
+        first = ranges[-1].start
+        if depth > end - first:
+            raise ValueError(
+                f"{what} is deeper than the last rack, {found[-1]}, of whose last layers it is made; use at most "
+                f"{end - first}, or a longer last rack"
+            )
+        coda = range(_node_at(program, end - depth, what), len(program))
+        return cls(program, tuple(found), depth, coda)
 
     def __len__(self) -> int:
         return len(self.ranges)
@@ -120,12 +132,6 @@ class Racks:
     @property
     def last(self) -> int:
         return len(self.ranges) - 1
-
-    def private(self, index: int) -> range:
-        """Nodes that a rack's private coda is made like; none for the last rack."""
-        if index == self.last:
-            return range(0)
-        return self.coda
 
 
 def allowed_cuts(program: Program) -> list[int]:
@@ -172,23 +178,6 @@ def _node_at(program: Program, layer: int, what: str) -> int:
             else "no rack may begin anywhere but at layer 0"
         )
     )
-
-
-def _coda(program: Program, last: RackRange, depth: int) -> range:
-    end = _end(program)
-    if depth < 0:
-        raise ValueError(f"a coda has at least 0 layers, not {depth}")
-    what = f"a coda of {plural(depth, 'layer')}"
-    if depth > end:
-        raise ValueError(f"{what} is deeper than the model, which has {end}; use fewer")
-    if depth > end - last.layers.start:
-        raise ValueError(
-            f"{what} is deeper than the last rack, {last}, of whose last layers it is made; use at most "
-            f"{end - last.layers.start}, or a longer last rack"
-        )
-    if depth == 0:
-        return range(len(program), len(program))
-    return range(_node_at(program, end - depth, what), len(program))
 
 
 def layers_in(nodes: Iterable[Node]) -> list[int]:

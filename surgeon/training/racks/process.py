@@ -37,8 +37,9 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch does export it
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from surgeon.errors import Diverged
@@ -83,14 +84,12 @@ from surgeon.training.racks.run import (
     read_texts,
     start_file,
     stream_bytes,
-    teacher_file,
     teacher_of,
     train_rack,
     write_texts,
 )
 from surgeon.training.racks.streams import PATIENCE, RackExchange, RackLog, paced_loss
 from surgeon.training.run import TrainedModel, lock_run
-from surgeon.training.scope import gather_whole, set_whole
 from surgeon.training.settings import share_of_batch
 from surgeon.words import first_line
 
@@ -213,10 +212,21 @@ class RackKeeper(TrainerCallback):
         del args
         if self.every is not None and state.global_step % self.every == 0:
             coda = self.parameters()
-            own = torch.cat([gather_whole(one).flatten().cpu() for one in coda])
-            mean = self.exchange.average(state.global_step, own)
+            parts = []
+            for one in coda:
+                whole: Tensor = one
+                if isinstance(one, DTensor):  # sharded: all its processes ask at the same time
+                    whole = one.full_tensor()
+                parts.append(whole.flatten().cpu())
+            mean = self.exchange.average(state.global_step, torch.cat(parts))
             for one, part in zip(coda, mean.split([one.numel() for one in coda]), strict=True):
-                set_whole(one, part.view(one.shape))
+                numbers = part.view(one.shape)
+                if isinstance(one, DTensor):  # every process has all numbers, and takes its own
+                    mesh = one.device_mesh
+                    numbers = distribute_tensor(
+                        numbers.to(one.device), mesh, one.placements, src_data_rank=None
+                    )
+                one.copy_(numbers)
         if control.should_save:
             self.exchange.before_checkpoint()
 
@@ -261,7 +271,7 @@ def run_rack(run: Path, index: int, meet: Address, is_held: bool) -> None:
     rack = open_rack(start_file(run, index))
     teacher = None
     if settings.distillation is not None:
-        teacher = open_rack(teacher_file(run, index))
+        teacher = open_rack(start_file(run, index, "teacher"))
     texts = read_texts(run)
     log = RackLog(folder)
     exchange = RackExchange(
@@ -309,7 +319,7 @@ def prepare(asked: RacksToTrain, options: RackOptions) -> RacksPlan:
             assert asked.original is not None
             teacher = asked.original()
             for index in range(len(racks)):
-                save_rack(teacher_of(teacher, racks, index), teacher_file(folder, index))
+                save_rack(teacher_of(teacher, racks, index), start_file(folder, index, "teacher"))
         write_texts(folder, asked.texts)
     plan = RacksPlan(len(racks), identity, settings, options, asked.device)
     plan.write(folder)  # the last one: a run that has it is prepared

@@ -34,6 +34,7 @@ from typing import Annotated, Any
 import datasets
 import torch
 from accelerate import PartialState
+from datasets.arrow_writer import ArrowWriter
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -77,7 +78,7 @@ from surgeon.training.run import (
 )
 from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts, model_inputs
-from surgeon.training.token_store import write_rows
+from surgeon.training.token_store import ROWS_AT_ONCE
 from surgeon.words import plural
 
 NEVER = "never"
@@ -278,21 +279,23 @@ def rack_folder(run: Path, index: int, replica: int = 0) -> Path:
     return folder
 
 
-def start_file(run: Path, index: int) -> Path:
-    """A rack as it begins."""
-    return run / START / f"rack-{index}.safetensors"
-
-
-def teacher_file(run: Path, index: int) -> Path:
-    """A rack's part of the original."""
-    return run / START / f"teacher-{index}.safetensors"
+def start_file(run: Path, index: int, of: str = "rack") -> Path:
+    """A rack as it begins, or its part of the original, the "teacher"."""
+    return run / START / f"{of}-{index}.safetensors"
 
 
 def write_texts(run: Path, texts: TrainTexts) -> None:
     """Write both texts as tokens, whole or not at all."""
     training = texts.training
     held_out = texts.held_out
-    write_rows(run / TRAINING_TEXT_FILE, training.rows)
+    rows = training.rows
+    with (
+        whole_file(run / TRAINING_TEXT_FILE) as beside,
+        ArrowWriter(path=str(beside), features=rows.features) as writer,
+    ):
+        for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
+            writer.write_table(table)
+        writer.finalize()
     said = {
         "training": {"source": training.source, "digest": training.digest, "parts": training.parts},
         "held_out": {"source": held_out.source, "digest": held_out.digest},
@@ -417,9 +420,7 @@ def rack_task(
         sink: not given anything by the last one.
         teacher: its part of the original (`teacher_of`), where it is distilled.
     """
-    streams = RackStreams(
-        settings.batch, None if rack.is_first else source, None if rack.is_last else sink
-    )
+    streams = RackStreams(settings.batch, source if rack.index else None, None if rack.is_last else sink)
     measured: dict[int, Quality] = {}  # by step, since other racks make a step's streams once
 
     def measure(model: nn.Module, step: int) -> Quality:
@@ -525,7 +526,7 @@ def train_in_turn(asked: RacksToTrain) -> TrainedModel:
                 if settings.distillation is not None:
                     assert asked.original is not None
                     teacher = teacher_of(asked.original(), asked.racks, index)
-                source = None if rack.is_first else KeptStreams(before)
+                source = KeptStreams(before) if index else None
                 sink = None
                 if not rack.is_last:
                     sink = KeptStreams(folder / STREAMS)

@@ -15,7 +15,7 @@ than about a hundred wide: as near as a single neuron of each track).
 - **Mixtures of experts** (PT-MoE, section 2.2): each layer of a track has a router and as many experts, of which as
 many get a token, as in the dense model, with fewer neurons each, a multiple of 8.
 - **The ends**: embedding, learned positions, final norm and head are those of one model of width d_t, with a sqrt(n)-th
-of the dense model's parameters. So whole models are equal in their layers only (`count_parameters` gives both apart).
+of the dense model's parameters. So whole models are equal in their layers only.
 
 An architecture whose layers are one step (GPT-NeoX) has branches of D steps, and joins L/D times in place of L
 synchronisations.
@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from surgeon.language.program import Fork, Program, layer_nodes
 from surgeon.language.sublayer import FEED_FORWARD
@@ -38,18 +38,6 @@ WIDTH_STEP = 8  # widths of streams, or of heads that fill one, are multiples of
 MOST_OFF = 0.005  # of the dense model's parameters, by which rounding neurons may miss them
 # Multiples that are kind to hardware and ranks, the kindest first.
 ROUND_NEURONS = (128, 64, 32, 16, 8, 4, 2)
-
-
-class ParameterCount(NamedTuple):
-    """Numbers of parameters of a model.
-
-    Attributes:
-        layers: of all its layers together.
-        ends: of embedding, learned positions, final norm and output head; a head that is the embedding counts once.
-    """
-
-    layers: int
-    ends: int
 
 
 def narrow(config: PreTrainedConfig, count: int, depth: int) -> tuple[PreTrainedConfig, Program]:
@@ -127,17 +115,6 @@ def track_program(
     return Program(tuple(forks)), sources
 
 
-def count_parameters(config: PreTrainedConfig) -> ParameterCount:
-    """Count the parameters of a configuration's model.
-
-    Raises:
-        ValueError: if there is no model of this configuration.
-    """
-    model = _build(config)
-    layers = _count_numbers(model.get_submodule(family_of(config).layers))
-    return ParameterCount(layers, _count_numbers(model) - layers)
-
-
 def _width_of(family: Family, layer: int) -> str:
     return family.spec(FEED_FORWARD, layer).width or family.intermediate
 
@@ -185,18 +162,10 @@ def _change_config(config: PreTrainedConfig, entries: Mapping[str, Any]) -> PreT
 
 def _layer_size(config: PreTrainedConfig, family: Family, layer: int) -> int:
     described = {"num_hidden_layers": 1, **family.per_layer_entries(config, [layer])}
-    return _count_numbers(_build(_change_config(config, described)).get_submodule(family.layers))
-
-
-def _build(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model without numbers."""
+    changed = _change_config(config, described)
     try:
-        with torch.device("meta"):  # which ties the head, too
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        with torch.device("meta"):  # without numbers
+            model = AutoModelForCausalLM.from_config(changed)
     except Exception as error:  # whatever the architecture trips over
         raise ValueError(f"there is no {config.model_type} model with such layers: {error}") from error
-    return model
-
-
-def _count_numbers(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(each.numel() for each in model.get_submodule(family.layers).parameters())

@@ -102,8 +102,6 @@ def test_racks_are_those_of_the_definition(program: Program, ends: list[int], de
         assert layers_of(*program.nodes[rack.nodes.start : rack.nodes.stop]) <= set(rack.layers)
     coda = program.nodes[racks.coda.start : racks.coda.stop]
     assert layers_of(*coda) <= set(range(end - depth, end))
-    assert racks.private(racks.last) == range(0)
-    assert [racks.private(rack.index) for rack in racks.ranges[:-1]] == [racks.coda] * racks.last
     whole = layers_of(*program.nodes[: racks.coda.start])
     assert not whole & set(range(end - depth, end))
 

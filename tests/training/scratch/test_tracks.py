@@ -16,8 +16,8 @@ from surgeon.models.edit import edit, edited_layers, program_of
 from surgeon.models.families import FAMILIES, family_of
 from surgeon.opened import load
 from surgeon.training.scope import routers_of
-from surgeon.training.scratch.tracks import count_parameters, narrow
-from tests.tiny_models import DENSE_FAMILIES, disturb, tiny_model
+from surgeon.training.scratch.tracks import narrow
+from tests.tiny_models import DENSE_FAMILIES, disturb, sizes_of, tiny_model
 
 BIASED = {"attention_bias": True, "mlp_bias": True}
 NARROW = {"hidden_size": 8, "intermediate_size": 1, "num_key_value_heads": 4, "head_dim": 64}
@@ -39,14 +39,6 @@ def dense_config(family: str, width: int = 256, heads: int = 8, layers: int = 5,
         return tiny_model(family, layers, **(sizes | more)).config
 
 
-def sizes_of(config: Any) -> tuple[int, int]:
-    """Parameters of the layers of a model, and of all else in it."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    layers = [p.numel() for name, p in model.named_parameters() if ".layers." in name or ".h." in name]
-    return sum(layers), sum(p.numel() for p in model.parameters()) - sum(layers)
-
-
 def narrow_model(family: str, count: int, depth: int, **config: Any) -> Any:
     """A random model of native tracks, which runs its program."""
     narrowed, program = narrow(tiny_model(family, **config).config, count, depth)
@@ -66,8 +58,6 @@ def test_layers_have_the_dense_models_parameters(family: str, count: int) -> Non
     dense, dense_ends = sizes_of(config)
     assert own == pytest.approx(dense, rel=0.01)
     assert ends < 0.9 * dense_ends  # they are narrower
-    assert count_parameters(narrowed) == (own, ends)
-    assert count_parameters(config) == (dense, dense_ends)
     described, units = family_of(config), family_of(narrowed).units(narrowed)
     assert narrowed.num_hidden_layers == 5 * count
     assert {unit: units[unit] * count for unit in ("heads", "kv_heads")} == {
@@ -89,8 +79,8 @@ def test_the_papers_30_billion() -> None:
     assert (narrowed.num_attention_heads, narrowed.num_key_value_heads, narrowed.head_dim) == (8, 1, 96)
     assert narrowed.hidden_size == 2176  # 6144 / sqrt(8) is 2172.2
     assert program.sync_points(8) == 48 // 4
-    layers, ends = count_parameters(narrowed)
-    assert layers == pytest.approx(count_parameters(config).layers, rel=0.005)
+    layers, ends = sizes_of(narrowed)
+    assert layers == pytest.approx(sizes_of(config)[0], rel=0.005)
     assert ends == 2 * 150_000 * 2176 + 2176
 
 
