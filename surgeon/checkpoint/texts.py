@@ -89,7 +89,7 @@ def open_tokenizer(model: str | Path | StoredModel) -> Any:
     """
     stored = open_stored(model)
     tokenizer = read_tokenizer(stored.folder)
-    rows = stored.weights.shape(f"{stored.family.embedding}.weight")[0]
+    rows = stored.embedding.shape[0]
     if tokenizer.is_fast and rows_needed(tokenizer) > rows:
         # Tokens without a row that a class of transformers has added and no file names are dropped.
         described = json.loads(tokenizer.backend_tokenizer.to_str())
