@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
+from surgeon.findings.result import Table
 from surgeon.processes.files import whole_file
 from surgeon.words import MOST_LAYERS, TIMES, allowance, number, plural, tick
 
@@ -399,37 +400,6 @@ def above(axes: Axes) -> str:
     return f"{plural(count, 'point')} of {every} {verb} above (hollow, on the edge)."
 
 
-def bars_chart(
-    title: str,
-    names: Sequence[str],
-    parts: Sequence[tuple[str, int, Any]],
-    notes: Sequence[str],
-    x: str,
-    **looks: Any,
-) -> Chart:
-    """Draw a horizontal bar for each name, the first on top, of parts end to end, with a note behind it.
-
-    Args:
-        parts: words, number of the colour, and length in each bar.
-        looks: of the chart.
-    """
-
-    def draw(axes: Axes) -> None:
-        places = np.arange(len(names))
-        ends = np.zeros(len(names))
-        for words, colour, lengths in parts:
-            axes.barh(places, lengths, left=ends, color=COLOURS[colour], label=words, height=0.62)
-            ends = ends + lengths
-        for place, end, note in zip(places.tolist(), ends, notes, strict=True):
-            axes.text(end, place, f"  {note}", va="center", fontsize=9, color=INK)
-        axes.set_yticks(places, labels=list(names))
-        axes.set_ylim(len(names) - 0.4, -0.6)
-        axes.set_xlim(0, 1.6 * float(np.nanmax(ends)))
-        axes.grid(visible=False)
-
-    return Chart(title, draw, x, height=70.0 + 26.0 * len(names), **looks)
-
-
 def damage(ratio: Any) -> Any:
     """Map a multiple of the base's perplexity to its distance on the colour scale.
 
@@ -657,7 +627,7 @@ class Map:
         return figure
 
     @property
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> Table:
         """All values as a folded table of the page."""
         rows = [
             [name_of(name), *("" if math.isnan(value) else number(value) for value in row)]
@@ -666,8 +636,7 @@ class Map:
         corner = " \\ ".join(filter(None, self.titles))
         head = [corner, *map(name_of, self.values.columns)]
         label = next(iter(self.fields.values()))
-        looks = {"left": (), "marked": (), "note": "", "folded": True, "printed": False}
-        return looks | {"caption": f"{self.title}: {label}", "head": head, "rows": rows}
+        return Table(f"{self.title}: {label}", head, rows, folded=True, printed=False)
 
     @property
     def cells(self) -> dict[str, Any]:
