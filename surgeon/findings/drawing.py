@@ -28,7 +28,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from surgeon.findings.result import Table
 from surgeon.processes.files import whole_file
 from surgeon.words import MOST_LAYERS, TIMES, allowance, number, plural, tick
 
@@ -627,7 +626,7 @@ class Map:
         return figure
 
     @property
-    def numbers(self) -> Table:
+    def numbers(self) -> dict[str, Any]:
         """All values as a folded table of the page."""
         rows = [
             [name_of(name), *("" if math.isnan(value) else number(value) for value in row)]
@@ -636,7 +635,8 @@ class Map:
         corner = " \\ ".join(filter(None, self.titles))
         head = [corner, *map(name_of, self.values.columns)]
         label = next(iter(self.fields.values()))
-        return Table(f"{self.title}: {label}", head, rows, folded=True, printed=False)
+        looks = {"left": (), "marked": (), "note": "", "folded": True, "printed": False}
+        return looks | {"caption": f"{self.title}: {label}", "head": head, "rows": rows}
 
     @property
     def cells(self) -> dict[str, Any]:
