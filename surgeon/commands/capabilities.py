@@ -75,6 +75,11 @@ class Capabilities:
     draft: str | Path | None = None
 
     def verdicts(self, areas: Sequence[str] = AREAS) -> Iterator[Verdict]:
+        for area in areas:
+            for what, ask in self.questions(area):
+                yield answer(area, what, ask)
+
+    def questions(self, area: str) -> Iterator[Question]:
         questions = {
             "load": self.loading,
             "scan": self.measuring,
@@ -84,9 +89,7 @@ class Capabilities:
             "vllm": self.on_vllm,
             "train": self.training,
         }
-        for area in areas:
-            for what, ask in questions[area]():
-                yield answer(area, what, ask)
+        return questions[area]()
 
     def loading(self) -> Iterator[Question]:
         for where in ("cpu", "cuda"):
