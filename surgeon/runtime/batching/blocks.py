@@ -360,26 +360,24 @@ class BlockPool:
 
     def grow(self, own: SequenceBlocks, end: int, whole: int = 0) -> None:
         """Give a sequence the blocks that it is `lacking`; there must be as many free."""
-        for table, new in zip(own.tables, self._missing_blocks(own, end, whole), strict=True):
-            self._extend(table, max(0, new))
-
-    def _extend(self, table: BlockTable, new: int) -> None:
-        assert new <= self.free, f"{new} blocks are wanted and {self.free} are free"
-        if new > self._gaps.total:
-            for _ in range(max(new - self._gaps.total, len(self._idle) // _EVICTED_SHARE)):
-                block, _ = self._idle.popitem(last=False)
-                self._unlearn(block)
-                self._gaps.give(block)
-        while new:
-            behind = table.blocks[-1] + 1 if table.blocks else -1
-            if room := self._gaps.length_at(behind):
-                taken = self._gaps.take(behind, min(new, room))
-            else:
-                taken = self._begin(new)
-            for block in taken:
-                self._users[block] = 1
-            table.extend(taken)
-            new -= len(taken)
+        for table, missing in zip(own.tables, self._missing_blocks(own, end, whole), strict=True):
+            new = max(0, missing)
+            assert new <= self.free, f"{new} blocks are wanted and {self.free} are free"
+            if new > self._gaps.total:
+                for _ in range(max(new - self._gaps.total, len(self._idle) // _EVICTED_SHARE)):
+                    block, _ = self._idle.popitem(last=False)
+                    self._unlearn(block)
+                    self._gaps.give(block)
+            while new:
+                behind = table.blocks[-1] + 1 if table.blocks else -1
+                if room := self._gaps.length_at(behind):
+                    taken = self._gaps.take(behind, min(new, room))
+                else:
+                    taken = self._begin(new)
+                for block in taken:
+                    self._users[block] = 1
+                table.extend(taken)
+                new -= len(taken)
 
     def shrink(self, own: SequenceBlocks, tokens: int) -> None:
         """Give back a sequence's blocks behind its first so many tokens: room for some that did not come."""
