@@ -97,10 +97,9 @@ class RankEngine:
         """
         heads = self.model.kv_heads()
         rebuilds = self.model.rebuilds()
-        if self.drafter is not None:
-            own: tuple[int, ...] = ()  # its attentions with slots of their own
-            if self.plan.draft is not None:
-                own = self.plan.draft.own[self.model.peers.rank]
+        draft = self.plan.draft
+        if self.drafter is not None and draft is not None:
+            own = draft.own[self.model.peers.rank]  # its attentions with slots of their own
             made = self.drafter.model.rebuilds()
             rebuilds |= {len(heads) + slot: made[one] for slot, one in enumerate(own) if one in made}
             heads = heads + [self.drafter.model.kv_heads()[one] for one in own]

@@ -54,7 +54,6 @@ from surgeon.runtime.plan.placement import (
     rank_work,
     summed_apart,
     summed_in_rank_space,
-    whole_experts,
     work_of,
 )
 from surgeon.runtime.plan.specification import Plan
@@ -201,7 +200,7 @@ class RankProgram:
 
     def key(self, part: Part) -> PartKey:
         """A key that is the same for parts with the same weights and exchanges."""
-        whole = whole_experts(self.plan, part)
+        whole = self.plan.mixtures.whole_experts(part.sublayer, len(part.sharers))
         exchanges = self.plan.exchanges(part.sublayer)
         return part.sublayer, part.sharers if exchanges else (), None if whole is None else whole.own
 
@@ -211,7 +210,7 @@ class RankProgram:
         sublayer = computed_of(plan, work, part)
         spec = source.spec(sublayer)
         if plan.mixtures.size(sublayer) is not None:
-            whole = whole_experts(plan, part)
+            whole = plan.mixtures.whole_experts(sublayer, len(part.sharers))
             if whole is None:
                 return MixtureOfExperts(self._here(source.by_role(sublayer, dtype)), spec, plan)
             numbers = [number for one in source.each_expert(whole.of) for number in one.experts or ()]

@@ -226,13 +226,13 @@ class RankModel:
             [at for at, want in enumerate(wanted) if want == kind]
             for kind in (Wanted.BEST, Wanted.LOGITS)
         )
+        likeliest: list[int] = []
+        logits: Tensor | None = None
         if best:
             likeliest = self.vocabulary.best(own if len(best) == len(wanted) else own[best]).tolist()
-        else:
-            likeliest = []
-        return likeliest, self.vocabulary.gather(
-            own if len(full) == len(wanted) else own[full]
-        ) if full else None
+        if full:
+            logits = self.vocabulary.gather(own if len(full) == len(wanted) else own[full])
+        return likeliest, logits
 
 
 class RankCoda:

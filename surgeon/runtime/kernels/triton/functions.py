@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.runtime.batching.blocks import power_of_two
 from surgeon.runtime.kernels.triton import Placing, TextBlocks
 
 ACTIVATIONS = {
@@ -91,7 +90,7 @@ class TritonKernels:
         count, heads, dim = queries.shape
         kv_heads = len(pair) // 2
         group = heads // kv_heads
-        padded = max(LEAST, power_of_two(dim))
+        padded = max(LEAST, _next_power_of_two(dim))
         tokens = min(MOST_TOKENS, max(LEAST, TILE_BYTES // (padded * pair.element_size())))
         wanted = min(MOST_PARTS, -(-self.programs // max(1, count * kv_heads)))
         parts = max(1, min(wanted, -(-texts.tables.shape[1] * block_tokens // tokens)))
@@ -108,7 +107,7 @@ class TritonKernels:
             ),
             KV_HEADS=kv_heads,
             GROUP=group,
-            HEADS_PADDED=max(LEAST, power_of_two(group)),
+            HEADS_PADDED=max(LEAST, _next_power_of_two(group)),
             DIM=dim,
             DIM_PADDED=padded,
             BLOCK=block_tokens,
@@ -172,7 +171,7 @@ class TritonKernels:
             HEADS=all_heads if cached is None else queries,
             KV_HEADS=0 if cached is None else len(pair) // 2,
             DIM=dim,
-            DIM_PADDED=power_of_two(dim),
+            DIM_PADDED=_next_power_of_two(dim),
             TURNED=0 if angles is None else angles[0].shape[-1],
             NORMED=gain is not None,
             TOGETHER=squares is not None,
@@ -189,7 +188,7 @@ class TritonKernels:
             (qkv, squares, qkv.stride(0)),
             QUERIES=queries,
             KEYS=keys,
-            PADDED=power_of_two(max(queries, keys)),
+            PADDED=_next_power_of_two(max(queries, keys)),
         )
         return squares
 
@@ -229,7 +228,7 @@ class TritonKernels:
                 more.stride(0),
             ),
             WIDTH=width,
-            WIDTH_PADDED=power_of_two(width),
+            WIDTH_PADDED=_next_power_of_two(width),
             ADDS=added is not None,
             CENTRED=centred,
             SHIFTED=shift is not None,
@@ -264,7 +263,7 @@ class TritonKernels:
             ),
             TOKENS=tokens,
             ROWS=self._rows,
-            COLUMNS=min(FEW_COLUMNS[way], power_of_two(inputs)),
+            COLUMNS=min(FEW_COLUMNS[way], _next_power_of_two(inputs)),
             BIASED=bias is not None,
             num_warps=FEW_WARPS[way],
         )
@@ -290,7 +289,7 @@ class TritonKernels:
             (tokens,),
             (values, at, best, places),
             PARTS=parts,
-            PARTS_PADDED=power_of_two(parts),
+            PARTS_PADDED=_next_power_of_two(parts),
         )
         return best, places
 
@@ -313,3 +312,7 @@ class TritonKernels:
             return y
 
         return gate
+
+
+def _next_power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
