@@ -25,7 +25,6 @@ from surgeon.runtime.plan.placement import (
     computed_of,
     summed_apart,
     summed_in_rank_space,
-    whole_experts,
 )
 from surgeon.runtime.plan.specification import Plan
 
@@ -284,7 +283,7 @@ class RankWork:
         part = maps.of
         size = self.plan.mixtures.size(maps.sublayer)
         mixture = self.shapes.layer_shapes.of(part.sublayer).mixture
-        whole = whole_experts(plan, part)
+        whole = plan.mixtures.whole_experts(part.sublayer, len(part.sharers))
         assert size is not None
         assert mixture is not None
         chosen = min(mixture.top_k, size.experts)

@@ -51,7 +51,6 @@ from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import named_draft, with_coda, with_draft, with_stretches
 from surgeon.runtime.plan.memory import Capacity, choose_cache
-from surgeon.runtime.plan.specification import Ways
 from surgeon.runtime.worker.rank import RankOptions, gpu_room
 from surgeon.runtime.worker.ranks import RankFailed, Ranks
 from surgeon.runtime.worker.worker import Account, Cancel, Progress, Report, connect, load, serve
@@ -306,10 +305,6 @@ class ServiceOptions:
             raise ValueError("halves hide reductions, and a pipeline has none; use halves off")
 
     @property
-    def ways(self) -> Ways:
-        return {"dtype": self.dtype, "decoding": self.decoding, "low_rank": self.low_rank, "kv": self.kv}
-
-    @property
     def most_open(self) -> int:
         return self.max_batch + self.max_waiting
 
@@ -353,7 +348,16 @@ class Service(AbstractContextManager["Service"]):
         program = options.program
         shared = 1 if options.pipeline else ranks
         plan = make_plan(
-            model, shared, options.max_tokens, program, device, halves=options.halves, **options.ways
+            model,
+            shared,
+            options.max_tokens,
+            program,
+            device,
+            halves=options.halves,
+            dtype=options.dtype,
+            decoding=options.decoding,
+            low_rank=options.low_rank,
+            kv=options.kv,
         )
         if options.pipeline:
             # Texts that fill all ranks gain nothing by drafts, and codas are for the checkpoint's own program.

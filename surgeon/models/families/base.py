@@ -501,7 +501,7 @@ def rotary_angles(
 def long_rotary_angles(
     family: Family, config: Any, kind: str | None = None
 ) -> tuple[int, tuple[float, ...], float] | None:
-    """Return the rotary positions of long texts, as of `Longer`.
+    """Return the rotary positions of long texts, as of `Rotary`.
 
     Returns:
         The length beyond which they are others, the angle of each pair of features per position, and by how much of the

@@ -285,10 +285,6 @@ class BlockPool:
         """Count the blocks that nobody uses."""
         return self._gaps.total + len(self._idle)
 
-    def blocks_for(self, tokens: int) -> int:
-        """Count the blocks that so many tokens of one group take."""
-        return blocks_for(tokens, self.block_tokens)
-
     def match(self, tokens: Sequence[int], most: int | None = None, root: int = ROOT) -> Prefix:
         """Find the prefix that a sequence can share, of `most` blocks; at least its last token is left to compute.
 
@@ -340,7 +336,8 @@ class BlockPool:
 
     def _missing_blocks(self, own: SequenceBlocks, end: int, whole: int) -> list[int]:
         ends = [max(end, whole) if window is None else end for window in self.windows]
-        return [self.blocks_for(end) - table.length for end, table in zip(ends, own.tables, strict=True)]
+        needed = (blocks_for(end, self.block_tokens) for end in ends)
+        return [all_ - table.length for all_, table in zip(needed, own.tables, strict=True)]
 
     def still_to_come(self, own: SequenceBlocks, tokens: int) -> int:
         """Count the blocks that a sequence will take besides those it has, at most, until it has so many tokens."""
@@ -360,30 +357,28 @@ class BlockPool:
 
     def grow(self, own: SequenceBlocks, end: int, whole: int = 0) -> None:
         """Give a sequence the blocks that it is `lacking`; there must be as many free."""
-        for table, new in zip(own.tables, self._missing_blocks(own, end, whole), strict=True):
-            self._extend(table, max(0, new))
-
-    def _extend(self, table: BlockTable, new: int) -> None:
-        assert new <= self.free, f"{new} blocks are wanted and {self.free} are free"
-        if new > self._gaps.total:
-            for _ in range(max(new - self._gaps.total, len(self._idle) // _EVICTED_SHARE)):
-                block, _ = self._idle.popitem(last=False)
-                self._unlearn(block)
-                self._gaps.give(block)
-        while new:
-            behind = table.blocks[-1] + 1 if table.blocks else -1
-            if room := self._gaps.length_at(behind):
-                taken = self._gaps.take(behind, min(new, room))
-            else:
-                taken = self._begin(new)
-            for block in taken:
-                self._users[block] = 1
-            table.extend(taken)
-            new -= len(taken)
+        for table, missing in zip(own.tables, self._missing_blocks(own, end, whole), strict=True):
+            new = max(0, missing)
+            assert new <= self.free, f"{new} blocks are wanted and {self.free} are free"
+            if new > self._gaps.total:
+                for _ in range(max(new - self._gaps.total, len(self._idle) // _EVICTED_SHARE)):
+                    block, _ = self._idle.popitem(last=False)
+                    self._unlearn(block)
+                    self._gaps.give(block)
+            while new:
+                behind = table.blocks[-1] + 1 if table.blocks else -1
+                if room := self._gaps.length_at(behind):
+                    taken = self._gaps.take(behind, min(new, room))
+                else:
+                    taken = self._begin(new)
+                for block in taken:
+                    self._users[block] = 1
+                table.extend(taken)
+                new -= len(taken)
 
     def shrink(self, own: SequenceBlocks, tokens: int) -> None:
         """Give back a sequence's blocks behind its first so many tokens: room for some that did not come."""
-        length = self.blocks_for(tokens)
+        length = blocks_for(tokens, self.block_tokens)
         assert own.known <= length, f"{length} blocks are to stay and {own.known} are known"
         for table in own.tables:
             if length < table.length:

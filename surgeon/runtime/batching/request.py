@@ -403,22 +403,12 @@ class LongTexts:
         return -1
 
 
-class AskedPlaces(NamedTuple):
-    """The tokens of a pass that something is asked of; the stream of others ends behind the last attention.
+def asked_of(rows: Rows) -> list[int]:
+    """The places in a pass that rows ask something of; the stream of others ends behind the last attention.
 
-    Attributes:
-        places: of those whose next token or logits are wanted, then of those that predict targets.
-        wanted: of each of the former.
+    First those of the tokens whose next token or logits are wanted, then those that predict targets.
     """
-
-    places: list[int]
-    wanted: list[Wanted]
-
-
-def asked_of(rows: Rows) -> AskedPlaces:
-    """Collect what the rows of a pass ask for."""
     places = list[int]()
-    wanted = list[Wanted]()
     predicting = list[int]()
     end = 0
     for row in rows:
@@ -426,11 +416,10 @@ def asked_of(rows: Rows) -> AskedPlaces:
         end += len(row.tokens)
         if row.wanted:
             places.append(end - 1)
-            wanted.append(row.wanted)
         if row.targets is not None:
             first = start + row.targets.first
             predicting += range(first, first + len(row.targets.tokens))
-    return AskedPlaces(places + predicting, wanted)
+    return places + predicting
 
 
 @dataclass(eq=False)

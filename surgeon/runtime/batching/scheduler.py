@@ -147,7 +147,13 @@ class Scheduler:
 
     def plan(self) -> list[ScheduledChunk]:
         """Plan the chunks of the next pass; none only if no request is open."""
-        self._begin_anew()
+        # Texts that have grown beyond a length are computed again, if `LongTexts.anew` says so.
+        border = self._border
+        for sequence in reversed(self.running.copy()):
+            if sequence.prompt <= border < len(sequence.tokens):
+                sequence.prompt = len(sequence.tokens)
+                self.running.remove(sequence)
+                self._put_back(sequence)
         chunks = self._add_drafts(self._continue_sequences())
         budget = self.limits.pass_tokens
         for sequence in tuple(self.running):
@@ -162,16 +168,6 @@ class Scheduler:
             chunks.append(begun)
             budget -= begun.tokens
         return chunks
-
-    def _begin_anew(self) -> None:
-        """Put texts that have grown beyond a length back to be computed again, if `LongTexts.anew` says so."""
-        border = self._border
-        for sequence in reversed(
-            [one for one in self.running if one.prompt <= border < len(one.tokens)]
-        ):
-            sequence.prompt = len(sequence.tokens)
-            self.running.remove(sequence)
-            self._put_back(sequence)
 
     @property
     def _border(self) -> float:
@@ -228,16 +224,14 @@ class Scheduler:
         for text, most, lacking in zip(texts, wanted, missed, strict=True):
             computed = min(lacking, budget) if most else 0
             budget -= computed
-            room = self._room_for_drafts(text, most) if most and computed == lacking else 0
+            room = 0
+            if most and computed == lacking:
+                length = len(text.tokens)
+                end = self.pool.reach(text.blocks, length, length + most)
+                self.pool.grow(text.blocks, end)
+                room = end - length
             drafting.append(ScheduledChunk(text, 1, room, computed))
         return sorted(drafting, key=lambda chunk: (-chunk.drafts, -chunk.missed))
-
-    def _room_for_drafts(self, sequence: Sequence, wanted: int) -> int:
-        """Make room for drafts of a sequence, up to so many; returns how many."""
-        length = len(sequence.tokens)
-        end = self.pool.reach(sequence.blocks, length, length + wanted)
-        self.pool.grow(sequence.blocks, end)
-        return end - length
 
     def _drafts_wanted(self, sequence: Sequence) -> int:
         """Count the drafts for a sequence if there are blocks for them and the token behind the last one.

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from ctypes import Structure, addressof, c_char, c_int64, c_void_p
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -322,18 +322,24 @@ OPERATIONS: dict[str, Operation] = {
 
 @dataclass(frozen=True, eq=False)
 class SymmetricSum:
-    """One of these operations on the memory of a group: sums small operands in place, on the current stream."""
+    """One of these operations on the memory of a group: sums small operands in place, on the current stream.
+
+    Attributes:
+        most: bytes of an operand.
+    """
 
     name: str
     ranks: int
     group: str
     rooms: tuple[Tensor, Tensor]
+    most: int = MOST_BYTES
 
     def fits(self, tensor: Tensor) -> bool:
-        """Tell whether the operation takes its dtype and size."""
+        """Tell whether the operation takes it, by its layout, dtype and size."""
         return (
-            tensor.dtype in DTYPES
-            and tensor.nbytes <= MOST_BYTES
+            tensor.is_contiguous()
+            and tensor.dtype in DTYPES
+            and tensor.nbytes <= self.most
             and not tensor.nbytes % (16 * self.ranks)
         )
 
@@ -345,23 +351,16 @@ class SymmetricSum:
         OPERATIONS[self.name](operand, self.group, flat)
 
 
-class Bound(NamedTuple):
-    """The way of operands up to so many bytes."""
-
-    bytes: int
-    way: SymmetricSum
-
-
-def bounds(ways: Sequence[SymmetricSum], ranks: int) -> tuple[Bound, ...]:
-    """Choose the way for operands up to each size, by how many bytes a rank reads.
+def by_bytes(ways: Sequence[SymmetricSum], ranks: int) -> list[SymmetricSum]:
+    """Choose ways, each for operands up to a size, by how many bytes a rank reads.
 
     In one shot it reads n - 1 operands of n ranks, by a ring or in two shots 2 (n - 1) / n: as many where n is 2. With
     more ranks one shot pays as long as reading the rest takes less than for ranks to meet once more.
     """
     one_shot, *others = ways
     if ranks == 2:
-        return (Bound(MOST_BYTES, one_shot),)
-    return Bound(ONE_SHOT_BYTES, one_shot), Bound(MOST_BYTES, others[-1])
+        return [one_shot]
+    return [replace(one_shot, most=ONE_SHOT_BYTES), others[-1]]
 
 
 class SideStream:
@@ -388,31 +387,25 @@ class BySize(Around):
     def __init__(
         self,
         inner: Collectives,
-        chosen: Sequence[Bound],
+        chosen: Sequence[SymmetricSum],
         side: SideStream,
         connect: Callable[[Collectives], Collectives] = lambda inner: inner,
     ) -> None:
         super().__init__(inner)
-        self.chosen = tuple(chosen)
+        self.chosen = chosen
         self._side = side
         self._wrapped = connect
 
     def __str__(self) -> str:
         return ", ".join(
-            [*(f"{way.name} up to {show_size(size)}" for size, way in self.chosen), "NCCL above"]
+            [*(f"{way.name} up to {show_size(way.most)}" for way in self.chosen), "NCCL above"]
         )
 
     def around(self, inner: Collectives) -> Collectives:
         return self._wrapped(inner)
 
-    def _way(self, tensor: Tensor) -> SymmetricSum | None:
-        way = next((way for size, way in self.chosen if tensor.nbytes <= size), None)
-        if way is not None and tensor.is_contiguous() and way.fits(tensor):
-            return way
-        return None
-
     def _all_reduce(self, tensor: Tensor, at_once: bool) -> Wait:
-        way = self._way(tensor)
+        way = next((way for way in self.chosen if way.fits(tensor)), None)
         if way is None:
             return self.inner._all_reduce(tensor, at_once)
         if at_once:
@@ -452,7 +445,7 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
             return with_symmetric_memory(some, device)
         return some
 
-    found = BySize(inner, bounds(ways, len(group)), SideStream(device), connect)
+    found = BySize(inner, by_bytes(ways, len(group)), SideStream(device), connect)
     if inner.rank == group[0]:
         print(f"sums of ranks {', '.join(map(str, group))}: {found}", file=sys.stderr, flush=True)
     return found

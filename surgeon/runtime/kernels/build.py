@@ -54,7 +54,10 @@ def load_kernels() -> Built:
     try:
         return Built(_load(compiler))
     except subprocess.SubprocessError as error:
-        return Built(None, f"{compiler} did not compile them: {_first_line(error)}")
+        said = getattr(error, "stderr", None) or str(error)
+        lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()
+        line = (lines or [str(error)])[0].strip()
+        return Built(None, f"{compiler} did not compile them: {line}")
     except OSError as error:
         return Built(None, f"they could not be loaded: {error}")
 
@@ -82,19 +85,15 @@ def _identity(compiler: str) -> str:
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         found.update(source.name.encode() + source.read_bytes())
     version = _run([compiler, "--version"])
-    found.update(repr((version, FLAGS, compiler, platform.machine(), _processor())).encode())
-    return found.hexdigest()[:32]
-
-
-def _processor() -> list[str]:
-    """Features of the processor, as far as Linux says; homes are shared by machines that differ."""
+    # Features of the processor, as far as Linux says; homes are shared by machines that differ.
+    processor = [platform.processor()]
     described = Path("/proc/cpuinfo")
-    if not described.is_file():
-        return [platform.processor()]
-    lines = described.read_text().splitlines()
-    return sorted(
-        {line for line in lines if line.split(":")[0].strip() in ("flags", "Features", "model name")}
-    )
+    if described.is_file():
+        named = ("flags", "Features", "model name")
+        lines = described.read_text().splitlines()
+        processor = sorted({line for line in lines if line.split(":")[0].strip() in named})
+    found.update(repr((version, FLAGS, compiler, platform.machine(), processor)).encode())
+    return found.hexdigest()[:32]
 
 
 def _run(command: list[str]) -> str:
@@ -110,12 +109,6 @@ def _keep(made: Path, path: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _first_line(error: subprocess.SubprocessError) -> str:
-    said = getattr(error, "stderr", None) or str(error)
-    lines = [line for line in said.splitlines() if "error" in line] or said.splitlines() or [str(error)]
-    return str(lines[0]).strip()
 
 
 def reason_without() -> str | None:

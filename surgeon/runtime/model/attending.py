@@ -115,11 +115,11 @@ def rotation(rotary: Rotary, tokens: int, like: Tensor) -> Angles:
 def rotate_angles(rotary: Rotary, positions: Tensor, lengths: Tensor, like: Tensor) -> Angles:
     """Cosine and signed sine of any tokens, by their positions, (T,), and the lengths of their texts, (T,)."""
     frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
-    if rotary.longer is not None:
-        longer = torch.tensor(rotary.longer.inverse_frequencies, dtype=torch.float32, device=like.device)
+    if rotary.beyond is not None:
+        longer = torch.tensor(rotary.longer_frequencies, dtype=torch.float32, device=like.device)
         powers = torch.arange(len(longer), device=like.device) / max(1, len(longer) - 1)
-        stretched = 1 + rotary.longer.stretch * (lengths / rotary.longer.beyond - 1)
-        is_long = lengths > rotary.longer.beyond
+        stretched = 1 + rotary.stretch * (lengths / rotary.beyond - 1)
+        is_long = lengths > rotary.beyond
         frequencies = torch.where(
             is_long[:, None], longer * stretched.clamp(min=1)[:, None] ** -powers, frequencies
         )

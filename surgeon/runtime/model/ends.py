@@ -123,13 +123,6 @@ class Vocabulary:
         bias = f"{family.head}.bias"
         self._bias = read(source, plan, device, bias, bounds) if bias in source else None
 
-    def shared_with(self, plan: Plan, peers: Peers) -> Vocabulary:
-        """Share the rows with another program on the same ranks."""
-        other = copy(self)
-        other.plan = plan
-        other.peers = peers
-        return other
-
     def with_head(self, source: ModelWeights, plan: Plan, device: torch.device) -> Vocabulary:
         """Share the rows, with the head of other weights, or the embedding for one where they have none."""
         other = copy(self)
@@ -247,15 +240,11 @@ def score(
     total = denominators.logsumexp(0)
     undefined = ~total.isfinite()  # a logit is NaN or infinite, or there is none but -inf
     logprobs = (found.amax(0) - total).masked_fill(undefined, torch.nan)[:, 0].tolist()
-    merged, order = _side_by_side(values - total).topk(min(top, values.shape[-1] * len(values)))
-    likeliest = zip(
-        _side_by_side(tokens).gather(-1, order).long().tolist(), merged.tolist(), strict=True
-    )
+    side_by_side = (values - total).movedim(0, 1).flatten(1)
+    merged, order = side_by_side.topk(min(top, side_by_side.shape[1]))
+    best = tokens.movedim(0, 1).flatten(1).gather(-1, order).long()
+    likeliest = zip(best.tolist(), merged.tolist(), strict=True)
     tops = [
         tuple(pair for pair in zip(*pairs, strict=True) if pair[1] > -torch.inf) for pairs in likeliest
     ]
     return [TokenLogprob(*each) for each in zip(targets, logprobs, tops, strict=True)]
-
-
-def _side_by_side(gathered: Tensor) -> Tensor:
-    return gathered.movedim(0, 1).flatten(1)

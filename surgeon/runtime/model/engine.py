@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from surgeon.machine import torch_threads
-from surgeon.runtime.batching.blocks import BLOCK_TOKENS, Windows, blocks_for
+from surgeon.runtime.batching.blocks import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.batching.request import Row, Rows, Wanted
 from surgeon.runtime.comm.collectives import Collectives, Phase
 from surgeon.runtime.kernels.build import SWITCH, used_on
@@ -47,6 +47,7 @@ class RankEngine:
         figures: the cost of all passes so far; may be replaced.
         drafter: the engine of the program that drafts tokens, if any, on the cache of this one and its weights.
         ways: through a pass; the first that fits its rows computes it.
+        division: the group of each of this rank's attentions in caches, and the windows of all groups.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class RankEngine:
         self.device = device
         self.figures = Figures()
         self.ways = ways_through(self.model)
+        groups = cache_groups(plan)
+        self.division = groups.slots[self.model.peers.rank], groups.windows
         self.drafter: RankEngine | None = None
         if plan.draft is not None:
             self.drafter = RankEngine(plan.draft.plan, collectives, device, [self, *beside])
@@ -94,14 +97,13 @@ class RankEngine:
         """
         heads = self.model.kv_heads()
         rebuilds = self.model.rebuilds()
-        if self.drafter is not None:
-            own: tuple[int, ...] = ()  # its attentions with slots of their own
-            if self.plan.draft is not None:
-                own = self.plan.draft.own[self.model.peers.rank]
+        draft = self.plan.draft
+        if self.drafter is not None and draft is not None:
+            own = draft.own[self.model.peers.rank]  # its attentions with slots of their own
             made = self.drafter.model.rebuilds()
             rebuilds |= {len(heads) + slot: made[one] for slot, one in enumerate(own) if one in made}
             heads = heads + [self.drafter.model.kv_heads()[one] for one in own]
-        division = self.cache_division() if grouped else ()
+        division = self.division if grouped else ()
         all_blocks = blocks + max(way.spare_blocks for way in self.ways)
         cache = PagedCache(
             heads, all_blocks, self.plan.head_dim, self.model.vocabulary.like, rebuilds, *division
@@ -109,11 +111,6 @@ class RankEngine:
         together, most_blocks = self.plan.read_at_once(self.device.type, texts)
         cache.buffers.reserve(together * min(blocks, most_blocks) * BLOCK_TOKENS)
         return cache
-
-    def cache_division(self) -> tuple[Sequence[int], Windows]:
-        """The group of each of this rank's attentions, and the windows of all groups."""
-        groups = cache_groups(self.plan)
-        return groups.slots[self.model.peers.rank], groups.windows
 
     def reusable_cache(self, blocks: int, grouped: bool = False) -> PagedCache:
         """Give a cache of at least so many blocks, when all that used the one given before have ended.

@@ -30,7 +30,6 @@ from surgeon.runtime.kernels.triton import Placing
 from surgeon.runtime.model.attending import AllAngles, Pass, mean_squares, place_
 from surgeon.runtime.model.linear import (
     Linear,
-    LinearMap,
     Maps,
     Sharing,
     count_outputs,
@@ -63,39 +62,15 @@ class LatentMaps:
         heads = latent.share(piece)
         self.latent = latent
         self.heads = heads.stop - heads.start
-        self._load_reading(stored, heads)
-        output = stored["o_proj.weight"].unflatten(1, (latent.heads, latent.value))[:, heads]
-        written = {"o.weight": F.pad(output, (0, latent.width - latent.value)).flatten(1)}
-        if "o_proj.bias" in stored and (piece is None or piece[0] == 0):  # of slices, one adds it
-            written["o.bias"] = stored["o_proj.bias"]
-        self._written = written
-        self._scale = plan.arithmetic.output_scale
-        own = stored["norm.weight"].new_empty(self.heads * latent.width, 0)
-        self.tensors: Tensors = {"norm.weight": stored["norm.weight"], "q.weight": own, "k.weight": own}
-
-    def reading(self, roles: list[str]) -> LinearMap:  # noqa: ARG002 - always all of them
-        """Queries, keys and values, (T, h) to (T, 3 * H * D)."""
-        return self
-
-    def writing(self, role: str) -> LinearMap:
-        """(T, H * D) to (T, h)."""
-        return whole_map(self._written, [role], self._scale)
-
-    def _load_reading(self, stored: Tensors, heads: slice) -> None:
-        latent = self.latent
         turned = torch.arange(latent.turned)
         if latent.neighbours:  # as `rotate_` pairs them: the first of each pair, then the others
             turned = torch.cat([turned[::2], turned[1::2]])
         wide = latent.width - latent.turned  # features of a key that do not turn
         order = torch.cat([wide + turned, torch.arange(wide)]).to(stored["o_proj.weight"].device)
-
-        def own(weight: Tensor, width: int) -> Tensor:
-            return weight.view(latent.heads, width, -1)[heads]
-
         through = "q_a_proj.weight" in stored
         name = "q_b_proj" if through else "q_proj"
-        queries = own(stored[f"{name}.weight"], latent.width)[:, order].flatten(0, 1)
-        expanded = own(stored["kv_b_proj.weight"], wide + latent.value)
+        queries = stored[f"{name}.weight"].view(latent.heads, latent.width, -1)[heads, order]
+        expanded = stored["kv_b_proj.weight"].view(latent.heads, wide + latent.value, -1)[heads]
         keys, values = expanded.split([wide, latent.value], 1)
         compressed = stored["kv_a_proj_with_mqa.weight"]
         rank = len(compressed) - latent.turned
@@ -107,18 +82,34 @@ class LatentMaps:
             bias = bias[rows]
         biases: list[Tensor | None] = [bias]
         self.query_gain: Tensor | None = None
+        self.queries: Linear | None = None
         if through:
             self.query_gain = stored["q_a_layernorm.weight"]
             firsts.append(stored["q_a_proj.weight"])
             biases.append(stored.get("q_a_proj.bias"))
-            self.queries: Linear | None = Linear([queries], [None])
+            self.queries = Linear([queries.flatten(0, 1)], [None])
         else:
-            firsts.append(queries)
+            firsts.append(queries.flatten(0, 1))
             biases.append(None)
-            self.queries = None
         self.first = Linear(firsts, biases)
         self.widths = [rank, latent.turned, len(firsts[1])]
         self.expand = Linear([keys.flatten(0, 1), values.flatten(0, 1)], [None, None])
+        output = stored["o_proj.weight"].unflatten(1, (latent.heads, latent.value))[:, heads]
+        written = {"o.weight": F.pad(output, (0, latent.width - latent.value)).flatten(1)}
+        if "o_proj.bias" in stored and (piece is None or piece[0] == 0):  # of slices, one adds it
+            written["o.bias"] = stored["o_proj.bias"]
+        self._written = written
+        self._scale = plan.arithmetic.output_scale
+        own = stored["norm.weight"].new_empty(self.heads * latent.width, 0)
+        self.tensors: Tensors = {"norm.weight": stored["norm.weight"], "q.weight": own, "k.weight": own}
+
+    def reading(self, roles: list[str]) -> LatentMaps:  # noqa: ARG002 - always all of them
+        """Queries, keys and values, (T, h) to (T, 3 * H * D)."""
+        return self
+
+    def writing(self, role: str) -> Linear:
+        """(T, H * D) to (T, h)."""
+        return whole_map(self._written, [role], self._scale)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, h) to (T, 3 * H * D)."""
@@ -339,7 +330,14 @@ class Attention:
             here.clamp_(-self.bound, self.bound)
         squares = None
         if self.joins_heads:
-            squares = self._squares(qkv)
+            # Ranks that share the attention send each other theirs, weighed by how many heads they have.
+            if self.heads:
+                squares = mean_squares(qkv, self.heads * self.head_dim, self.kv_heads * self.head_dim)
+            else:
+                dtype = torch.promote_types(qkv.dtype, torch.float32)
+                squares = qkv.new_zeros(len(qkv), 2, dtype=dtype)
+            if self.sharing is not None:
+                squares = self.sharing.sum(squares * self.shares, exactly=True)
         if not self.heads:
             return self.o(qkv[:, :0])
         angles = None if self.rotary is None else forward.angles[self.rotary]
@@ -359,19 +357,6 @@ class Attention:
             kept = qkv[:, width:]
         place_(turned, placing, self.heads)
         return self.o(forward.attend(slot, turned[:, : self.heads], kept, self.weighting))
-
-    def _squares(self, qkv: Tensor) -> Tensor:
-        """Mean squares of all heads' queries and of their keys, (T, 2), where these are normed together.
-
-        Ranks that share the attention send each other their own, weighed by how many heads they have.
-        """
-        if not self.heads:
-            own = qkv.new_zeros(len(qkv), 2, dtype=torch.promote_types(qkv.dtype, torch.float32))
-        else:
-            own = mean_squares(qkv, self.heads * self.head_dim, self.kv_heads * self.head_dim)
-        if self.sharing is None:
-            return own
-        return self.sharing.sum(own * self.shares, exactly=True)
 
 
 class Rebuild:

@@ -20,7 +20,6 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -107,19 +106,6 @@ def laid_out(weight: Tensor, packs: bool = True) -> Product:
     return Transposed(weight.t().contiguous())
 
 
-class LinearMap(Protocol):
-    """A linear map, or several of one input side by side.
-
-    Attributes:
-        by_kernels: whether all of its products are computed by the kernels (runtime/kernels).
-    """
-
-    by_kernels: bool
-
-    def __call__(self, x: Tensor, /) -> Tensor:
-        """(T, in_features) to (T, all out_features)."""
-
-
 class Linear:
     """One or more projections of the same input as one matrix product.
 
@@ -128,6 +114,9 @@ class Linear:
         biases: (out_features,) each, or None.
         scale: of the output, if any.
         packs: as of `laid_out`.
+
+    Attributes:
+        by_kernels: whether all of its products are computed by the kernels (runtime/kernels).
     """
 
     def __init__(
@@ -295,6 +284,9 @@ class SummedApart:
         return torch.cat(
             [self.sharing.sum(part) if one.sharing is None else part for one, part in parts], -1
         )
+
+
+LinearMap = Linear | LowRank | SummedApart  # one, or several of one input side by side
 
 
 @dataclass(frozen=True)

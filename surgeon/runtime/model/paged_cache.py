@@ -241,27 +241,25 @@ class PagedLayout:
         Args:
             kept: keys and, behind them, values, (T, 2 * K, D), or the numbers they are rebuilt of, (T, R).
         """
-        self._keep(slot, kept)
-        attended = [part.attend(slot, queries, kept, weighting) for part in self._parts]
-        if len(attended) == 1:
-            return attended[0]
-        return torch.cat(attended)
-
-    def _keep(self, slot: int, kept: Tensor) -> None:
         cache = self.cache
-        group = self.cache.group_of[slot]
+        group = cache.group_of[slot]
         if slot in cache.borrowed:
             written = self._newly
         else:
             written = self._written
+        new = kept
         if written.tokens is not None:
-            kept = kept[written.tokens]
+            new = kept[written.tokens]
         if slot in cache.rebuilds:
-            cache.low_rank[slot][written.places[group]] = kept
+            cache.low_rank[slot][written.places[group]] = new
         elif self._keeping is not None:
-            self._keeping.keep(kept, written.numbers[group], cache.pairs[slot])
+            self._keeping.keep(new, written.numbers[group], cache.pairs[slot])
         else:
-            cache.pairs[slot][:, written.places[group]] = kept.transpose(0, 1)
+            cache.pairs[slot][:, written.places[group]] = new.transpose(0, 1)
+        attended = [part.attend(slot, queries, kept, weighting) for part in self._parts]
+        if len(attended) == 1:
+            return attended[0]
+        return torch.cat(attended)
 
 
 class _Written(NamedTuple):
@@ -288,8 +286,13 @@ class _Written(NamedTuple):
             first = first + len(row.tokens)
             all_ = all_ and not left_out
         indexes = [as_index(places, cache.device) for places in found]
-        by_kernels = cache.kernels is not None or cache.triton is not None
-        numbers = [_numbers(index, cache.device) for index in indexes] if by_kernels else []
+        numbers = list[Tensor]()
+        if cache.kernels is not None or cache.triton is not None:
+            for index in indexes:
+                if isinstance(index, slice):
+                    numbers.append(torch.arange(index.start, index.stop, device=cache.device))
+                else:
+                    numbers.append(index)
         return cls(None if all_ else as_index(some, cache.device), indexes, numbers)
 
 
@@ -311,28 +314,22 @@ class _Singles:
         if slot in cache.rebuilds or (cache.triton is None and cache.kernels is None):
             return torch.cat([text.attend(slot, queries, kept, weighting) for text in self.texts])
         if cache.triton is not None:
-            return cache.attend(slot, own, self._blocks(group), weighting)
+            if group not in self._tables:
+                rows = [text.row for text in self.texts]
+                blocks = blocks_for(max(row.start for row in rows) + 1)
+                inputs = torch.zeros(len(rows), 1 + blocks, dtype=torch.long)
+                for line, row in zip(inputs.numpy(), rows, strict=True):
+                    line[0] = row.start
+                    write_table(line[1:], row.runs[group], 0)
+                inputs = inputs.to(cache.device)
+                self._tables[group] = TextBlocks(inputs[:, 1:], inputs[:, 0], cache.counters(len(rows)))
+            return cache.attend(slot, own, self._tables[group], weighting)
         assert cache.kernels is not None
         key = group, weighting.window
         if key not in self._runs:
             runs, ends = runs_of([text.row for text in self.texts], *key)
             self._runs[key] = Runs(torch.tensor(runs), torch.tensor(ends))
         return cache.kernels.attend(own, cache.pairs[slot], self._runs[key], weighting)
-
-    def _blocks(self, group: int) -> TextBlocks:
-        if group not in self._tables:
-            rows = [text.row for text in self.texts]
-            inputs = torch.zeros(
-                len(rows), 1 + blocks_for(max(row.start for row in rows) + 1), dtype=torch.long
-            )
-            for line, row in zip(inputs.numpy(), rows, strict=True):
-                line[0] = row.start
-                write_table(line[1:], row.runs[group], 0)
-            inputs = inputs.to(self._cache.device)
-            self._tables[group] = TextBlocks(
-                inputs[:, 1:], inputs[:, 0], self._cache.counters(len(rows))
-            )
-        return self._tables[group]
 
 
 class _Text:
@@ -450,12 +447,6 @@ class _Text:
             self._found[group, first] = as_index(parts, cache.device)
         keys, values = cache.pairs[slot][:, self._found[group, first]][None].chunk(2, 1)
         return keys, values
-
-
-def _numbers(index: Index, device: torch.device) -> Tensor:
-    if isinstance(index, slice):
-        return torch.arange(index.start, index.stop, device=device)
-    return index
 
 
 def by_head(keys_values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ from surgeon.runtime.model.layers import (
     norm_before,
     torch_dtype,
 )
-from surgeon.runtime.model.linear import Linear, LinearMap, Maps, Sharing, count_outputs, is_factored
+from surgeon.runtime.model.linear import Linear, Maps, Sharing, count_outputs, is_factored
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.plan.placement import (
     Group,
@@ -54,10 +54,9 @@ from surgeon.runtime.plan.placement import (
     rank_work,
     summed_apart,
     summed_in_rank_space,
-    whole_experts,
     work_of,
 )
-from surgeon.runtime.plan.specification import Plan, WholeExperts
+from surgeon.runtime.plan.specification import Plan
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class StepOutputs:
     """
 
     widths: Mapping[int, int]
-    seconds: Mapping[int, LinearMap]
+    seconds: Mapping[int, Linear]
     norms: Mapping[int, Norm]
 
     def partial(self, outputs: list[tuple[int, Tensor]]) -> Partial:
@@ -86,17 +85,17 @@ class StepOutputs:
         return Partial(parts[0] if len(parts) == 1 else torch.cat(parts, -1), self._finish)
 
     def _finish(self, totals: Tensor) -> Tensor:
+        """Make the step's output, (T, h), of the sums of its sublayers, (T, all widths)."""
+        outputs = list[Tensor]()
         parts = totals.split(list(self.widths.values()), -1)
-        return reduce(torch.add, map(self._finished, self.widths, parts))
-
-    def _finished(self, number: int, total: Tensor) -> Tensor:
-        """Make a sublayer's output, (T, h), of its sum, (T, width)."""
-        output = total
-        if number in self.seconds:
-            output = self.seconds[number](total)
-        if number in self.norms:
-            return self.norms[number](output)
-        return output
+        for number, total in zip(self.widths, parts, strict=True):
+            output = total
+            if number in self.seconds:
+                output = self.seconds[number](total)
+            if number in self.norms:
+                output = self.norms[number](output)
+            outputs.append(output)
+        return reduce(torch.add, outputs)
 
 
 Made = Attention | FeedForward | MixtureOfExperts  # computes a part
@@ -175,7 +174,7 @@ class RankProgram:
     def _step_outputs(self, step: Step, source: ModelWeights) -> StepOutputs:
         """The segments of a step, with the second factors that sums in rank space go through."""
         norms = {index: self.norms[one] for index, one in enumerate(step.sublayers) if one in self.norms}
-        seconds: dict[int, LinearMap] = {}
+        seconds: dict[int, Linear] = {}
         for index in self._in_rank_space(step):
             sublayer = step.sublayers[index]
             (role,) = (
@@ -201,23 +200,35 @@ class RankProgram:
 
     def key(self, part: Part) -> PartKey:
         """A key that is the same for parts with the same weights and exchanges."""
-        whole = whole_experts(self.plan, part)
+        whole = self.plan.mixtures.whole_experts(part.sublayer, len(part.sharers))
         exchanges = self.plan.exchanges(part.sublayer)
         return part.sublayer, part.sharers if exchanges else (), None if whole is None else whole.own
 
     def _part(self, work: Work, part: Part, source: ModelWeights) -> Made:
         plan = self.plan
+        dtype = torch_dtype(plan)
         sublayer = computed_of(plan, work, part)
-        if plan.mixtures.size(sublayer) is not None:
-            return self._mixture(part, source, whole_experts(plan, part))
         spec = source.spec(sublayer)
-        tensors = self._here(source.sublayer(sublayer, torch_dtype(plan)))
+        if plan.mixtures.size(sublayer) is not None:
+            whole = plan.mixtures.whole_experts(sublayer, len(part.sharers))
+            if whole is None:
+                return MixtureOfExperts(self._here(source.by_role(sublayer, dtype)), spec, plan)
+            numbers = [number for one in source.each_expert(whole.of) for number in one.experts or ()]
+            own = replace(whole.of, experts=tuple(numbers[whole.own.start : whole.own.stop]))
+            tensors = self._here(source.by_role(sublayer, dtype, own))
+            return MixtureOfExperts(tensors, spec, plan, whole.own.start)
+        tensors = self._here(source.sublayer(sublayer, dtype))
         based = sublayer != part.sublayer
         later = frozenset[str]()  # roles whose second factors are no business of this part
         if sublayer.kind != ATTENTION:
             maps = self._maps(work, part, tensors, later, based)
             return FeedForward(tensors, maps, plan, norm_before(tensors, spec, plan))
-        tensors = self._order_for_rotation(tensors)
+        # Features of heads lie as they turn, and heads behind layer norms are centred by their matrices.
+        family = plan.family
+        if family.attention.head_norm.gains == "each" and family.norms.kind != "rms":
+            tensors = centre_heads(tensors, plan.head_dim)
+        if family.positions.neighbours and plan.arithmetic.rotaries:
+            tensors = in_halves(tensors, plan.arithmetic.rotaries[0].width, plan.head_dim)
         looks = plan.window(sublayer), plan.arithmetic.rotary_of(sublayer)
         if plan.latent is not None:
             inside = {path.removeprefix(f"{spec.module}."): tensor for path, tensor in tensors.items()}
@@ -234,25 +245,6 @@ class RankProgram:
         sharing = Sharing(self.peers, part.sharers)
         return Attention(tensors, maps, spec, plan, *looks, sharing, (of_queries, of_keys))
 
-    def _order_for_rotation(self, tensors: Tensors) -> Tensors:
-        """Order features of heads as they turn, and centre heads behind layer norms by their matrices."""
-        family = self.plan.family
-        if family.attention.head_norm.gains == "each" and family.norms.kind != "rms":
-            tensors = centre_heads(tensors, self.plan.head_dim)
-        if family.positions.neighbours and self.plan.arithmetic.rotaries:
-            return in_halves(tensors, self.plan.arithmetic.rotaries[0].width, self.plan.head_dim)
-        return tensors
-
-    def _mixture(self, part: Part, source: ModelWeights, whole: WholeExperts | None) -> MixtureOfExperts:
-        dtype = torch_dtype(self.plan)
-        spec = source.spec(part.sublayer)
-        if whole is None:
-            return MixtureOfExperts(self._here(source.by_role(part.sublayer, dtype)), spec, self.plan)
-        numbers = [number for one in source.each_expert(whole.of) for number in one.experts or ()]
-        own = replace(whole.of, experts=tuple(numbers[whole.own.start : whole.own.stop]))
-        tensors = self._here(source.by_role(part.sublayer, dtype, own))
-        return MixtureOfExperts(tensors, spec, self.plan, whole.own.start)
-
     def _maps(
         self, work: Work, part: Part, tensors: Tensors, later: frozenset[str], based: bool
     ) -> Maps:
@@ -267,20 +259,15 @@ class RankProgram:
             later |= frozenset(WRITING)
         alone = Maps(tensors, scale, later)
         shared = Maps(tensors, scale, later, shared=sharing)
-        if self._shares_out(part, alone, shared):
+        if self.plan.low_rank == "gather":
             return shared
-        return alone
-
-    def _shares_out(self, part: Part, alone: Maps, shared: Maps) -> bool:
-        """Tell whether first factors are shared out: as the plan says, or as measured once for each shape."""
-        if self.plan.low_rank != "auto":
-            return self.plan.low_rank == "gather"
         roles = [one.role for one in self._projections(part.sublayer) if one.reads_stream]
-        if not any(is_factored(role, alone.tensors) for role in roles):
-            return False
+        if self.plan.low_rank != "auto" or not any(is_factored(role, tensors) for role in roles):
+            return alone
+        # First factors are shared out if that is faster, as measured once for each shape.
         key = (replace(part.sublayer, layers=(0,), piece=None), part.sharers)
         if key not in self._ways:
-            like = next(iter(alone.tensors.values()))
+            like = next(iter(tensors.values()))
             x = torch.zeros(1, self.plan.hidden, dtype=like.dtype, device=like.device)
             before = self.peers.counts
             self.peers.counts = Phase()  # what measuring sends is no pass's
@@ -293,7 +280,9 @@ class RankProgram:
                 total = self.peers.collectives.subgroup(part.sharers).exact.all_reduce(own, Counts())()
                 self._ways[key] = bool(total[1] < total[0])
             self.peers.counts = before
-        return self._ways[key]
+        if self._ways[key]:
+            return shared
+        return alone
 
     def recording_kernels(self, like: Tensor) -> Kernels | None:
         """The kernels where passes can be recorded: nothing that ranks send has to be waited for in Python."""
@@ -429,33 +418,28 @@ class RankMachine(Machine):
         self._node: Node | None = None  # whose output is reduced next
 
     def compute(self, step: Step, stream: Tensor) -> Partial:
-        with self.rank_program.watched(step):
-            return self._compute(step, stream)
-
-    def _compute(self, step: Step, stream: Tensor) -> Partial:
         program = self.rank_program
         self._node = step
-        work = self.work.popleft()
-        assert work.step == step, f"the executor is at {step}, the rank's work at {work.step}"
-        outputs = list[tuple[Part, Tensor]]()
-        for part in work.parts:
-            made = program.sublayers[program.key(part)]
-            if isinstance(made, Attention):
-                assert part.slot is not None
-                output = made(stream, part.slot, self.shared)
-            elif isinstance(made, MixtureOfExperts):
-                output = made(stream, self.shared.waits)
-            else:
-                output = made(stream)
-            outputs.append((part, output))
-        program.passes += 1 / (len(program.work) * self.shared.parts)
-        if work.whole:
-            norms = program.norms
-            normed = (
-                norms[part.sublayer](out) if part.sublayer in norms else out for part, out in outputs
-            )
-            return Partial(reduce(torch.add, normed))
-        return program.outputs[step].partial([(part.index, output) for part, output in outputs])
+        with program.watched(step):
+            work = self.work.popleft()
+            assert work.step == step, f"the executor is at {step}, the rank's work at {work.step}"
+            outputs = list[tuple[int, Tensor]]()
+            for part in work.parts:
+                made = program.sublayers[program.key(part)]
+                if isinstance(made, Attention):
+                    assert part.slot is not None
+                    output = made(stream, part.slot, self.shared)
+                elif isinstance(made, MixtureOfExperts):
+                    output = made(stream, self.shared.waits)
+                else:
+                    output = made(stream)
+                if work.whole and part.sublayer in program.norms:
+                    output = program.norms[part.sublayer](output)
+                outputs.append((part.index, output))
+            program.passes += 1 / (len(program.work) * self.shared.parts)
+            if work.whole:
+                return Partial(reduce(torch.add, (output for _, output in outputs)))
+            return program.outputs[step].partial(outputs)
 
     def add(self, stream: Tensor, output: Tensor) -> Tensor:
         """Add, and norm in the same launch for the part that comes next, if kernels can."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.request import (
-    AskedPlaces,
     Row,
     Rows,
     TokenLogprob,
@@ -124,7 +124,9 @@ class RankModel:
         self.vocabulary: Vocabulary
         self.ends: Ends
         if alike:
-            self.vocabulary = alike[0].vocabulary.shared_with(plan, self.peers)
+            self.vocabulary = copy(alike[0].vocabulary)
+            self.vocabulary.plan = plan
+            self.vocabulary.peers = self.peers
             self.ends = alike[0].ends
         else:
             self.vocabulary = Vocabulary(source, plan, device, self.peers)
@@ -177,21 +179,6 @@ class RankModel:
         long_texts = self.plan.long_texts
         return long_texts is None or row.prompt <= long_texts.beyond or row.start + 1 >= row.prompt
 
-    def angles_of(self, rows: Rows, positions: Index) -> AllAngles:
-        """Rotary angles of the rows' tokens at these positions, by the lengths of their texts."""
-        if all(map(self.turns_by_position, rows)):
-            return angles_at(self.angles_up_to(max(row.end for row in rows)), positions)
-        spans = [range(row.start, row.end) for row in rows]
-        lengths = [
-            max(row.prompt, place + 1) for row, span in zip(rows, spans, strict=True) for place in span
-        ]
-        places = [place for span in spans for place in span]
-        both = torch.tensor([places, lengths], device=self.device)
-        return tuple(
-            rotate_angles(rotary, both[0], both[1], self.vocabulary.like)
-            for rotary in self.plan.arithmetic.rotaries
-        )
-
     def embedded(self, tokens: Tensor, positions: Index) -> Tensor:
         """The stream before the program, (tokens, hidden), of tokens (tokens,)."""
         if self.arriving is not None:
@@ -239,13 +226,13 @@ class RankModel:
             [at for at, want in enumerate(wanted) if want == kind]
             for kind in (Wanted.BEST, Wanted.LOGITS)
         )
+        likeliest: list[int] = []
+        logits: Tensor | None = None
         if best:
             likeliest = self.vocabulary.best(own if len(best) == len(wanted) else own[best]).tolist()
-        else:
-            likeliest = []
-        return likeliest, self.vocabulary.gather(
-            own if len(full) == len(wanted) else own[full]
-        ) if full else None
+        if full:
+            logits = self.vocabulary.gather(own if len(full) == len(wanted) else own[full])
+        return likeliest, logits
 
 
 class RankCoda:
@@ -285,14 +272,16 @@ class DynamicPasses(Way):
         return True
 
     def step(self, rows: Rows, cache: PagedCache) -> Results:
-        asked = asked_of(rows)
-        return self.results(self.stream(rows, cache, asked.places), rows, asked)
+        return self.results(self.stream(rows, cache, asked_of(rows)), rows)
 
-    def results(self, stream: Tensor, rows: Rows, asked: AskedPlaces) -> Results:
-        """Choose by the stream behind the program at the asked places, (places, hidden)."""
-        places, wanted = asked
-        last, predicting = stream.split([len(wanted), len(places) - len(wanted)])
-        best, logits = self.model.chosen(self.model.own_logits(last), wanted) if wanted else ([], None)
+    def results(self, stream: Tensor, rows: Rows) -> Results:
+        """Choose by the stream behind the program at the places that are asked of, (places, hidden)."""
+        wanted = [row.wanted for row in rows if row.wanted]
+        predicting = stream[len(wanted) :]
+        best: list[int] = []
+        logits: Tensor | None = None
+        if wanted:
+            best, logits = self.model.chosen(self.model.own_logits(stream[: len(wanted)]), wanted)
         scores = list[list[TokenLogprob]]()
         start = 0
         for _, targets, top in (row.targets for row in rows if row.targets is not None):
@@ -323,7 +312,20 @@ class DynamicPasses(Way):
         )
         angles = model.angles_up_to(max(row.end for row in rows))
         layout = PagedLayout(rows, cache, angles)
-        return tokens, layout.positions, Pass(layout.attend, model.angles_of(rows, layout.positions))
+        if all(map(model.turns_by_position, rows)):
+            own = angles_at(angles, layout.positions)
+        else:
+            places = list[int]()
+            lengths = list[int]()  # of the text that each token turns as in
+            for row in rows:
+                places += range(row.start, row.end)
+                lengths += (max(row.prompt, place + 1) for place in range(row.start, row.end))
+            both = torch.tensor([places, lengths], device=model.device)
+            own = tuple(
+                rotate_angles(rotary, both[0], both[1], model.vocabulary.like)
+                for rotary in model.plan.arithmetic.rotaries
+            )
+        return tokens, layout.positions, Pass(layout.attend, own)
 
 
 class HalvedPasses(DynamicPasses):

@@ -51,13 +51,20 @@ POSITION = 1
 PLACE = 2
 
 
-class PassInputs:
-    """The changing inputs of passes over as many texts, where recordings read them.
+class RecordedPass:
+    """A pass over so many texts, and its changing inputs where the recording reads them.
 
     Attributes:
         numbers: (2 + twice the groups of the cache, B).
         reads: of attentions of a group with a window.
+        logits: that `replay` computes, (B, rows of the vocabulary).
+        sent, spans: by and of each replay.
     """
+
+    replay: Replay
+    logits: Tensor
+    sent: Sent
+    spans: list[Span]
 
     def __init__(self, rows: Rows, angles: AllAngles) -> None:
         self.numbers = torch.tensor(_numbers(rows))
@@ -105,16 +112,6 @@ def _numbers(rows: Rows) -> list[list[int]]:
     return [tokens, positions, *places, *newly]
 
 
-class RecordedPass(NamedTuple):
-    """A recorded pass over so many texts, with logits, (B, rows of the vocabulary), and what it sends."""
-
-    inputs: PassInputs
-    replay: Replay
-    logits: Tensor
-    sent: Sent
-    spans: list[Span]
-
-
 class RecordedDecode(Way):
     """Recorded passes, where kernels compute all that takes long.
 
@@ -149,20 +146,14 @@ class RecordedDecode(Way):
         passes = self._passes.setdefault(cache, {})
         angles = model.angles_up_to(1 + max(row.start for row in rows))
         known = passes.get(len(rows))
-        if known is None or not known.inputs.load(rows, angles):
-            return self._record(rows, cache, PassInputs(rows, angles), passes)
-        times = known.replay(bool(known.spans))
-        if times and model.watcher is not None:
-            model.watcher([(what, times[first], times[end]) for what, first, end in known.spans])
-        phase.add(known.sent)
-        return known.logits
-
-    def _record(
-        self, rows: Rows, cache: PagedCache, inputs: PassInputs, passes: dict[int, RecordedPass]
-    ) -> Tensor:
-        """Compute one as any pass, and record it if it can be."""
-        model = self._model
-        phase = model.peers.counts
+        if known is not None and known.load(rows, angles):
+            times = known.replay(bool(known.spans))
+            if times and model.watcher is not None:
+                model.watcher([(what, times[first], times[end]) for what, first, end in known.spans])
+            phase.add(known.sent)
+            return known.logits
+        # Computed as any pass, and recorded if it can be.
+        made = RecordedPass(rows, angles)
         recording = Recording(self._kernels, self._arena)
 
         def attend(slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
@@ -170,23 +161,22 @@ class RecordedDecode(Way):
             group = cache.group_of[slot]
             pair = cache.pairs[slot]
             with recording.paused():
-                read = inputs.read(rows, (group, weighting.window))
+                read = made.read(rows, (group, weighting.window))
             where = group + (len(rows[0].runs) if slot in cache.borrowed else 0)
-            self._kernels.keep(kept, inputs.numbers[PLACE + where], pair)
+            self._kernels.keep(kept, made.numbers[PLACE + where], pair)
             return self._kernels.attend(queries, pair, read, weighting)
 
-        with phase.apart() as sent, recording.during():
-            logits = model.next_logits(
-                inputs.numbers[TOKEN], inputs.numbers[POSITION], inputs.angles, attend
-            )
-        phase.add(sent)
+        with phase.apart() as made.sent, recording.during():
+            logits = model.next_logits(made.numbers[TOKEN], made.numbers[POSITION], angles, attend)
+        phase.add(made.sent)
         replay = recording.finished()
         if replay is None:
             self.problems[len(rows)] = str(recording.problem)
         else:
-            passes[len(rows)] = RecordedPass(
-                inputs, replay, self._arena.borrowed(logits), sent, recording.spans
-            )
+            made.replay = replay
+            made.logits = self._arena.borrowed(logits)
+            made.spans = recording.spans
+            passes[len(rows)] = made
         return logits
 
 
@@ -215,14 +205,6 @@ class PassSize(NamedTuple):
         return cls(power_of_two(len(rows)), min(power_of_two(longest), most_blocks))
 
 
-class View(NamedTuple):
-    """The places that attentions with the same window read, (B * N,), with a mask, (B, 1, 1, N), and their angles."""
-
-    places: Tensor
-    mask: Tensor
-    angles: AllAngles
-
-
 class StaticLayout:
     """The places of a static pass's texts in the cache, all computed on the device."""
 
@@ -242,7 +224,7 @@ class StaticLayout:
             known = inputs[:, KNOWN] > self.positions
             unread = cache.tokens - BLOCK_TOKENS
             self._newly = [places.masked_fill(known, unread) for places in own]
-        self._views: dict[tuple[int, Window | None], View] = {}
+        self._views: dict[tuple[int, Window | None], tuple[Tensor, Tensor, AllAngles]] = {}
         self._texts: list[TextBlocks] = []
         if counters is not None:
             self._texts = [TextBlocks(table, self.positions, counters) for table in self._tables]
@@ -261,33 +243,28 @@ class StaticLayout:
         assert not self._texts or slot in self._cache.rebuilds, (
             "kernels attend where keys and values are cached"
         )
+        cache = self._cache
         texts, heads, head_dim = queries.shape
-        view = self._view(self._cache.group_of[slot], weighting.window)
-        kv_heads = self._cache.kv_heads[slot]
-        mask = view.mask
-        keys, values = (self._rebuilt if slot in self._cache.rebuilds else self._store)(slot, kept, view)
+        places, mask, angles = self._view(cache.group_of[slot], weighting.window)
+        kv_heads = cache.kv_heads[slot]
+        # Keys and values of the texts, (B, K, N, D) each, the new ones among them.
+        if slot in cache.rebuilds:
+            low_rank = cache.low_rank[slot]
+            low_rank.index_copy_(0, self._write(slot), kept)
+            room = cache.buffers.for_kept(cache.rebuilds[slot], len(places))
+            torch.index_select(low_rank, 0, places, out=room)
+            keys, values = (
+                one.unflatten(0, (texts, -1)).transpose(1, 2)
+                for one in cache.rebuild(slot, room, angles)
+            )
+        else:
+            pair = cache.pairs[slot]
+            pair.index_copy_(1, self._write(slot), kept.transpose(0, 1))
+            read = pair.index_select(1, places)
+            keys, values = read.view(2, kv_heads, texts, -1, head_dim).transpose(1, 2)
         # The heads of one KV group are like several tokens that look at the same keys.
         grouped = queries.view(texts, kv_heads, heads // kv_heads, head_dim)
         return attention(grouped, keys, values, weighting, mask).reshape(texts, heads * head_dim)
-
-    def _store(self, slot: int, keys_values: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        """Keys and values of the texts, (B, K, N, D) each, the new ones among them."""
-        cached = self._cache.pairs[slot]
-        texts = len(keys_values)
-        cached.index_copy_(1, self._write(slot), keys_values.transpose(0, 1))
-        read = cached.index_select(1, view.places)
-        keys, values = read.view(2, len(cached) // 2, texts, -1, cached.shape[-1]).transpose(1, 2)
-        return keys, values
-
-    def _rebuilt(self, slot: int, kept: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        cache = self._cache
-        cached = cache.low_rank[slot]
-        cached.index_copy_(0, self._write(slot), kept)
-        room = cache.buffers.for_kept(cache.rebuilds[slot], len(view.places))
-        torch.index_select(cached, 0, view.places, out=room)
-        keys, values = cache.rebuild(slot, room, view.angles)
-        by_text = len(kept), -1
-        return keys.unflatten(0, by_text).transpose(1, 2), values.unflatten(0, by_text).transpose(1, 2)
 
     def _write(self, slot: int) -> Tensor:
         return (self._newly if slot in self._cache.borrowed else self._own)[self._cache.group_of[slot]]
@@ -298,8 +275,8 @@ class StaticLayout:
             self._tables[group].gather(1, tokens // BLOCK_TOKENS) * BLOCK_TOKENS + tokens % BLOCK_TOKENS
         )
 
-    def _view(self, group: int, window: Window | None) -> View:
-        """Return the places that attentions of a group with this window read.
+    def _view(self, group: int, window: Window | None) -> tuple[Tensor, Tensor, AllAngles]:
+        """The places that attentions of a group with this window read, (B * N,), a mask, (B, 1, 1, N), and angles.
 
         A text's newest token stands for missing ones: an unwritten place may hold NaN, and 0 times NaN is NaN.
         """
@@ -318,7 +295,7 @@ class StaticLayout:
                 ~seen, -torch.inf
             )
             angles = angles_at(self._angles, read.flatten())
-            self._views[key] = View(self._places(group, read).flatten(), mask[:, None, None], angles)
+            self._views[key] = self._places(group, read).flatten(), mask[:, None, None], angles
         return self._views[key]
 
 

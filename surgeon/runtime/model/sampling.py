@@ -109,35 +109,19 @@ def likeliest(scores: Tensor) -> Tensor:
     return (scores.argmax(-1) if kernels is None else kernels.highest(scores.contiguous())[1])[:, None]
 
 
-class Filtered(NamedTuple):
-    """The probabilities that filters leave.
-
-    Attributes:
-        weights: (R, K) of float64, 0 for what is left out; they may sum to less than 1.
-        tokens: that these are of, (R, K); None for all in their order.
-        enough: whether what was looked at is all that can be left, (R, 1); None where it always is.
-    """
-
-    weights: Tensor
-    tokens: Tensor | None
-    enough: Tensor | None
-
-    def at(self, place: Tensor) -> Tensor:
-        """The token at a place of each row, both (R, 1); WIDER where another one may have been drawn."""
-        token = place
-        if self.tokens is not None:
-            token = self.tokens.gather(-1, place)
-        if self.enough is None:
-            return token
-        return token.where(self.enough, WIDER)
-
-
-def filter_probabilities(scores: Tensor, texts: Sequence[Sampling], look: Look) -> Filtered:
+def filter_probabilities(
+    scores: Tensor, texts: Sequence[Sampling], look: Look
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Filter the probabilities of each row by temperature, top_k, top_p and min_p, where tokens are drawn.
 
     Args:
         scores: (R, V), float32.
         look: of all texts; at more tokens, if it has turned out not to be enough.
+
+    Returns:
+        The probabilities that are left, (R, K) of float64, 0 for what is left out, which may sum to less than 1; the
+        tokens that these are of, (R, K), None for all in their order; and whether what was looked at is all that can be
+        left, (R, 1), None where it always is.
     """
     tokens: Tensor | None = None
     if look.ranked:
@@ -166,7 +150,9 @@ def filter_probabilities(scores: Tensor, texts: Sequence[Sampling], look: Look) 
     if any(text.min_p for text in texts):
         least = weights.amax(-1, keepdim=True) * column([text.min_p for text in texts], weights)
         weights = weights.where(weights >= least, 0)
-    return Filtered(weights, tokens, None if look.ranked or look.tokens == scores.shape[-1] else enough)
+    if look.ranked or look.tokens == scores.shape[-1]:
+        enough = None
+    return weights, tokens, enough
 
 
 def pick(weights: Tensor, number: Column) -> Tensor:
@@ -205,13 +191,14 @@ def distribution(scores: Tensor, texts: Sequence[Sampling], look: Look) -> Tenso
     chances = torch.zeros(scores.shape, dtype=torch.float64, device=scores.device)
     if look.tokens == 1:
         return chances.scatter_(-1, likeliest(scores), 1)
-    left = filter_probabilities(scores, texts, look)
-    if left.enough is not None and not left.enough.all():
-        left = filter_probabilities(scores, texts, look._replace(tokens=scores.shape[-1]))
-    weights = left.weights / left.weights.sum(-1, keepdim=True)
-    if left.tokens is None:
+    weights, tokens, enough = filter_probabilities(scores, texts, look)
+    if enough is not None and not enough.all():
+        look = look._replace(tokens=scores.shape[-1])
+        weights, tokens, _ = filter_probabilities(scores, texts, look)
+    weights = weights / weights.sum(-1, keepdim=True)
+    if tokens is None:
         return weights
-    return chances.scatter_(-1, left.tokens, weights)
+    return chances.scatter_(-1, tokens, weights)
 
 
 def report(tokens: Tensor, logits: Tensor, tops: Sequence[int | None]) -> Tensor:
@@ -320,13 +307,16 @@ class Sampler:
             else:
                 if whole:
                     look = look._replace(tokens=self._vocabulary)
-                left = filter_probabilities(scores, [text.sampling for text in some], look)
-                keys = None
+                options = [text.sampling for text in some]
+                weights, among, enough = filter_probabilities(scores, options, look)
                 if some[0].again:
-                    keys = [text.key() for text in some]
-                tokens = left.at(
-                    self._pick(left.weights) if keys is None else race(left.weights, keys, left.tokens)
-                )
+                    tokens = race(weights, [text.key() for text in some], among)
+                else:
+                    tokens = self._pick(weights)
+                if among is not None:
+                    tokens = among.gather(-1, tokens)
+                if enough is not None:  # another one may have been drawn
+                    tokens = tokens.where(enough, WIDER)
             batches.append((rows, report(tokens, own, [text.sampling.logprobs for text in some])))
         flat = [table.flatten() for _, table in batches]
         found = iter((flat[0] if len(flat) == 1 else torch.cat(flat)).tolist())

@@ -41,7 +41,6 @@ from surgeon.runtime.plan.specification import (
     Decoding,
     HalvesMode,
     KvMode,
-    Longer,
     LowRankMode,
     Mixtures,
     MixtureSize,
@@ -128,7 +127,7 @@ def make_plan(
         warnings.warn(note, stacklevel=1)
     vocabulary, hidden = source.shape(f"{family.embedding}.weight")
     arithmetic = arithmetic_of(stored, layers, max_tokens)
-    if any(rotary.longer for rotary in arithmetic.rotaries):
+    if any(rotary.beyond is not None for rotary in arithmetic.rotaries):
         kv = _whole_keys(kv, max_tokens)
     plan = Plan(
         folder=stored.folder,
@@ -390,11 +389,10 @@ def _rotary(config: Any, family: Family, max_tokens: int, kind: str | None) -> R
     except Exception as error:  # whatever it trips over is a fault of the file
         raise ValueError(f"{described} ({type(error).__name__}: {first_line(error)})") from error
     if longer is not None and longer[0] < max_tokens:
-        rotary = replace(rotary, longer=Longer(*longer))
-    longest = (
-        () if rotary.longer is None else (*rotary.longer.inverse_frequencies, rotary.longer.stretch)
-    )
-    if not all(map(math.isfinite, (*rotary.inverse_frequencies, rotary.scale, *longest))):
+        beyond, frequencies, stretch = longer
+        rotary = replace(rotary, beyond=beyond, longer_frequencies=frequencies, stretch=stretch)
+    numbers = [*rotary.inverse_frequencies, rotary.scale, *rotary.longer_frequencies, rotary.stretch]
+    if not all(map(math.isfinite, numbers)):
         raise ValueError(f"{described} (an angle is infinite, or no number)")
     return rotary
 

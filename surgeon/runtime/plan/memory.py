@@ -49,13 +49,11 @@ class CacheGroups:
     windows: Windows
     slots: tuple[tuple[int, ...], ...]
 
-    def width(self, rank: int) -> int:
-        """The attentions of a rank that a block is for."""
-        return max(Counter(self.slots[rank]).values(), default=0)
-
     def room(self, tokens: int) -> int:
         """The room of all ranks that a text of so many tokens takes, in blocks of one attention."""
-        return text_blocks(tokens, self.windows) * sum(map(self.width, range(len(self.slots))))
+        # The attentions that a block is for.
+        widest = sum(max(Counter(slots).values(), default=0) for slots in self.slots)
+        return text_blocks(tokens, self.windows) * widest
 
 
 def cache_groups(plan: Plan) -> CacheGroups:

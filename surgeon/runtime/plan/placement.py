@@ -16,14 +16,7 @@ from functools import cached_property
 from surgeon.language.program import Fork, Node, Program, Step, ranks_of_branches
 from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families.specs import Latent, Units
-from surgeon.runtime.plan.specification import (
-    NO_MIXTURES,
-    Balance,
-    Mixtures,
-    Plan,
-    WholeExperts,
-    cut_neurons,
-)
+from surgeon.runtime.plan.specification import NO_MIXTURES, Balance, Mixtures, Plan, cut_neurons
 
 Group = tuple[int, ...]  # ranks that share a piece of work, in ascending order
 
@@ -96,11 +89,6 @@ def computed_of(plan: Plan, work: Work, part: Part) -> Sublayer:
     if as_base and plan.mixtures.size(whole) is None:
         return whole
     return part.sublayer
-
-
-def whole_experts(plan: Plan, part: Part) -> WholeExperts | None:
-    """The whole experts that a rank has of a part's mixture; None where it has a slice of all, or no mixture."""
-    return plan.mixtures.whole_experts(part.sublayer, len(part.sharers))
 
 
 def norm_sums(plan: Plan) -> int:

@@ -210,36 +210,27 @@ OWN_ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_ta
 
 
 @dataclass(frozen=True)
-class Longer:
-    """RoPE frequencies for texts beyond a length: the angle of each pair of features per position.
-
-    In a text of n tokens pair k turns by frequency k times (1 + stretch * (n / beyond - 1)) ** (-k / (pairs - 1)).
-
-    Attributes:
-        beyond: of more tokens than these.
-        stretch: 0 where all longer texts are alike.
-    """
-
-    beyond: int
-    inverse_frequencies: tuple[float, ...]
-    stretch: float = 0.0
-
-
-@dataclass(frozen=True)
 class Rotary:
     """Rotary positions: an angle per position and pair of features, and a factor on both cosine and sine.
+
+    In a text of n tokens, more than `beyond`, pair k turns by the longer frequency k times
+    (1 + stretch * (n / beyond - 1)) ** (-k / (pairs - 1)).
 
     Attributes:
         inverse_frequencies: how far each pair of features turns per position.
         scale: the factor.
         growth: of the factor, by position.
-        longer: for texts beyond a length, where these turn otherwise.
+        beyond: texts of more tokens than these turn otherwise; None where all turn alike.
+        longer_frequencies: of such texts.
+        stretch: 0 where all longer texts are alike.
     """
 
     inverse_frequencies: tuple[float, ...]
     scale: float
     growth: Growth | None = None
-    longer: Longer | None = None
+    beyond: int | None = None
+    longer_frequencies: tuple[float, ...] = ()
+    stretch: float = 0.0
 
     @property
     def width(self) -> int:
@@ -372,11 +363,11 @@ class Plan:
     @property
     def long_texts(self) -> LongTexts | None:
         """Texts that turn otherwise than short ones, if there are such."""
-        longer = [rotary.longer for rotary in self.arithmetic.rotaries if rotary.longer is not None]
-        if not longer:
+        rotaries = self.arithmetic.rotaries
+        beyond = {rotary.beyond for rotary in rotaries if rotary.beyond is not None}
+        if not beyond:
             return None
-        beyond = {one.beyond for one in longer}
-        by_length = len(beyond) > 1 or any(one.stretch for one in longer)
+        by_length = len(beyond) > 1 or any(rotary.stretch for rotary in rotaries)
         return LongTexts(min(beyond), by_length, self.family.positions.computes_anew)
 
     def window(self, attention: Sublayer) -> int | None:

@@ -82,29 +82,6 @@ class Sender:
                 connection.send_bytes(data)
 
 
-class Receiver:
-    """Another rank's end of a pipe."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._connection = Connection(descriptor, writable=False)
-        self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLIN)
-
-    def receive(self) -> Any:
-        """Wait for the next message.
-
-        Raises:
-            ConnectionError: if rank 0 has ended.
-        """
-        spins_end = time.monotonic() + SPIN_SECONDS
-        while not self._poll.poll(0 if time.monotonic() < spins_end else None):
-            os.sched_yield()
-        try:
-            return pickle.loads(self._connection.recv_bytes())
-        except EOFError:
-            raise ConnectionError("rank 0 has closed its connection") from None
-
-
 class Ring:
     """One rank's place in a ring.
 
@@ -308,7 +285,7 @@ class Rank:
     Attributes:
         collectives: the connection to all ranks.
         engines: by name, for later functions.
-        sender, receiver: of messages from rank 0 to all others; ring: of those in a pipeline.
+        sender: of messages from rank 0 to all others, which `receive` them; ring: of those in a pipeline.
     """
 
     ring: Ring | None = None
@@ -328,7 +305,9 @@ class Rank:
         if settings.rank == 0:
             self.sender = Sender(channel)
         else:
-            self.receiver = Receiver(channel[0])
+            self._channel = Connection(channel[0], writable=False)
+            self._poll = select.poll()
+            self._poll.register(self._channel, select.POLLIN)
         torch.set_num_threads(threads_per_rank(settings.location.local_ranks))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -363,6 +342,20 @@ class Rank:
         if options.compression is None:
             return connected
         return Compressed(connected, options.compression)
+
+    def receive(self) -> Any:
+        """Wait for the next message of rank 0.
+
+        Raises:
+            ConnectionError: if that has ended.
+        """
+        spins_end = time.monotonic() + SPIN_SECONDS
+        while not self._poll.poll(0 if time.monotonic() < spins_end else None):
+            os.sched_yield()
+        try:
+            return pickle.loads(self._channel.recv_bytes())
+        except EOFError:
+            raise ConnectionError("rank 0 has closed its connection") from None
 
     def notify(self, value: Any) -> None:
         """Send a value to the starting process at once; from any thread."""

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from surgeon.processes.children import Pulse
 from surgeon.processes.torchrun import address_of, watch_over
-from surgeon.runtime.batching.blocks import BlockPool, Windows
+from surgeon.runtime.batching.blocks import BlockPool
 from surgeon.runtime.batching.request import (
     UNDEFINED,
     Choice,
@@ -101,7 +101,7 @@ class Leader:
         draft = engine.plan.draft
         catches_up = draft is not None and draft.keeps_own
         self.scheduler = Scheduler(BlockPool(blocks, windows=cache.windows), limits, catches_up)
-        self._sender = sender
+        self.sender = sender
         # Used where the likeliest token is not enough.
         self._sampler = Sampler(engine.plan.vocabulary, engine.device)
         self._pass_seconds = AT_ONCE_SECONDS  # of the newest pass
@@ -114,7 +114,7 @@ class Leader:
         for rows in passes:
             if time.monotonic() > end:
                 return
-            self._sender.send(("record_ahead", rows))
+            self.sender.send(("record_ahead", rows))
             self.engine.record_ahead(rows, self.cache)
 
     def submit(self, request: Request) -> None:
@@ -135,7 +135,7 @@ class Leader:
         passes = self.scheduler.passes_at_once(chunks, most) if most > 1 else 1
         if passes > 1:
             rows = [row for chunk in chunks for row in chunk.rows()]
-            self._sender.send(("several", rows, passes))
+            self.sender.send(("several", rows, passes))
             by_pass = self.engine.several(rows, passes, self.cache)
             self._pass_seconds = (time.perf_counter() - began) / passes
             by_text = zip(*by_pass, strict=True)
@@ -153,7 +153,7 @@ class Leader:
         rows = [
             row for chunk, drafted in zip(chunks, drafts, strict=True) for row in chunk.rows(drafted)
         ]
-        self._sender.send(("step", rows))
+        self.sender.send(("step", rows))
         results = self.engine.step(rows, self.cache)
         self._pass_seconds = time.perf_counter() - began
         chosen = self._choose(chunks, drafts, results)
@@ -185,7 +185,7 @@ class Leader:
             going = [place for place, most in enumerate(passes) if most > number]
             began = time.perf_counter()
             rows = [row for place in going for row in chunks[place].drafting_rows(drafts[place])]
-            self._sender.send(("draft", rows))
+            self.sender.send(("draft", rows))
             results = self.engine.draft(rows, self.cache)
             asking = [place for place in going if chunks[place].drafts > number]
             drawn = [chunks[place] for place in asking if chunks[place].wanted == Wanted.LOGITS]
@@ -261,11 +261,8 @@ class Leader:
         )
         return Progress(outputs, stats)
 
-    def report(self, message: Report) -> None:
-        self._sender.send(message)
-
     def end(self) -> None:
-        self._sender.send(None)
+        self.sender.send(None)
 
 
 def ids(chunks: Iterable[ScheduledChunk]) -> list[int]:
@@ -420,13 +417,10 @@ class StretchEngine(RankEngine):
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
         super().__init__(plan.of_rank(rank)[0], Alone(), device)
         self.is_last = rank == plan.ranks - 1
+        # That of the whole model, whose texts have the same blocks on all ranks.
         groups = cache_groups(plan)
-        self._division = groups.slots[rank], groups.windows
+        self.division = groups.slots[rank], groups.windows
         self._fixed = self.model.vocabulary.like.new_empty(ROWS if rank else 0, plan.hidden)
-
-    def cache_division(self) -> tuple[Sequence[int], Windows]:
-        """The division of the whole model, whose texts have the same blocks on all ranks."""
-        return self._division
 
     @torch.inference_mode()
     def onward(
@@ -448,7 +442,7 @@ class StretchEngine(RankEngine):
     @torch.inference_mode()
     def results(self, stream: Tensor, rows: list[Row]) -> Results:
         """Choose by the stream behind the whole program at the places that rows ask for, (places, hidden)."""
-        return DynamicPasses(self.model).results(stream, rows, asked_of(rows))
+        return DynamicPasses(self.model).results(stream, rows)
 
     @torch.inference_mode()
     def drafted(self, behind: Tensor) -> list[int]:
@@ -535,7 +529,7 @@ def relay(rank: Rank, engine: StretchEngine, cache: PagedCache) -> None:
         message, stream = rank.ring.receive()
         if isinstance(message, list):
             stream, _ = engine.onward(message, cache, stream)
-            rank.ring.send(message, stream[asked_of(message).places] if last else stream)
+            rank.ring.send(message, stream[asked_of(message)] if last else stream)
             engine.pause()
             continue
         if isinstance(message, Report):
@@ -653,7 +647,7 @@ def _obey(rank: Rank, leader: Leader, message: Request | Cancel | Report) -> Non
         if output := leader.cancel(message.request):
             rank.notify(leader.progress([output]))
     else:
-        leader.report(message)
+        leader.sender.send(message)
         rank.notify(Account(message.ticket, rank.rank, leader.engine.figures))
 
 
@@ -662,7 +656,7 @@ def follow(rank: Rank, engine: RankEngine, cache: PagedCache) -> None:
     if isinstance(engine, StretchEngine):
         relay(rank, engine, cache)
         return
-    while (message := rank.receiver.receive()) is not None:
+    while (message := rank.receive()) is not None:
         if isinstance(message, Report):
             rank.notify(Account(message.ticket, rank.rank, engine.figures))
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from surgeon.runtime.batching.blocks import GONE, BlockPool, SequenceBlocks, Windows
+from surgeon.runtime.batching.blocks import GONE, BlockPool, SequenceBlocks, Windows, blocks_for
 from surgeon.runtime.batching.request import Request, Row, Sampling, ScheduledChunk, TokenLogprob, Wanted
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
 
@@ -191,7 +191,7 @@ class Machine:
         for sequence in self.scheduler.running:
             length, size, computed = len(sequence.tokens), self.block_tokens, sequence.computed
             for table, window in zip(sequence.blocks.tables, self.windows, strict=True):
-                assert table.length <= self.pool.blocks_for(length)
+                assert table.length <= blocks_for(length, size)
                 assert table.gone == (0 if window is None else max(0, computed - window + 1) // size)
                 listed = [at for at, place in enumerate(self.places(table.runs)) if place is not None]
                 assert listed == list(range(table.gone * size, table.length * size))

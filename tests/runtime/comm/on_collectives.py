@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surgeon.runtime.comm import shared_memory as symmetric_memory
 from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts, TorchCollectives
-from surgeon.runtime.comm.shared_memory import Bound, BySize, SideStream, ways_through_memory
+from surgeon.runtime.comm.shared_memory import BySize, SideStream, ways_through_memory
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
@@ -98,13 +98,14 @@ def waited_for_at_once(rank: Rank, plans: list[Plan]) -> list[tuple[int, int]]:
 class GlooWay:
     """Sums by gloo, in float32, and notes of what."""
 
-    def __init__(self, name: str, inner: Collectives) -> None:
+    def __init__(self, name: str, most: int, inner: Collectives) -> None:
         self.name = name
+        self.most = most
         self.inner = inner
         self.summed: list[tuple[int, bool]] = []
 
     def fits(self, tensor: Tensor) -> bool:
-        return tensor.dtype == torch.float32
+        return tensor.dtype == torch.float32 and tensor.nbytes <= self.most
 
     def __call__(self, tensor: Tensor, aside: bool) -> None:
         self.summed.append((tensor.nbytes, aside))
@@ -148,9 +149,9 @@ def sums_by_size(rank: Rank, sizes: list[int], dtype: torch.dtype) -> Sums:
     """Sums of some numbers of each size, at once and two in flight; what each way had to do, and the streams."""
     inner, streams = rank.collectives, Streams()
     assert isinstance(inner, TorchCollectives)
-    small, middle = GlooWay("small", inner), GlooWay("middle", inner)
+    small, middle = GlooWay("small", 64, inner), GlooWay("middle", 256, inner)
     side = SideStream(torch.device("cpu"), streams)
-    by_size = BySize(inner, [Bound(64, small), Bound(256, middle)], side)
+    by_size = BySize(inner, [small, middle], side)
     counts = Counts()
     found = [by_size.all_reduce(part(rank.rank, size, dtype), counts, at_once=True)() for size in sizes]
     waits = [by_size.all_reduce(part(rank.rank, size, dtype), counts) for size in sizes]

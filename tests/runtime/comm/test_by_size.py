@@ -11,9 +11,8 @@ from surgeon.runtime.comm.shared_memory import (
     MOST_BYTES,
     ONE_SHOT_BYTES,
     OPERATIONS,
-    Bound,
     SymmetricSum,
-    bounds,
+    by_bytes,
     is_allowed,
 )
 from surgeon.runtime.worker.rank import RankOptions
@@ -48,9 +47,13 @@ def test_sums_are_the_same_whichever_way_they_go(ranks: Ranks, dtype: torch.dtyp
 
 def test_the_way_by_bytes_and_ranks() -> None:
     one, two, cast = (SymmetricSum(name, 2, "", (torch.empty(0), torch.empty(0))) for name in OPERATIONS)
-    assert bounds([one, two, cast], 2) == (Bound(MOST_BYTES, one),)
-    assert bounds([one, two], 4) == (Bound(ONE_SHOT_BYTES, one), Bound(MOST_BYTES, two))
-    assert bounds([one, two, cast], 8) == (Bound(ONE_SHOT_BYTES, one), Bound(MOST_BYTES, cast))
+    chosen = [
+        [(way.name, way.most) for way in by_bytes(ways, ranks)]
+        for ways, ranks in (([one, two, cast], 2), ([one, two], 4), ([one, two, cast], 8))
+    ]
+    assert chosen[0] == [("one shot", MOST_BYTES)]
+    assert chosen[1] == [("one shot", ONE_SHOT_BYTES), ("two shots", MOST_BYTES)]
+    assert chosen[2] == [("one shot", ONE_SHOT_BYTES), ("multimem", MOST_BYTES)]
 
 
 def test_what_the_operations_on_symmetric_memory_take() -> None:

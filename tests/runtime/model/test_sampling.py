@@ -50,10 +50,13 @@ def draw(scores: torch.Tensor, sampling: Sampling, *numbers: float) -> list[int]
     if not sampling.draws:
         return [int(scores.argmax())] * len(numbers)
     look, rows = Look.of(sampling, len(scores)), scores.expand(len(numbers), -1)
-    left = filter_probabilities(rows, [sampling] * len(numbers), look)
-    if left.enough is not None and not left.enough.all():
-        left = filter_probabilities(rows, [sampling] * len(numbers), look._replace(tokens=len(scores)))
-    tokens = left.at(pick(left.weights, column(numbers, left.weights)))
+    weights, among, enough = filter_probabilities(rows, [sampling] * len(numbers), look)
+    if enough is not None and not enough.all():
+        look = look._replace(tokens=len(scores))
+        weights, among, _ = filter_probabilities(rows, [sampling] * len(numbers), look)
+    tokens = pick(weights, column(numbers, weights))
+    if among is not None:
+        tokens = among.gather(-1, tokens)
     found: list[int] = tokens[:, 0].tolist()
     return found
 

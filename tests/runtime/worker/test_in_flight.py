@@ -199,7 +199,7 @@ def test_all_ranks_say_what_passes_have_cost(tmp_path: Path) -> None:
         leader.submit(Request(0, tuple(PROMPTS[0]), GREEDY))
         while not leader.scheduler.idle:
             leader.step()
-        leader.report(Report(7))
+        leader.sender.send(Report(7))
     assert [(account.ticket, account.rank) for account in accounts] == [(7, 1)]
     assert accounts[0].figures.decode.passes > 0
 

@@ -60,6 +60,6 @@ def test_what_followers_do_with_rows() -> None:
     names = ("step", "record_ahead", "draft", "several")
     ways = {name: lambda *what, name=name: done.append((name, *what[:-1])) for name in names}
     engine: Any = SimpleNamespace(**ways, pause=lambda: None)
-    rank: Any = SimpleNamespace(receiver=SimpleNamespace(receive=lambda: next(messages)))
+    rank: Any = SimpleNamespace(receive=lambda: next(messages))
     follow(rank, engine, Any)
     assert done == [("step", [1]), ("record_ahead", [2]), ("draft", [3]), ("several", [4], 5)]
