@@ -427,10 +427,6 @@ class Service(AbstractContextManager["Service"]):
             raise self.failure
         threading.Thread(target=self._watch, name="surgeon-watchdog", daemon=True).start()
 
-    @property
-    def pids(self) -> list[int]:
-        return self._ranks.pids
-
     def submit(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Stream:
         """Ask for a continuation; it starts as soon as there is room for it.
 

@@ -272,7 +272,7 @@ def test_an_interruption_at_the_start_leaves_no_ranks(
     def interrupted(service: Service) -> None:
         if listening:
             start(service)
-        started.extend(service.pids)
+        started.extend(service._ranks.pids)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Service, "_start", interrupted)
@@ -309,7 +309,7 @@ def test_a_rank_that_is_killed(who: int, folder: Path, prompt: list[int]) -> Non
         heard: SimpleQueue[Event | Exception] = SimpleQueue()
         streams[3].listen(heard.put)
         next(iter(streams[0]))
-        killed = service.pids[who]
+        killed = service._ranks.pids[who]
         os.kill(killed, signal.SIGKILL)
         began = time.monotonic()
         for stream in streams[:3]:
@@ -333,7 +333,7 @@ def test_a_rank_that_is_killed(who: int, folder: Path, prompt: list[int]) -> Non
 
 def test_a_rank_that_is_killed_while_nothing_is_asked(folder: Path) -> None:
     with Service(folder, ServiceOptions(RankOptions(2))) as service:
-        os.kill(service.pids[1], signal.SIGKILL)
+        os.kill(service._ranks.pids[1], signal.SIGKILL)
         wait_until(lambda: service.failure is not None)
         assert "rank 1" in str(service.failure)
 
@@ -343,7 +343,7 @@ def test_a_rank_that_is_stopped(who: int, folder: Path, prompt: list[int]) -> No
     """While nothing is asked that harms nobody; whoever then asks is told in time, and which rank it is."""
     patience = 4  # a twelfth of it apart, three pulses at once are seldom late even on a busy machine
     with Service(folder, ServiceOptions(RankOptions(2), max_batch=2, patience=patience)) as service:
-        stopped = service.pids[who]
+        stopped = service._ranks.pids[who]
         if who == 1:
             os.kill(stopped, signal.SIGSTOP)
             time.sleep(patience + 1)
@@ -392,7 +392,8 @@ def test_ranks_that_wait_use_no_processor(folder: Path, prompt: list[int]) -> No
 
         def ticks() -> int:
             stats = [
-                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in service.pids
+                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                for pid in service._ranks.pids
             ]
             return sum(int(fields[11]) + int(fields[12]) for fields in stats)
 

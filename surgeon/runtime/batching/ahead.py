@@ -307,7 +307,11 @@ class Ahead:
         to_make_up = free + max(0.0, self._won)
         to_lose = self._won + min(0.0, free)
         to_lose += MAY_LOSE * self._spent + MAY_LOSE_PASSES * self._plain
-        worth = self._worth_of_missed(texts, most, further) if any(missed) else []
+        worth = [0.0] * len(texts)
+        if any(missed) and self.drafting.known:
+            _, rate = best_ahead(self._chances(texts), most, self.drafting.of, self.verifying.of)
+            saved = self.verifying.of(len(texts)) / len(texts) - 1 / rate
+            worth = [saved * tokens for tokens in further]
         best = self._best(texts, self._within(most, missed, worth, to_make_up), to_lose)
         if any(best):
             self._wait = FIRST_WAIT
@@ -343,15 +347,6 @@ class Ahead:
     def _chances(self, texts: Several[Hits]) -> list[float]:
         prior = self._all.chance(FIRST_CHANCE)
         return [text.chance(prior) for text in texts]
-
-    def _worth_of_missed(
-        self, texts: Several[Hits], most: Several[int], further: Several[int]
-    ) -> list[float]:
-        if not self.drafting.known:
-            return [0.0] * len(texts)
-        _, rate = best_ahead(self._chances(texts), most, self.drafting.of, self.verifying.of)
-        saved = self.verifying.of(len(texts)) / len(texts) - 1 / rate
-        return [saved * tokens for tokens in further]
 
     def _within(
         self, most: Several[int], missed: Several[int], worth: Several[float], to_make_up: float
