@@ -238,6 +238,7 @@ class Choices:
 
     Attributes:
         answers: what has come of each.
+        open: requests by their choices, until they have ended.
         prompt_field: of the body, for errors about prompts.
     """
 
@@ -247,7 +248,7 @@ class Choices:
         self.prompt_field = prompt_field
         self._begun = time.monotonic()
         self._first: dict[int, float] = {}
-        self._open: dict[int, int] = {}  # choice to request
+        self.open: dict[int, int] = {}
         self._loop = asyncio.get_running_loop()
         self._arrived: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
 
@@ -255,7 +256,7 @@ class Choices:
         def submit_all() -> None:
             for choice, (tokens, sampling) in enumerate(asks):
                 stream = self.state.service.submit(tokens, sampling)
-                self._open[choice] = stream.id
+                self.open[choice] = stream.id
                 stream.listen(partial(self._put, choice))
 
         try:
@@ -277,10 +278,6 @@ class Choices:
         with suppress(RuntimeError):  # the loop has closed: the process is ending
             self._loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, event))
 
-    @property
-    def open(self) -> bool:
-        return bool(self._open)
-
     async def next(self) -> list[tuple[int, Event]]:
         """Wait for events and add them; returns all that have come, each with the number of its choice."""
         found = [self._note(*await self._arrived.get())]
@@ -289,12 +286,12 @@ class Choices:
         return found
 
     async def finish(self) -> None:
-        while self._open:
+        while self.open:
             await self.next()
 
     def _note(self, choice: int, event: Event | Exception) -> tuple[int, Event]:
         if isinstance(event, Exception):
-            self._open.pop(choice, None)
+            self.open.pop(choice, None)
             if isinstance(event, UndefinedLogits):  # of this request; others may get their answers
                 raise ApiError(500, str(event), code="undefined_logits")
             raise refuse_after_failure(event)
@@ -303,7 +300,7 @@ class Choices:
             self._first[choice] = now
             self.state.meters.began(event.queue_seconds, now - self._begun)
         if event.finish_reason is not None:
-            self._open.pop(choice, None)
+            self.open.pop(choice, None)
             if event.finish_reason == "cancelled":
                 raise refuse_while_draining()
             self.state.meters.ended(now - self._first.get(choice, now), event.usage.new)
@@ -312,8 +309,8 @@ class Choices:
 
     def close(self) -> None:
         """Cancel what is still open."""
-        while self._open:
-            self.state.service.cancel(self._open.popitem()[1])
+        while self.open:
+            self.state.service.cancel(self.open.popitem()[1])
 
 
 async def respond(request: Request, state: ServerState, body: CompletionBody | ChatBody) -> Response:

@@ -13,7 +13,6 @@ from prometheus_client import (
     Counter,
     Histogram,
     disable_created_metrics,
-    generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -63,7 +62,7 @@ class Meters(Collector):
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of lines
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._requests = Counter(
+        self.requests = Counter(
             "surgeon_http_requests",
             "HTTP requests that were answered, by path and status (499: the client hung up).",
             ["path", "status"],
@@ -101,9 +100,6 @@ class Meters(Collector):
             f"surgeon_{name}_seconds", f"{text} In seconds.", buckets=buckets, registry=self.registry
         )
 
-    def answered(self, path: str, status: int) -> None:
-        self._requests.labels(path, str(status)).inc()
-
     def began(self, queue_seconds: float, seconds: float) -> None:
         """Note the first token of a request to the ranks."""
         self._queue.observe(queue_seconds)
@@ -113,9 +109,6 @@ class Meters(Collector):
         """Note the end of a request to the ranks, so long after its first token."""
         if tokens > 1:
             self._each.observe(seconds / (tokens - 1))
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
 
 
 @dataclass
@@ -139,12 +132,9 @@ class ServerState:
     defaults: Defaults
     key: str | None
     origins: tuple[str, ...]
+    meters: Meters
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    meters: Meters = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.meters = Meters(self.service)
 
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model; they need not name one."""
@@ -190,7 +180,7 @@ def count_answers(app: ASGIApp, state: ServerState) -> ASGIApp:
             await app(scope, receive, send_on)
         finally:
             path = scope["path"] if scope["path"] in _COUNTED else "other"
-            state.meters.answered(path, scope.get(_OUTCOME, status))
+            state.meters.requests.labels(path, str(scope.get(_OUTCOME, status))).inc()
 
     return count
 
