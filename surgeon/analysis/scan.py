@@ -110,16 +110,23 @@ class Selection:
     max_length: int
     permutations: int
 
+    def stretches(self) -> Iterator[range]:
+        """The stretches of layers, by first and then by last layer."""
+        for first in self.layers[:: self.every]:
+            longest = min(self.max_length, self.layers.stop - first)
+            yield from (
+                range(first, first + length) for length in range(self.every, longest + 1, self.every)
+            )
+
     def places(
         self, heatmap: Heatmap, shapes: LayerShapes | None
     ) -> Iterator[tuple[range, float | None]]:
         """A map's places: every stretch, or each layer at which one begins with every value of the parameter."""
-        for first in self.layers[:: self.every]:
-            longest = min(self.max_length, self.layers.stop - first)
-            lengths = range(self.every, longest + 1, self.every)
-            if heatmap.varied is None:
-                yield from ((range(first, first + length), None) for length in lengths)
-            elif lengths:
+        if heatmap.varied is None:
+            yield from ((stretch, None) for stretch in self.stretches())
+        else:
+            firsts = dict.fromkeys(stretch.start for stretch in self.stretches())
+            for first in firsts:
                 yield from ((range(first, first + 1), value) for value in heatmap.columns(first, shapes))
 
     def to_json(self) -> dict[str, Any]:

@@ -325,9 +325,8 @@ class Lanczos:
         # The largest eigenvalue of J^T J, from below, as the largest one of the tridiagonal matrices of all blocks.
         pull = vjp(function, point)[1]
         start = torch.randn(point.shape, generator=torch.Generator().manual_seed(self.seed))
-        vector = _normalize(
-            start.to(point.device, torch.promote_types(point.dtype, torch.float32)), dims
-        )
+        start = start.to(point.device, torch.promote_types(point.dtype, torch.float32))
+        vector = start / _norms(start, dims).clamp_min(_SMALLEST)
         before = torch.zeros_like(vector)
         beside = vector.new_zeros(())
         diagonal: list[Tensor] = []  # (blocks,) each
@@ -341,7 +340,7 @@ class Lanczos:
             diagonal.append(length.flatten())
             off_diagonal.append(beside.flatten())
             before = vector
-            vector = _normalize(rest, dims)
+            vector = rest / beside.clamp_min(_SMALLEST)  # of the norm 1, or zeros
         matrix = torch.diag_embed(torch.stack(diagonal, dim=-1))
         sides = torch.stack(off_diagonal, dim=-1)[:, :-1]
         matrix = matrix + torch.diag_embed(sides, offset=1) + torch.diag_embed(sides, offset=-1)
@@ -350,11 +349,6 @@ class Lanczos:
         if iterations == enough:
             square /= 1 - share
         return OperatorNorm(math.sqrt(square), iterations, iterations == enough)
-
-
-def _normalize(vector: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """A vector of the norm 1 over these dimensions, or zeros."""
-    return vector / _norms(vector, dims).clamp_min(_SMALLEST)
 
 
 def _norms(vector: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -126,14 +126,6 @@ class SpectrumRequest:
     ranks: tuple[TargetRank, ...]
     method: Method
 
-    def to_json(self) -> dict[str, Any]:
-        ranks = [str(rank) for rank in self.ranks]
-        return vars(self) | {
-            "layers": show_range(self.layers),
-            "weights": list(self.weights),
-            "ranks": ranks,
-        }
-
 
 def request(
     config: Any,
@@ -211,7 +203,14 @@ def spectrum(
     base = journal.base_nll
     assert base is not None
     value = perplexity(base)
-    record |= wanted.to_json() | {"base_perplexity": value, "base_interval": perplexity_interval(base)}
+    record |= {
+        "layers": show_range(wanted.layers),
+        "weights": list(wanted.weights),
+        "ranks": [str(rank) for rank in wanted.ranks],
+        "method": wanted.method,
+        "base_perplexity": value,
+        "base_interval": perplexity_interval(base),
+    }
     curves = curves_of(spectra, measured, wanted.method)
     found = Spectrum(
         spectrum_table(spectra),

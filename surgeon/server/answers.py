@@ -38,7 +38,7 @@ from surgeon.server.bodies import (
     refuse_while_draining,
     separate,
 )
-from surgeon.server.state import ServerState, note_outcome
+from surgeon.server.state import OUTCOME, ServerState
 
 LEAST_LOGPROB = -9999.0
 
@@ -127,9 +127,12 @@ class CompletionFormat(Format):
         prompt = answer.prompt
         if not self.echo:
             return ""
-        if prompt.text is None:
-            return self.texts.decode(prompt.tokens)
-        return prompt.text
+        text = prompt.text
+        if text is None:
+            text = self.texts.tokenizer.decode(
+                prompt.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        return text
 
     def _logprobs(
         self, answer: Reply, found: Sequence[TokenLogprob], offsets: Sequence[int], with_prompt: bool
@@ -296,14 +299,17 @@ class Choices:
                 raise ApiError(500, str(event), code="undefined_logits")
             raise refuse_after_failure(event)
         now = time.monotonic()
+        meters = self.state.meters
         if choice not in self._first and event.tokens:
             self._first[choice] = now
-            self.state.meters.began(event.queue_seconds, now - self._begun)
+            meters.queue.observe(event.queue_seconds)
+            meters.first.observe(now - self._begun)
         if event.finish_reason is not None:
             self.open.pop(choice, None)
             if event.finish_reason == "cancelled":
                 raise refuse_while_draining()
-            self.state.meters.ended(now - self._first.get(choice, now), event.usage.new)
+            if event.usage.new > 1:
+                meters.each.observe((now - self._first.get(choice, now)) / (event.usage.new - 1))
         self.answers[choice].add(event)
         return choice, event
 
@@ -381,7 +387,7 @@ async def _chunks(
             arrived = await choices.next()
     except ApiError as error:  # too late for its status
         choices.close()
-        note_outcome(scope, error.status)
+        scope[OUTCOME] = error.status
         yield _line(error.body())
         return
     if body.wants_usage:
@@ -405,7 +411,7 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             if self.choices.open:
-                note_outcome(scope, GONE)
+                scope[OUTCOME] = GONE
                 self.choices.close()
 
 

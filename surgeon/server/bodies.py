@@ -439,13 +439,6 @@ class Texts:
             raise invalid(str(error), "messages") from error
         return Prompt(self._encode(text, "messages", most, special=False))
 
-    def decode(self, tokens: list[int]) -> str:
-        """The text of some tokens from the beginning of a text on."""
-        text: str = self.tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
-
     def piece(self, token: int) -> str:
         """The text of one token inside a text; a part of a character is a replacement character."""
         if token not in self._pieces:

@@ -32,7 +32,7 @@ from surgeon.machine import available_bytes, free_bytes, resident_bytes, show_si
 from surgeon.models.edit import EditedLayers, ModelMachine, decoder_inputs, decoder_layers
 from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource, ModelWeights, Tensors, module_with, stored_tensors
-from surgeon.opened import streamed_layers
+from surgeon.opened import StreamedLayers, streamed_layers
 from surgeon.quality.head import OutputHead
 
 # A stand-in for the layers sees the decoder's arguments; one thread at a time can put it there.
@@ -298,10 +298,15 @@ def streaming_room(
     return max(0, left - states), states
 
 
-def working_bytes(model: PreTrainedModel, plan: SharedPlan, tokens: int) -> int:
+def working_bytes(
+    model: PreTrainedModel, plan: SharedPlan, tokens: int, streamed: StreamedLayers | None = None
+) -> int:
     """An upper estimate of a plan's memory on this many tokens, beside the model's.
 
     Of a streamed model, whose weights are read meanwhile, it is the least: with most states on disk.
+
+    Args:
+        streamed: the model's layers, if they are to be streamed; by default as the model is.
     """
     family = family_of(model.config)
     needed = 0
@@ -310,7 +315,7 @@ def working_bytes(model: PreTrainedModel, plan: SharedPlan, tokens: int) -> int:
         shapes = family.layer_shapes(model.config).matrices
         sizes = [math.prod(shape) for shape in shapes.values()]
         needed = 8 * (sum(sizes) + 5 * max(sizes))
-    streamed = streamed_layers(model)
+    streamed = streamed or streamed_layers(model)
     if streamed is not None:
         # Of one task: its weights, the sums of a merge, and activations.
         needed += 3 * max(map(streamed.sublayer_bytes, KINDS))
