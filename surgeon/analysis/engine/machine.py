@@ -315,7 +315,8 @@ def working_bytes(
         shapes = family.layer_shapes(model.config).matrices
         sizes = [math.prod(shape) for shape in shapes.values()]
         needed = 8 * (sum(sizes) + 5 * max(sizes))
-    streamed = streamed or streamed_layers(model)
+    if streamed is None:
+        streamed = streamed_layers(model)
     if streamed is not None:
         # Of one task: its weights, the sums of a merge, and activations.
         needed += 3 * max(map(streamed.sublayer_bytes, KINDS))
