@@ -31,7 +31,7 @@ from surgeon.checkpoint.tensor_file import (
 from surgeon.language.program import Program
 from surgeon.machine import gpu_with_room
 from surgeon.models.families import Family, family_of
-from surgeon.models.weights import ModelWeights
+from surgeon.models.weights import ModelWeights, Names
 from surgeon.models.weights.quantised import Quantised, quantised_matrices
 
 TIED = "tie_word_embeddings"
@@ -362,14 +362,19 @@ class StoredModel:
         return sum(tensor.num_bytes for tensor in self.checkpoint.tensors.values())
 
     @property
+    def embedding(self) -> StoredTensor:
+        """The stored embedding; the head, where the two are one and stored under its name."""
+        path = f"{self.family.embedding}.weight"
+        return self.checkpoint[Names(self.checkpoint, self.family).of(path)]
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the embedding is stored.
 
         config.json and other tensors do not count: the stream begins as rows of the embedding, norms are often kept in
         more digits, and buffers may be of any kind.
         """
-        name = self.weights.names.of(f"{self.family.embedding}.weight")
-        return self.checkpoint.dtype(name)
+        return self.embedding.dtype
 
     def compute_dtype(self, device: torch.device | str) -> torch.dtype:
         """Return the dtype to compute in: the embedding's, but float32 for 16-bit weights on a CPU.

@@ -24,7 +24,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from surgeon.checkpoint.belongings import GENERATION
+from surgeon.checkpoint.belongings import GENERATION, FileKind, kind_of
 from surgeon.checkpoint.config import locate, open_stored
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import read_json
@@ -89,7 +89,7 @@ def open_tokenizer(model: str | Path | StoredModel) -> Any:
     """
     stored = open_stored(model)
     tokenizer = read_tokenizer(stored.folder)
-    rows = stored.weights.shape(f"{stored.family.embedding}.weight")[0]
+    rows = stored.embedding.shape[0]
     if tokenizer.is_fast and rows_needed(tokenizer) > rows:
         # Tokens without a row that a class of transformers has added and no file names are dropped.
         described = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -156,7 +156,9 @@ def read_tokenizer(path_or_name: str | Path) -> Any:
             config = open_stored(folder).config
         return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = first_line(error)
+        if not any(kind_of(path.name) == FileKind.TOKENIZER for path in folder.glob("*.*")):
+            reason = "it has no file of one"
         raise ValueError(
             f"{folder} has no tokenizer that can be read ({reason}); copy the original model's tokenizer files into it"
         ) from error

@@ -14,7 +14,6 @@ import shlex
 import sys
 import traceback
 import warnings
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -148,9 +147,26 @@ def main(arguments: list[str] | None = None) -> int:
     wait_asleep()
     avoid_cudnn_attention()
     if not debug:
-        quiet_libraries()
+        # Other libraries' progress bars and warnings stay off the screen, also in child processes; ours take one line.
+        for name, value in {
+            "TRANSFORMERS_VERBOSITY": "error",
+            "DATASETS_VERBOSITY": "error",
+            "HF_HUB_VERBOSITY": "error",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "TOKENIZERS_PARALLELISM": "false",
+            "TQDM_DISABLE": "1",
+        }.items():
+            os.environ.setdefault(name, value)
+        logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        if not sys.warnoptions:
+            warnings.filterwarnings("ignore")
+            warnings.filterwarnings("always", category=UserWarning, module=r"surgeon\b")
+        warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}")
     try:
-        code = _build_app(app).main(args=arguments, prog_name="surgeon", standalone_mode=False)
+        code = typer.main.get_command(app).main(
+            args=arguments, prog_name="surgeon", standalone_mode=False
+        )
         if sys.stdout is not None:
             sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
@@ -166,36 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
         # The terminal has written ^C.
         below = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""
         _say(below + explain_interruption("".join(arguments[:1]), _output_of(arguments)))
-    if isinstance(code, int):
-        return code
-    return 0
-
-
-@cache
-def _build_app(commands: typer.Typer) -> Any:
-    return typer.main.get_command(commands)
-
-
-def quiet_libraries() -> None:
-    """Keep other libraries' progress bars and warnings off the screen, also in child processes; ours take one line.
-
-    Variables that the user has set stay.
-    """
-    for name, value in {
-        "TRANSFORMERS_VERBOSITY": "error",
-        "DATASETS_VERBOSITY": "error",
-        "HF_HUB_VERBOSITY": "error",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TQDM_DISABLE": "1",
-    }.items():
-        os.environ.setdefault(name, value)
-    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    if not sys.warnoptions:
-        warnings.filterwarnings("ignore")
-        warnings.filterwarnings("always", category=UserWarning, module=r"surgeon\b")
-    warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}")
+    return code or 0
 
 
 def _fail(error: Any, arguments: list[str], debug: bool) -> int:

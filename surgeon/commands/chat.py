@@ -31,14 +31,26 @@ def _show(call: Callable[[], Conversation]) -> None:
                 conversation.reset()
                 print("forgotten", file=sys.stderr)
                 continue
+            before = signal.signal(signal.SIGINT, lambda *_: conversation.stop())
             try:
-                _answer(conversation, line)
+                for piece in conversation.say(line):
+                    print(piece, end="", flush=True)
+                print(flush=True)
             except ValueError as error:
                 if not is_terminal:
                     raise
                 print(f"error: {error}", file=sys.stderr)
-            else:
-                texts.append(GeneratedText(prompt=line, **vars(conversation.answers[-1])))
+                continue
+            finally:
+                signal.signal(signal.SIGINT, before)
+            answer = conversation.answers[-1]
+            if answer.finish_reason == "length":
+                if answer.usage.prompt + answer.usage.new < conversation.service.max_tokens:
+                    why = "--max-new-tokens allows no more"
+                else:
+                    why = "no positions are left; /reset forgets what was said"
+                print(f"(cut off after {answer.usage.new} tokens: {why})", file=sys.stderr)
+            texts.append(GeneratedText(prompt=line, **vars(answer)))
         if any(text.usage.new for text in texts):
             service = conversation.service
             drafts = service.options.draft is not None
@@ -75,23 +87,6 @@ def _lines(is_terminal: bool) -> Iterator[str]:
             return
         if line:
             yield line
-
-
-def _answer(conversation: Conversation, line: str) -> None:
-    before = signal.signal(signal.SIGINT, lambda *_: conversation.stop())
-    try:
-        for piece in conversation.say(line):
-            print(piece, end="", flush=True)
-        print(flush=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    answer = conversation.answers[-1]
-    if answer.finish_reason == "length":
-        if answer.usage.prompt + answer.usage.new < conversation.service.max_tokens:
-            why = "--max-new-tokens allows no more"
-        else:
-            why = "no positions are left; /reset forgets what was said"
-        print(f"(cut off after {answer.usage.new} tokens: {why})", file=sys.stderr)
 
 
 @command(_show)

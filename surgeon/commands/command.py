@@ -55,7 +55,7 @@ _WORDS = {
     Mapping: "a mapping",
     Callable: "a function",
 }
-# Of values that are none of a type of the package.
+# Of values that are none of a type that its module imports for type checkers alone.
 _PLAIN = (str, bytes, Real, Path, list, dict, type(None))
 _DOC_WIDTH = 110
 INTERRUPTED = 130  # an exit code
@@ -245,18 +245,9 @@ def _parameter(
     return None
 
 
-class _OfPackage:
-    """A type that a module imports for type checkers alone."""
-
-
-class _Names(dict[str, Any]):
-    def __missing__(self, name: str) -> type[_OfPackage]:
-        return type(name, (_OfPackage,), {})
-
-
 def _names(module: dict[str, Any]) -> Mapping[str, Any]:
     """Names of a module and of this one."""
-    return _Names(vars(builtins) | globals() | module)
+    return vars(builtins) | globals() | module
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
@@ -270,15 +261,18 @@ def _check_type(one: CommandParameter, value: object) -> None:
     kinds = [get_origin(kind) or kind for kind in _alternatives(one.type)]
     if any(_takes(kind, value) for kind in kinds):
         return
-    known = [kind for kind in kinds if kind is not type(None)]
-    words = dict.fromkeys(_WORDS.get(kind) or kind.__name__ for kind in known)
+    words = dict.fromkeys(
+        getattr(kind, "__forward_arg__", None) or _WORDS.get(kind) or kind.__name__
+        for kind in kinds
+        if kind is not type(None)
+    )
     raise ValueError(f"{one.name} must be {join_words(words, 'or')}, not {show_value(value)}")
 
 
 def _takes(kind: Any, value: object) -> bool:
     if kind in (Any, bool, Literal):  # which words there are, the command says with the nearest one
         return True
-    if issubclass(kind, _OfPackage):
+    if isinstance(kind, ForwardRef):
         return not isinstance(value, _PLAIN)
     if kind in (int, float):
         return isinstance(value, Real)
@@ -288,10 +282,12 @@ def _takes(kind: Any, value: object) -> bool:
 
 
 def _evaluate(annotation: Any, names: Mapping[str, Any]) -> Any:
+    """The type that is annotated; of a type that is imported for type checkers alone there is only the name."""
     text = annotation.__forward_arg__ if isinstance(annotation, ForwardRef) else annotation
     if not isinstance(text, str):
         return text
-    return eval(text, {}, names)
+    code = compile(text, "an annotation", "eval")
+    return eval(code, {name: ForwardRef(name) for name in code.co_names}, names)
 
 
 def _line(

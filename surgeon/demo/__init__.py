@@ -59,18 +59,21 @@ def library_files(held_out: bool) -> list[Path]:
         FileNotFoundError: if this Python ships no standard-library sources (a zipped or stripped installation).
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = sorted(
-        path.relative_to(root).as_posix()
-        for path in root.rglob("*.py")
-        if _is_prose(path.relative_to(root))
-    )
-    chosen = [root / name for name in names if _is_held_out(name) == held_out]
+    chosen = []
+    for path in root.rglob("*.py"):
+        relative = path.relative_to(root)
+        parts = relative.parts
+        if _LEFT_OUT_FOLDERS & {*parts[:-1]} or any(one.startswith(_LEFT_OUT_PREFIXES) for one in parts):
+            continue
+        digest = hashlib.sha256(relative.as_posix().encode()).digest()
+        if (int.from_bytes(digest[:4], "big") % HELD_OUT_SHARE == 0) == held_out:
+            chosen.append(path)
     if not chosen:
         raise FileNotFoundError(
             f"no standard-library source files under {root}: this Python was installed without them; "
             "give a text file of your own instead"
         )
-    return chosen
+    return sorted(chosen, key=lambda path: path.relative_to(root).as_posix())
 
 
 def library_text(held_out: bool) -> list[str]:
@@ -82,13 +85,3 @@ def library_text(held_out: bool) -> list[str]:
         except UnicodeDecodeError:
             continue
     return [text for text in texts if text.strip()]
-
-
-def _is_prose(relative: Path) -> bool:
-    return not (set(relative.parts[:-1]) & _LEFT_OUT_FOLDERS) and not any(
-        part.startswith(_LEFT_OUT_PREFIXES) for part in relative.parts
-    )
-
-
-def _is_held_out(name: str) -> bool:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % HELD_OUT_SHARE == 0

@@ -132,18 +132,33 @@ class FamilyRow(NamedTuple):
     verdicts: tuple[Verdict, ...]
 
     def cells(self, briefly: bool = False) -> list[str]:
-        scan, search, ranks = (
-            _in_words([one for one in self.verdicts if one.area == area], briefly)
-            for area in ("scan", "search", "ranks")
-        )
+        cells = [self.name, self.model_type]
+        for area in ("scan", "search", "ranks"):
+            verdicts = [one for one in self.verdicts if one.area == area]
+            lacking = [one.what for one in verdicts if one.works == NO]
+            if not lacking:
+                cells.append("all")
+            elif briefly:
+                cells.append(f"{len(verdicts) - len(lacking)}/{len(verdicts)}")
+            elif len(lacking) < len(verdicts):
+                cells.append(f"not {', '.join(lacking)}")
+            else:
+                cells.append("none")
         said = {(one.area, one.what): one.why for one in self.verdicts if one.works != NO}
-        forms = said.get(("export", "lp"), "")
-        runs = [_on_vllm(said.get(("vllm", what), "")) for what in ("lp", "lowrank")]
-        in_forms = re.findall(r"(\w+) form", forms)
-        pairs = "either"
-        if not (briefly and len(in_forms) > 1):
-            pairs = " or ".join(in_forms) or "no"
-        return [self.name, self.model_type, scan, search, ranks, pairs, *runs]
+        forms = re.findall(r"(\w+) form", said.get(("export", "lp"), ""))
+        if briefly and len(forms) > 1:
+            cells.append("either")
+        else:
+            cells.append(" or ".join(forms) or "no")
+        for what in ("lp", "lowrank"):
+            how = said.get(("vllm", what), "")
+            if how.startswith("Unmodified"):
+                cells.append("itself")
+            elif how:
+                cells.append("plugin")
+            else:
+                cells.append("no")
+        return cells
 
     @property
     def reasons(self) -> dict[str, list[str]]:
@@ -152,25 +167,6 @@ class FamilyRow(NamedTuple):
             if one.works != YES and one.what not in found.setdefault(one.why, []):
                 found[one.why].append(one.what)
         return found
-
-
-def _on_vllm(how: str) -> str:
-    if how.startswith("Unmodified"):
-        return "itself"
-    if how:
-        return "plugin"
-    return "no"
-
-
-def _in_words(verdicts: Sequence[Verdict], briefly: bool) -> str:
-    lacking = [one.what for one in verdicts if one.works == NO]
-    if not lacking:
-        return "all"
-    if briefly:
-        return f"{len(verdicts) - len(lacking)}/{len(verdicts)}"
-    if len(lacking) < len(verdicts):
-        return f"not {', '.join(lacking)}"
-    return "none"
 
 
 @dataclass(frozen=True, repr=False)

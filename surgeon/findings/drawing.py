@@ -399,37 +399,6 @@ def above(axes: Axes) -> str:
     return f"{plural(count, 'point')} of {every} {verb} above (hollow, on the edge)."
 
 
-def bars_chart(
-    title: str,
-    names: Sequence[str],
-    parts: Sequence[tuple[str, int, Any]],
-    notes: Sequence[str],
-    x: str,
-    **looks: Any,
-) -> Chart:
-    """Draw a horizontal bar for each name, the first on top, of parts end to end, with a note behind it.
-
-    Args:
-        parts: words, number of the colour, and length in each bar.
-        looks: of the chart.
-    """
-
-    def draw(axes: Axes) -> None:
-        places = np.arange(len(names))
-        ends = np.zeros(len(names))
-        for words, colour, lengths in parts:
-            axes.barh(places, lengths, left=ends, color=COLOURS[colour], label=words, height=0.62)
-            ends = ends + lengths
-        for place, end, note in zip(places.tolist(), ends, notes, strict=True):
-            axes.text(end, place, f"  {note}", va="center", fontsize=9, color=INK)
-        axes.set_yticks(places, labels=list(names))
-        axes.set_ylim(len(names) - 0.4, -0.6)
-        axes.set_xlim(0, 1.6 * float(np.nanmax(ends)))
-        axes.grid(visible=False)
-
-    return Chart(title, draw, x, height=70.0 + 26.0 * len(names), **looks)
-
-
 def damage(ratio: Any) -> Any:
     """Map a multiple of the base's perplexity to its distance on the colour scale.
 

@@ -16,8 +16,6 @@ from xml.etree.ElementTree import Element
 import matplotlib
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
-from matplotlib.artist import Artist
-from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
@@ -50,6 +48,16 @@ _UNUSED = {"id", "clip-path", "font-family", "stroke-dashoffset", "width", "heig
 _SHEET = "#fdfdfc"
 # Characters that XML cannot hold.
 _NO_TEXT = re.compile("[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\ud800-\\udfff\\ufffe\\uffff]")
+# Of a line, that the sample of it in a legend has, too.
+_LINE_LOOKS = (
+    "color",
+    "linestyle",
+    "linewidth",
+    "marker",
+    "markersize",
+    "markerfacecolor",
+    "markeredgecolor",
+)
 _PRECISE = re.compile(r"-?\d+\.\d{3,}")
 
 
@@ -161,29 +169,29 @@ def legend_keys(figure: Figure) -> list[tuple[Figure, str]]:
     """The entries of the legend that its axes have or could have: a sample of each, and its name."""
     axes = figure.axes[0]
     legend = axes.get_legend()
+    handles: Sequence[Any]
     if legend is None:
-        found = zip(*axes.get_legend_handles_labels(), strict=True)
-        return [(_legend_sample(handle), name) for handle, name in found]
-    own = zip(legend.legend_handles, legend.get_texts(), strict=True)
-    return [(_legend_sample(handle), text.get_text()) for handle, text in own if handle is not None]
-
-
-def _legend_sample(handle: Artist | BarContainer) -> Figure:
-    figure = Figure(figsize=(26 / POINTS, 14 / POINTS))
-    if isinstance(handle, BarContainer):
-        handle = handle.patches[0]
-    if isinstance(handle, Line2D):
-        sample = Line2D([0.0, 0.5, 1.0], [0.5] * 3, markevery=[1])
-        for name in ("color", "linestyle", "linewidth", "marker", "markersize"):
-            sample.set(**{name: getattr(handle, f"get_{name}")()})
-        sample.set(
-            markerfacecolor=handle.get_markerfacecolor(), markeredgecolor=handle.get_markeredgecolor()
-        )
-        figure.add_artist(sample)
+        handles, names = axes.get_legend_handles_labels()
     else:
-        figure.add_axes((0.1, 0.07, 0.8, 0.86), xticks=[], yticks=[], facecolor=handle.get_facecolor())  # type: ignore[attr-defined]
-        figure.axes[0].spines[:].set_visible(False)
-    return figure
+        handles = legend.legend_handles
+        names = [text.get_text() for text in legend.get_texts()]
+    found = []
+    for handle, name in zip(handles, names, strict=True):
+        if handle is None:
+            continue
+        artist = getattr(handle, "patches", [handle])[0]  # of bars the first
+        sample = Figure(figsize=(26 / POINTS, 14 / POINTS))
+        if isinstance(artist, Line2D):
+            line = Line2D([0.0, 0.5, 1.0], [0.5] * 3, markevery=[1])
+            for look in _LINE_LOOKS:
+                line.set(**{look: getattr(artist, f"get_{look}")()})
+            sample.add_artist(line)
+        else:
+            place = (0.1, 0.07, 0.8, 0.86)
+            inside = sample.add_axes(place, xticks=[], yticks=[], facecolor=artist.get_facecolor())
+            inside.spines[:].set_visible(False)
+        found.append((sample, name))
+    return found
 
 
 # In the order of the page.
@@ -220,10 +228,6 @@ class Chapter:
     summary: Sequence[Finding]
     missing: Sequence[str]
     sections: Sequence[dict[str, Any]]
-
-    @property
-    def figures(self) -> list[Finding]:
-        return [finding for finding in self.summary if finding.figure]
 
 
 def write_page(paths: Iterable[Path], output: Path) -> list[Chapter]:

@@ -111,14 +111,6 @@ def _width(item: Item) -> float:
     return 0.7 + max(sum(map(_width, branch)) for branch in item.branches)
 
 
-def _stack(item: Item) -> float:
-    if isinstance(item, Step):
-        return _ABOVE + sum(_box_height(sublayer) + _BOX_GAP for sublayer in item.sublayers)
-    if isinstance(item, Fork):
-        return sum(_height(branch, 1) + _height(branch, -1) for branch in item.branches) + 0.1
-    return _ABOVE + _BOX_GAP
-
-
 def _lines(item: Sublayer | LayersInOrder) -> list[str]:
     if isinstance(item, Sublayer):
         return [
@@ -137,8 +129,17 @@ def _box_height(item: Sublayer | LayersInOrder) -> float:
 
 def _height(row: Sequence[Item], wanted: int) -> float:
     """Height of a row above the stream (1) or below it (-1)."""
-    reached = [_stack(item) for item, side in zip(row, _sides(row), strict=True) if side == wanted]
-    reached += [_box_height(item) / 2 for item in row if isinstance(item, LayersInOrder)]
+    reached = [_box_height(item) / 2 for item in row if isinstance(item, LayersInOrder)]
+    for item, side in zip(row, _sides(row), strict=True):
+        if side != wanted:
+            continue
+        if isinstance(item, Step):
+            reached.append(_ABOVE + sum(_box_height(one) + _BOX_GAP for one in item.sublayers))
+        elif isinstance(item, Fork):
+            heights = (_height(branch, 1) + _height(branch, -1) for branch in item.branches)
+            reached.append(sum(heights) + 0.1)
+        else:
+            reached.append(_ABOVE + _BOX_GAP)
     return max(reached, default=0.1) + 0.1
 
 
@@ -293,7 +294,21 @@ def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator
     used = {(one.kind, layer) for one in program.sublayers() for layer in one.layers}
     dense = Program.dense(num_layers, steps_per_layer).sublayers()
     missing = [sublayer for sublayer in dense if (sublayer.kind, sublayer.layers[0]) not in used]
-    unchanged = _unchanged_layers(program, steps_per_layer)
+    # Layers that run whole and in their order, with their sizes, by the place of their first node.
+    unchanged: dict[int, tuple[int, Sizes]] = {}
+    nodes = program.whole().nodes
+    places = [sorted(map(_place, _sublayers(node))) for node in nodes]
+    for at in range(len(nodes) - steps_per_layer + 1):
+        end = at + steps_per_layer
+        layer = places[at][0][0]
+        # What reads in front of a plus needs it to be seen.
+        late = any(isinstance(node, Step) and node.late for node in nodes[end : end + 1])
+        if late or nodes[at:end] != layer_nodes(layer, steps_per_layer):
+            continue
+        before = all(each[-1] < places[at][0] for each in places[:at])
+        if before and all(each[0] > places[end - 1][-1] for each in places[end:]):
+            sublayers = (one for node in program.nodes[at:end] for one in _sublayers(node))
+            unchanged[at] = layer, tuple(size for one in sublayers for size in one.sizes)
     at = 0
     while at < len(program.nodes):
         node = program.nodes[at]
@@ -332,28 +347,6 @@ def outline_text(program: Program, num_layers: int, steps_per_layer: int) -> str
 
 def _place(sublayer: Sublayer) -> tuple[int, bool]:
     return min(sublayer.layers), sublayer.kind != ATTENTION
-
-
-def _unchanged_layers(program: Program, steps_per_layer: int) -> dict[int, tuple[int, Sizes]]:
-    """Layers that run whole and in their order, with their sizes, by the place of their first node."""
-    nodes = program.whole().nodes
-    places = [sorted(map(_place, _sublayers(node))) for node in nodes]
-    found = {}
-    for at in range(len(nodes) - steps_per_layer + 1):
-        end = at + steps_per_layer
-        layer = places[at][0][0]
-        # What reads in front of a plus needs it to be seen.
-        late = any(isinstance(node, Step) and node.late for node in nodes[end : end + 1])
-        if late or nodes[at:end] != layer_nodes(layer, steps_per_layer):
-            continue
-        before = all(each[-1] < places[at][0] for each in places[:at])
-        if before and all(each[0] > places[end - 1][-1] for each in places[end:]):
-            found[at] = layer, _sizes(program.nodes[at:end])
-    return found
-
-
-def _sizes(nodes: Sequence[Node]) -> Sizes:
-    return tuple(entry for node in nodes for sublayer in _sublayers(node) for entry in sublayer.sizes)
 
 
 def _sublayers(node: Node) -> list[Sublayer]:

@@ -92,7 +92,13 @@ class TableFile:
             if name.endswith(("_low", "_high")) and name not in self.numbers
         ]
         for name in (*self.layers, *self.numbers, *intervals):
-            table[name] = _as_numbers(path, table[name])
+            column = table[name]
+            if pd.api.types.is_bool_dtype(column):
+                table[name] = column.astype(float)
+                continue
+            table[name] = pd.to_numeric(column, errors="coerce")
+            wrong = table[name].isna() & column.notna()
+            _refuse_first(path, column, wrong, "{!r}", "where a number should be; make it again")
         for name in self.layers:
             is_layer = (table[name] >= 0) & (table[name] < MOST_LAYERS) & (table[name] % 1 == 0)
             _refuse_first(
@@ -105,22 +111,15 @@ class TableFile:
             table[name] = table[name].astype(int)
         table = table.assign(**{name: table[name].fillna("").astype(str) for name in self.words})
         for name, known in self.one_of.items():
-            for row, word in enumerate(table[name]):
-                if word not in known:
-                    raise ValueError(
-                        f"{path} has {show_value(word)} in column {name}, line {row + 2}; {did_you_mean(word, known)} "
-                        "(or make it again)"
-                    )
+            unknown = ~table[name].isin([*known]).to_numpy()
+            if unknown.any():
+                row = int(unknown.argmax())
+                word = table[name].iloc[row]
+                raise ValueError(
+                    f"{path} has {show_value(word)} in column {name}, line {row + 2}; {did_you_mean(word, known)} "
+                    "(or make it again)"
+                )
         return table
-
-
-def _as_numbers(path: Path, column: pd.Series[Any]) -> pd.Series[Any]:
-    if pd.api.types.is_bool_dtype(column):
-        return column.astype(float)
-    values = pd.to_numeric(column, errors="coerce")
-    wrong = values.isna() & column.notna()
-    _refuse_first(path, column, wrong, "{!r}", "where a number should be; make it again")
-    return values
 
 
 def table_file(name: str, *columns: Any, **more: Any) -> Any:

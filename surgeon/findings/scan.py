@@ -184,14 +184,6 @@ class Scan(RunResult):
                 rows.append(here.iloc[0].to_dict() | {"layer": layer})
         return pd.DataFrame(rows)
 
-    def never_to_touch(self, operation: str, tolerance: float) -> list[int]:
-        """Layers on which an operation was tried, and always cost more than a multiple of the base perplexity."""
-        return [
-            int(cell["layer"])
-            for _, cell in self.cheapest_with(operation).iterrows()
-            if not cell["ratio"] <= tolerance
-        ]
-
     def best_by_depth(self, operation: str) -> pd.DataFrame:
         """The best cell for each effective depth that an operation reaches, deepest first; empty if it keeps it."""
         cells = self.of_operation(operation)
@@ -261,7 +253,33 @@ class Scan(RunResult):
         )
         yield " ".join(parts)
         if len(self.changes):
-            yield self._ribbon()
+            # For every operation and layer, the cheapest measured change that includes the layer.
+            cheapest = pd.concat(
+                [
+                    self.cheapest_with(name).assign(change=HEATMAPS[name].title)
+                    for name in self.operations
+                ],
+                ignore_index=True,
+            )
+            spans = zip(cheapest["first"], cheapest["last"], strict=True)
+            cheapest["note"] = [
+                f"cheapest with it: {stretch(int(first), int(last))}" for first, last in spans
+            ]
+            caption = (
+                "The cheapest measured change of each kind that includes the layer. Bright columns are layers that no "
+                "change spares: leave them alone."
+            )
+            yield Map(
+                "What each layer tolerates",
+                cheapest,
+                "change",
+                "layer",
+                _FIELDS,
+                self._legend(self._scanned[0]),
+                caption,
+                columns=range(self.num_layers),
+                flat=WIDE,
+            )
             yield self._reach()
             yield from self._charts()
         yield from self._galleries()
@@ -300,7 +318,26 @@ class Scan(RunResult):
         yield Finding("As it is", text, base, f"perplexity, unedited, {self.num_layers} layers")
         pairs = next((name for name in (PAIRS, PAIRS_OF_STREAMS) if len(self.of_operation(name))), None)
         if pairs is not None and not self.edited:  # which is about effective depths
-            yield self._pairs(pairs)
+            tolerance = TOLERANCES[1]
+            within = f"within {allowance(tolerance)} of the perplexity"
+            name = "two by two"
+            if pairs == PAIRS:
+                name = "as LP pairs"
+            cell = self.longest_within(pairs, tolerance)
+            if cell is None:
+                text = f"No stretch stays {within}."
+                figure = "no pairs"
+            else:
+                figure = f"{self.depth(pairs, int(cell['changed'])):g} of {self.num_layers}"
+                reached = stretch(int(cell["first"]), int(cell["last"]))
+                text = f"{within.capitalize()}: {reached}, for an effective depth of {figure}."
+            if pairs == PAIRS_OF_STREAMS:
+                text += (
+                    " This is 2-Parallel, each layer with a stream of its own; LP pairs themselves were not "
+                    "scanned."
+                )
+            label = f"effective depth with layers run {name}, {within}"
+            yield Finding(f"Running layers {name}", text, figure, label)
         cells = self.single_layers()
         if len(cells) > 1:
             count = min(_NAMED, len(cells) // 2)
@@ -372,39 +409,19 @@ class Scan(RunResult):
             f"Colour: perplexity over that of the unedited model, {number(self.base_perplexity)}. The line fences in "
             f"the cells within {allowance(MARKED)}."
         )
-        maps = [self._map(name, legend) for name in names]
+        maps = []
+        for name in names:
+            heatmap = HEATMAPS[name]
+            table = self.cells[self.cells["operation"] == name]
+            axes: dict[str, Any] = {"down": "first", "across": "last"}
+            if heatmap.varied is not None:
+                across = heatmap.across or heatmap.varied
+                axes = {"down": "row", "across": across, "flat": HALF}
+                axes["columns"] = list(table[heatmap.varied].unique())
+                table = _name_layers(table.rename(columns={heatmap.varied: across}), "first")
+            limit = self.base_perplexity * MARKED
+            maps.append(Map(heatmap.title, table, fields=_FIELDS, legend=legend, limit=limit, **axes))
         return Picture(maps, f"{caption} {colours} {shared}".strip())
-
-    def _map(self, operation: str, legend: Legend) -> Map:
-        heatmap = HEATMAPS[operation]
-        table = self.cells[self.cells["operation"] == operation]
-        limit = self.base_perplexity * MARKED
-        if heatmap.varied is None:
-            return Map(heatmap.title, table, "first", "last", _FIELDS, legend, limit=limit)
-        across = heatmap.across or heatmap.varied
-        columns = list(table[heatmap.varied].unique())
-        table = _name_layers(table.rename(columns={heatmap.varied: across}), "first")
-        return Map(
-            heatmap.title, table, "row", across, _FIELDS, legend, columns=columns, limit=limit, flat=HALF
-        )
-
-    def _ribbon(self) -> Map:
-        """For every operation and layer, the cheapest measured change that includes the layer."""
-        found = [
-            self.cheapest_with(operation).assign(change=HEATMAPS[operation].title)
-            for operation in self.operations
-        ]
-        table = pd.concat(found, ignore_index=True)
-        spans = zip(table["first"], table["last"], strict=True)
-        table["note"] = [f"cheapest with it: {stretch(int(first), int(last))}" for first, last in spans]
-        caption = (
-            "The cheapest measured change of each kind that includes the layer. Bright columns are layers that no "
-            "change spares: leave them alone."
-        )
-        legend = self._legend(self._scanned[0])
-        layers = range(self.num_layers)
-        title = "What each layer tolerates"
-        return Map(title, table, "change", "layer", _FIELDS, legend, caption, columns=layers, flat=WIDE)
 
     def _galleries(self) -> Iterator[Picture]:
         stretches, varied = self._scanned
@@ -556,32 +573,16 @@ class Scan(RunResult):
         title = f"{HEATMAPS[operation].title}: where the stretch ends"
         return Chart(title, draw, "last layer of the stretch", "perplexity", name=f"curves-{operation}")
 
-    def _pairs(self, operation: str) -> Finding:
-        tolerance = TOLERANCES[1]
-        within = f"within {allowance(tolerance)} of the perplexity"
-        name = "two by two"
-        if operation == PAIRS:
-            name = "as LP pairs"
-        cell = self.longest_within(operation, tolerance)
-        if cell is None:
-            text = f"No stretch stays {within}."
-            figure = "no pairs"
-        else:
-            figure = f"{self.depth(operation, int(cell['changed'])):g} of {self.num_layers}"
-            reached = stretch(int(cell["first"]), int(cell["last"]))
-            text = f"{within.capitalize()}: {reached}, for an effective depth of {figure}."
-        if operation == PAIRS_OF_STREAMS:
-            text += " This is 2-Parallel, each layer with a stream of its own; LP pairs themselves were not scanned."
-        label = f"effective depth with layers run {name}, {within}"
-        return Finding(f"Running layers {name}", text, figure, label)
-
     def _untouchable(self) -> Finding:
         """Layers that allow none of the ways to a shorter model that most people ask for first."""
         within = f"within {allowance(TOLERANCES[-1])}"
         verbs = {name: heatmap.verb for name, heatmap in HEATMAPS.items() if heatmap.verb}
         tried = [name for name in self.operations if name in verbs] or self.operations
-        never = [self.never_to_touch(name, TOLERANCES[-1]) for name in tried]
-        alone = [layer for layer in never[0] if all(layer in layers for layers in never)]
+        # Those on which each of the ways was tried, and always cost more.
+        alone = set(range(self.num_layers))
+        for name in tried:
+            cheapest = self.cheapest_with(name)
+            alone &= {*cheapest["layer"][~(cheapest["ratio"] <= TOLERANCES[-1])]}
         what = "measured change of"
         if set(tried) & set(verbs):
             what = f"measured way to {join_words((verbs[name] for name in tried), 'or')}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 from matplotlib.colors import Normalize
@@ -127,7 +126,10 @@ class Similarity(RunResult):
             )
             if len(rho):
                 means = rho.mean(axis=1).sort_values(ascending=False, kind="stable")
-                name = _name(means.index[0])
+                proxy, aggregate = means.index[0]
+                name = str(proxy).replace("_", " ").replace("cka", f"1 {MINUS} CKA,")
+                if aggregate:
+                    name += f" ({aggregate})"
                 best = number(float(means.iloc[0]), 3)
                 kinds = join_words(HEATMAPS[name].title for name in rho.columns)
                 agreed = (
@@ -164,14 +166,6 @@ class Similarity(RunResult):
         head = ["operation", "n", "best measure", "rho", "length", "at equal length", "rho"]
         caption = "What predicts the divergence of a stretch best"
         return Table(caption, head, rows, note, left=(2, 5))
-
-
-def _name(key: Any) -> str:
-    proxy, aggregate = key
-    words = str(proxy).replace("_", " ").replace("cka", f"1 {MINUS} CKA,")
-    if aggregate:
-        return f"{words} ({aggregate})"
-    return words
 
 
 def _highest(rows: pd.DataFrame, column: str) -> tuple[str, float]:

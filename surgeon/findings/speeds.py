@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
-from surgeon.findings.drawing import Chart, Legend, Map, Picture, bars_chart, points, scale
+from surgeon.findings.drawing import COLOURS, INK, Chart, Legend, Map, Picture, points, scale
 from surgeon.findings.result import Block, Finding, RunResult, Table, table_file
 from surgeon.machine import show_size
 from surgeon.words import NO_VALUE, TIMES, hang_indent, number, plural, times, with_intervals
@@ -360,16 +361,29 @@ def _compute_and_waiting(row: Any, phase: str) -> list[str]:
 
 
 def _pass_chart(speeds: pd.DataFrame, phase: str, parts: Sequence[str]) -> Chart:
-    """Draw where the time of a pass of every program goes."""
+    """Draw where the time of a pass of every program goes: a bar for each, the first on top, of parts end to end."""
     names = [str(program) for program in speeds["program"]]
     if speeds["batch"].nunique() > 1:
         names = [f"{one}, {batch}" for one, batch in zip(names, speeds["batch"], strict=True)]
     columns = speeds[[f"{phase}_{part}_ms" for part in parts]].fillna(0.0)
     speedups = speeds["per_token_speedup" if phase == "decode" else "first_token_speedup"]
-    ends = columns.sum(axis=1)
-    notes = [f"{number(end, 3)} ms, {speedup:.2f}x" for end, speedup in zip(ends, speedups, strict=True)]
-    shown = [
-        (*_LOOKS[part], columns[name].to_numpy()) for part, name in zip(parts, columns, strict=True)
-    ]
+
+    def draw(axes: Axes) -> None:
+        places = np.arange(len(names))
+        ends = np.zeros(len(names))
+        for part, column in zip(parts, columns, strict=True):
+            words, colour = _LOOKS[part]
+            lengths = columns[column].to_numpy()
+            axes.barh(places, lengths, left=ends, color=COLOURS[colour], label=words, height=0.62)
+            ends = ends + lengths
+        for place, end, speedup in zip(places.tolist(), ends, speedups, strict=True):
+            note = f"  {number(end, 3)} ms, {speedup:.2f}x"
+            axes.text(end, place, note, va="center", fontsize=9, color=INK)
+        axes.set_yticks(places, labels=names)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_xlim(0, 1.6 * float(np.nanmax(ends)))
+        axes.grid(visible=False)
+
+    height = 70.0 + 26.0 * len(names)
     caption = "Where its time goes."
-    return bars_chart(f"One {phase} pass", names, shown, notes, "ms", caption=caption, left=150.0)
+    return Chart(f"One {phase} pass", draw, "ms", caption=caption, height=height, left=150.0)

@@ -248,7 +248,18 @@ class ScratchRun(TrainingRun):
             rows,
             "Loss in nats per token.",
         )
-        yield from _racks(record.get("racks"))
+        if record.get("racks") is not None:
+            rows = []
+            for each in record["racks"]["each"]:
+                before = Quality.from_json(each["before"])
+                loss, perplexity, interval_of = _loss_cells(each["after"])
+                layers = f"layers {each['layers']}"
+                rows.append([layers, loss, number(before.perplexity), perplexity, interval_of])
+            note = (
+                f"Each by its own coda of {plural(int(record['racks']['coda']), 'layer')}; the last rack's are the "
+                "model's own last layers, and the curves below are its."
+            )
+            yield Table("Racks", ["", "loss", "perplexity before", "after", "95% interval"], rows, note)
         yield Picture(list(self.charts()))
         yield from record_codes(record, program="Program", configuration="Configuration")
 
@@ -268,7 +279,17 @@ class ScratchRun(TrainingRun):
             "perplexity",
             f"loss minus {first.name}'s",
         ]
-        rows = [run.row(first.loss) for run in runs]
+        rows = []
+        for run in runs:
+            record = run.record
+            program = textwrap.shorten(str(record["program"]), _LONGEST_PROGRAM, placeholder="…")
+            counts = [f"{int(record[name]):,}" for name in ("parameters", "tokens")]
+            seed = str(record["settings"]["seed"])
+            apart = ""
+            if run.loss != first.loss:
+                apart = f"{run.loss - first.loss:+.3f}"
+            quality = number(run.loss), number(math.exp(run.loss)), apart
+            rows.append([run.name, program, *counts, seed, *quality])
         note = "Losses on held-out text, nats per token; a run's interval stands in its section."
         if len(texts) != 1:
             note += " The runs were measured on different texts, and cannot be compared."
@@ -283,20 +304,6 @@ class ScratchRun(TrainingRun):
         """Loss of the trained model on held-out text, nats per token."""
         return math.log(float(self.record["trained"]["perplexity"]))
 
-    def row(self, base: float) -> list[str]:
-        """The run in a table of several, of which the first has the loss `base`."""
-        record = self.record
-        program = textwrap.shorten(str(record["program"]), _LONGEST_PROGRAM, placeholder="…")
-        sizes = [
-            f"{int(record['parameters']):,}",
-            f"{int(record['tokens']):,}",
-            str(record["settings"]["seed"]),
-        ]
-        apart = ""
-        if self.loss != base:
-            apart = f"{self.loss - base:+.3f}"
-        return [self.name, program, *sizes, number(self.loss), number(math.exp(self.loss)), apart]
-
     def summary(self) -> Iterator[Finding]:
         record = self.record
         before, after = (float(record[stage]["perplexity"]) for stage in ("untrained", "trained"))
@@ -305,23 +312,6 @@ class ScratchRun(TrainingRun):
             f"model with random weights from a perplexity of {number(before)} to {number(after)} on held-out text."
         )
         yield Finding("Trained from scratch", text, number(after), "held-out perplexity")
-
-
-def _racks(record: Record | None) -> Iterator[Table]:
-    if record is None:
-        return
-    rows = []
-    for each in record["each"]:
-        before = Quality.from_json(each["before"])
-        loss, perplexity, interval_of = _loss_cells(each["after"])
-        rows.append(
-            [f"layers {each['layers']}", loss, number(before.perplexity), perplexity, interval_of]
-        )
-    note = (
-        f"Each by its own coda of {plural(int(record['coda']), 'layer')}; the last rack's are the model's own last "
-        "layers, and the curves below are its."
-    )
-    yield Table("Racks", ["", "loss", "perplexity before", "after", "95% interval"], rows, note)
 
 
 def _loss_cells(stored: Record) -> list[str]:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import typer
 
 from surgeon.commands import app, demo, scan
 from surgeon.commands.app import main
@@ -57,5 +58,5 @@ def test_a_depth_that_the_model_has_is_refused_before_the_scan(
 @pytest.mark.parametrize("command", [command for _, command in demo.NEXT])
 def test_what_to_try_next_can_be_typed(command: str) -> None:
     name, *arguments = shlex.split(command)
-    assert app._build_app(app.app).commands[name].make_context(name, arguments)
+    assert typer.main.get_command(app.app).commands[name].make_context(name, arguments)
     assert len(f"  surgeon {command}") <= WIDTH
