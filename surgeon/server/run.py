@@ -118,7 +118,7 @@ FEWEST_FILES = 16
 
 
 def connections_for(files: int) -> tuple[int, int]:
-    """How many connections are answered, and accepted at a time, so that half of so many files stay unused.
+    """Count the connections that are answered, and accepted at a time, so that half of so many files stay unused.
 
     Args:
         files: that this process may still open.
