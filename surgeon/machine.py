@@ -103,10 +103,6 @@ class Background(Generic[T]):
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result, who would wait for ever
             self._done.set_exception(error)
 
-    def wait(self) -> None:
-        """Wait for the work's end."""
-        self._thread.join()
-
     def result(self) -> T:
         """Wait for the work's result; raises its error."""
         return self._done.result()
@@ -136,7 +132,7 @@ class Beside(Background[T]):
 
     def __exit__(self, *_: object) -> None:
         self._unwanted.set()
-        self.wait()
+        self._thread.join()
 
 
 def one_at_a_time(advance: Advance) -> Advance:

@@ -65,16 +65,6 @@ def value_with_interval(row: Any, name: str) -> str:
     )
 
 
-def interval_heads(columns: Any, names: Iterable[str] = ("perplexity", "divergence")) -> list[str]:
-    """Head the columns of `with_intervals`."""
-    present = set(columns)
-    return [
-        text
-        for name in names
-        for text in ([name, "95% interval"] if {f"{name}_low", f"{name}_high"} <= present else [name])
-    ]
-
-
 def change(ratio: float) -> str:
     """Write a value's ratio to its base: +5.3%, the like with a minus, or 3.2 times."""
     if math.isnan(ratio):

@@ -128,12 +128,13 @@ class Bench:
         calibration = Calibration(sequential=way.sequential, update=way.update)
         plan = replace(FactorPlan.all_by(Making(way.method), program), calibration=calibration)
         folder = self._folder(way, keep)
-        made = make_factors(self.model, plan, self.text, folder, model_hash=self.subject.opened.hash)
-        for note in made.notes:
+        known = self.subject.opened.hash
+        source, notes = make_factors(self.model, plan, self.text, folder, model_hash=known)
+        for note in notes:
             print(f"note: {way}, keep {keep:g}: {note}", file=sys.stderr)
-        run = ProgramRun(self.model, program, self.windows.ids, factors=made.source)
+        run = ProgramRun(self.model, program, self.windows.ids, factors=source)
         found = estimate(*self.reference.quality(run))
-        losses = [self._loss(matrix, made.source) for matrix in plan.makings]
+        losses = [self._loss(matrix, source) for matrix in plan.makings]
         whole = sum(parameters(curve, None) for curve in self.curves)
         return {
             "keep": keep,

@@ -301,11 +301,6 @@ class ScanJournal(ProgramJournal):
     at_once: int | None = field(default=None, init=False)
     spread: bool = field(default=False, init=False)
 
-    def start(self, at_once: int, spread: bool) -> None:
-        spread = spread or self.spread
-        if (at_once, spread) != (self.at_once, self.spread):
-            self.keep({"at_once": at_once, "spread": spread})
-
     def finish(self, selection: Selection) -> None:
         if selection not in self.finished:
             self.keep({"finished": selection.to_json()})
@@ -368,7 +363,9 @@ def scan(
         at_once = windows_at_once(model, plan, windows.ids, subject.memory, batch)
         if journal.at_once is not None and batch is None:
             at_once = min(at_once, journal.at_once)
-        journal.start(at_once, screened)
+        begun = {"at_once": at_once, "spread": screened or journal.spread}
+        if begun != {"at_once": journal.at_once, "spread": journal.spread}:
+            journal.keep(begun)
         known = subject.opened.hash
         units = most_important(
             model, plan.programs, windows, folder, model_hash=known, memory=subject.memory
@@ -376,8 +373,7 @@ def scan(
         options = MeasureOptions(
             at_once, memory=subject.memory, folder=folder, factors=units, sampled=sampled
         )
-        run = _Run(subject, journal, cells, program, plan, options, workers, batch)
-        outcomes = list(run.outcomes(screened))
+        outcomes = list(_outcomes(subject, journal, cells, plan, options, screened, workers, batch))
         missing = len(cells) - len(outcomes)
         if missing and all(cell.measured[0] == program for cell, *_ in outcomes):
             raise TimeOver("the time was over before the first cell")
@@ -393,15 +389,15 @@ def scan(
         if earlier:
             record["earlier"] = [other.to_json() for other in earlier]
         base = journal.values(program, everything)[0]
-        table = run.cells_table(outcomes, base)
+        predicted = windows.ids.shape[1] - 1
+        table = _cells_table(journal, outcomes, base, predicted)
         record |= {"base_perplexity": perplexity(base), "base_interval": perplexity_interval(base)}
-        record |= run.counts(table)
+        record |= _counts(cells, plan, table)
         experts = pd.DataFrame()
         if any(EXPERTS_MAP in one.operations for one in (selection, *earlier)):
             experts = use_table(expert_use(model, windows, memory=subject.memory))
-        found = Scan(
-            table, perplexity(base), run.permutations_table(outcomes, base), experts, record=record
-        )
+        permutations = _permutations_table(journal, outcomes, base, predicted)
+        found = Scan(table, perplexity(base), permutations, experts, record=record)
         found.write(folder)
         return found
 
@@ -438,147 +434,131 @@ def _recover(journal: ScanJournal, folder: Path, identity: dict[str, Any], selec
 Outcome = tuple[Cell, Sequence[int], float]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Cells of a scan.
+def _values(journal: ScanJournal, cell: Cell, windows: Sequence[int]) -> tuple[Values, Values]:
+    """Negative log-likelihood and divergence of a cell, (windows,) each: the means over its permutations."""
+    found = [journal.values(program, windows) for program in cell.measured]
+    nll, divergence = zip(*found, strict=True)
+    return np.mean(nll, axis=0), np.mean(divergence, axis=0)
 
-    Attributes:
-        dense: the model's own program, with which all others are compared.
-        plan: of that one and all cells' programs.
+
+def _cells_table(
+    journal: ScanJournal, outcomes: Iterable[Outcome], base: Values, predicted: int
+) -> pd.DataFrame:
+    """One row per cell, with the columns of `cells.csv`.
+
+    A parameter that maps vary has a column behind the layers, sampled acceptance if it was measured of some cell.
+
+    Args:
+        predicted: tokens of each window.
     """
+    rows = []
+    values = []
+    for cell, windows, ran in outcomes:
+        numbers = estimate(*_values(journal, cell, windows), base, windows).estimates.values()
+        every = [journal.acceptances(program, windows) for program in cell.measured]
+        accepted = np.mean(every, axis=(0, 2)).tolist()
+        known = len(windows) * predicted, ran
+        rows.append((cell.operation, cell.first, cell.last, *numbers, *accepted, *known))
+        values.append((HEATMAPS[cell.operation].varied, cell.value))
+    table = pd.DataFrame(rows, columns=COLUMNS)
+    if table[SAMPLED].isna().all():
+        del table[SAMPLED]
+    for place, name in enumerate(
+        sorted({varied for varied, _ in values if varied is not None}), start=3
+    ):
+        table.insert(place, name, [value if varied == name else np.nan for varied, value in values])
+    return table
 
-    subject: Subject
-    journal: ScanJournal
-    cells: list[Cell]
-    dense: Program
-    plan: SharedPlan
-    options: MeasureOptions
-    workers: int
-    batch: int | None
 
-    def values(self, cell: Cell, windows: Sequence[int]) -> tuple[Values, Values]:
-        """Negative log-likelihood and divergence of a cell, (windows,) each: the means over its permutations."""
-        found = [self.journal.values(program, windows) for program in cell.measured]
-        nll, divergence = zip(*found, strict=True)
-        return np.mean(nll, axis=0), np.mean(divergence, axis=0)
+def _permutations_table(
+    journal: ScanJournal, outcomes: Iterable[Outcome], base: Values, predicted: int
+) -> pd.DataFrame:
+    """One row per random permutation of a cell, with the columns of `permutations.csv`."""
+    rows = []
+    for cell, windows, _ in outcomes:
+        for seed, program, run in zip(cell.seeds, cell.programs, cell.measured, strict=False):
+            found = estimate(*journal.values(run, windows), base, windows)
+            numbers = (found.perplexity, found.divergence, len(windows) * predicted)
+            # The program's order of these layers, by their attentions.
+            layers = (one.layers[0] for one in program.sublayers() if one.kind == ATTENTION)
+            order = " ".join(str(layer) for layer in layers if layer in cell.layers)
+            rows.append((cell.operation, cell.first, cell.last, seed, order, *numbers))
+    return pd.DataFrame(rows, columns=PERMUTATION_COLUMNS)
 
-    def cells_table(self, outcomes: Iterable[Outcome], base: Values) -> pd.DataFrame:
-        """One row per cell, with the columns of `cells.csv`.
 
-        A parameter that maps vary has a column behind the layers, sampled acceptance if it was measured of some cell.
-        """
-        predicted = self.subject.windows.ids.shape[1] - 1
-        rows = []
-        values = []
-        for cell, windows, ran in outcomes:
-            numbers = estimate(*self.values(cell, windows), base, windows).estimates.values()
-            every = [self.journal.acceptances(program, windows) for program in cell.measured]
-            known = len(windows) * predicted, ran
-            rows.append(
-                (
-                    cell.operation,
-                    cell.first,
-                    cell.last,
-                    *numbers,
-                    *np.mean(every, axis=(0, 2)).tolist(),
-                    *known,
-                )
-            )
-            values.append((HEATMAPS[cell.operation].varied, cell.value))
-        table = pd.DataFrame(rows, columns=COLUMNS)
-        if table[SAMPLED].isna().all():
-            del table[SAMPLED]
-        for place, name in enumerate(
-            sorted({varied for varied, _ in values if varied is not None}), start=3
-        ):
-            table.insert(place, name, [value if varied == name else np.nan for varied, value in values])
-        return table
+def _counts(cells: Sequence[Cell], plan: SharedPlan, table: pd.DataFrame) -> dict[str, Any]:
+    """Sublayers run, and those of a loop over cells, by operation and in all."""
+    names = list(dict.fromkeys(cell.operation for cell in cells))
+    ran = table.groupby("operation")["sublayers_run"].sum()
+    loop = {
+        name: plain_sublayers(p for cell in cells if cell.operation == name for p in cell.programs)
+        for name in names
+    }
+    base = plan.sublayers[plan.programs[0]]
+    run = {"base": base, **{name: round(float(ran.get(name, 0.0))) for name in names}}
+    return {
+        "operations": names,
+        "permutations": max((len(cell.seeds) for cell in cells), default=0),
+        "cells": len(table),
+        "sublayers_run": {**run, "total": round(base + float(ran.sum()))},
+        "sublayers_of_a_loop": {"base": base, **loop, "total": base + sum(loop.values())},
+    }
 
-    def permutations_table(self, outcomes: Iterable[Outcome], base: Values) -> pd.DataFrame:
-        """One row per random permutation of a cell, with the columns of `permutations.csv`."""
-        predicted = self.subject.windows.ids.shape[1] - 1
-        rows = []
-        for cell, windows, _ in outcomes:
-            for seed, program, run in zip(cell.seeds, cell.programs, cell.measured, strict=False):
-                found = estimate(*self.journal.values(run, windows), base, windows)
-                numbers = (found.perplexity, found.divergence, len(windows) * predicted)
-                # The program's order of these layers, by their attentions.
-                order = (one.layers[0] for one in program.sublayers() if one.kind == ATTENTION)
-                rows.append(
-                    (
-                        cell.operation,
-                        cell.first,
-                        cell.last,
-                        seed,
-                        " ".join(str(layer) for layer in order if layer in cell.layers),
-                        *numbers,
-                    )
-                )
-        return pd.DataFrame(rows, columns=PERMUTATION_COLUMNS)
 
-    def counts(self, table: pd.DataFrame) -> dict[str, Any]:
-        """Sublayers run, and those of a loop over cells, by operation and in all."""
-        names = list(dict.fromkeys(cell.operation for cell in self.cells))
-        ran = table.groupby("operation")["sublayers_run"].sum()
-        loop = {
-            name: plain_sublayers(
-                p for cell in self.cells if cell.operation == name for p in cell.programs
-            )
-            for name in names
-        }
-        base = self.plan.sublayers[self.dense]
-        run = {"base": base, **{name: round(float(ran.get(name, 0.0))) for name in names}}
-        return {
-            "operations": names,
-            "permutations": max((len(cell.seeds) for cell in self.cells), default=0),
-            "cells": len(table),
-            "sublayers_run": {**run, "total": round(base + float(ran.sum()))},
-            "sublayers_of_a_loop": {"base": base, **loop, "total": base + sum(loop.values())},
-        }
+def _outcomes(
+    subject: Subject,
+    journal: ScanJournal,
+    cells: list[Cell],
+    plan: SharedPlan,
+    options: MeasureOptions,
+    screened: bool,
+    workers: int,
+    batch: int | None,
+) -> Iterator[Outcome]:
+    """Every cell that was measured, with the windows that its numbers rest on; all, unless time is over before.
 
-    def outcomes(self, screened: bool) -> Iterator[Outcome]:
-        """Every cell that was measured, with the windows that its numbers rest on; all, unless time is over before."""
-        everything = range(len(self.subject.windows.ids))
-        parts = rounds(len(everything)) if self.journal.spread else [list(everything)]
-        cells = self.cells
-        taken = list[int]()
-        settled_on: dict[Cell, list[int]] = {}
-        cost = dict.fromkeys(self.plan.programs, 0.0)
-        for number, added in enumerate(parts, start=1):
-            plan = self.plan.only({self.dense, *(one for cell in cells for one in cell.measured)})
-            name = f"scan, round {number} of {len(parts)}" if len(parts) > 1 else "scan"
-            try:
-                measure_missing(
-                    name, self.subject, self.journal, plan, added, self.options, self.workers, self.batch
-                )
-            except TimeOver:
-                # The model's own program has no limit of time: all cells are told beside it.
-                base_alone = self.plan.only({self.dense})
-                options = replace(self.options, is_done=self.journal.is_done, references={})
-                ids = self.subject.windows.ids
-                self.journal.add_new(measure(self.subject.model, ids, base_alone, options), everything)
-                break
-            taken += added
-            for program, sublayers in plan.sublayers.items():
-                cost[program] += sublayers * len(added) / len(everything)
-            if screened and number < len(parts):
-                base = self.journal.values(self.dense, taken)[0]
-                for cell in cells:
-                    if is_settled(self.values(cell, taken)[0] - base):
-                        settled_on[cell] = list(taken)
-                cells = [cell for cell in cells if cell not in settled_on]
-        del cost[self.dense]
-        for cell in self.cells:
-            measured: Sequence[int] = everything
-            if not all(self.journal.is_done(program, everything) for program in cell.measured):
-                measured = settled_on.get(cell) or [
-                    one
-                    for one in everything
-                    if all(self.journal.is_done(program, [one]) for program in cell.measured)
-                ]
-            new = sum(cost.pop(program, 0.0) for program in cell.measured)
-            if measured:
-                yield cell, measured, new
+    Args:
+        plan: of all cells' programs, behind the model's own one, with which they are compared.
+    """
+    dense = plan.programs[0]
+    everything = range(journal.windows)
+    parts = rounds(len(everything)) if journal.spread else [list(everything)]
+    left = cells
+    taken = list[int]()
+    settled_on: dict[Cell, list[int]] = {}
+    cost = dict.fromkeys(plan.programs, 0.0)
+    for number, added in enumerate(parts, start=1):
+        now = plan.only({dense, *(one for cell in left for one in cell.measured)})
+        name = f"scan, round {number} of {len(parts)}" if len(parts) > 1 else "scan"
+        try:
+            measure_missing(name, subject, journal, now, added, options, workers, batch)
+        except TimeOver:
+            # The model's own program has no limit of time: all cells are told beside it.
+            alone = replace(options, is_done=journal.is_done, references={})
+            ids = subject.windows.ids
+            journal.add_new(measure(subject.model, ids, plan.only({dense}), alone), everything)
+            break
+        taken += added
+        for program, sublayers in now.sublayers.items():
+            cost[program] += sublayers * len(added) / len(everything)
+        if screened and number < len(parts):
+            base = journal.values(dense, taken)[0]
+            for cell in left:
+                if is_settled(_values(journal, cell, taken)[0] - base):
+                    settled_on[cell] = list(taken)
+            left = [cell for cell in left if cell not in settled_on]
+    del cost[dense]
+    for cell in cells:
+        measured: Sequence[int] = everything
+        if not all(journal.is_done(program, everything) for program in cell.measured):
+            measured = settled_on.get(cell) or [
+                one
+                for one in everything
+                if all(journal.is_done(program, [one]) for program in cell.measured)
+            ]
+        new = sum(cost.pop(program, 0.0) for program in cell.measured)
+        if measured:
+            yield cell, measured, new
 
 
 def rounds(count: int) -> list[list[int]]:

@@ -54,14 +54,13 @@ TERMS = (
 
 
 def pair_terms(
-    walk: Walk, first: int, passed: LayerPass, lanczos: Lanczos
+    walk: Walk, passed: LayerPass, lanczos: Lanczos
 ) -> tuple[dict[str, float], list[OperatorNorm]]:
     """The terms of the error of an LP pair of layers (k, k + 1), equation 12; to be called within `differentiable`.
 
     Args:
         walk: over one window.
-        first: layer k.
-        passed: its pass over the stream of the unedited model.
+        passed: layer k's pass over the stream of the unedited model.
 
     Returns:
         By name as in TERMS: `stream_norm`, of the stream after the pair; `update_norm`, |D|; `attention_norm`,
@@ -69,7 +68,7 @@ def pair_terms(
         `first_order`, the size of the error by the Jacobians' products with the actual changes; `error`, its size.
         And the operator norms, with their convergence.
     """
-    following = first + 1
+    following = passed.layer + 1
     x = passed.before
     update = passed.update
     in_sequence = walk.dense_layer(following, passed.after)
@@ -78,7 +77,7 @@ def pair_terms(
     shared = x if walk.reads_same else passed.middle + attention_at_x
 
     attention = partial(walk.attention, following)
-    mlp = partial(walk.mlp, first)
+    mlp = partial(walk.mlp, passed.layer)
     next_mlp = partial(walk.mlp, following)
     norms = [
         lanczos.norm(attention, x),
@@ -218,21 +217,20 @@ def _compute_terms(
                 for layer in range(todo[-1] + 1):
                     passed = walk.dense_layer(layer, stream)
                     if layer in todo:
-                        about = _about_layer(walk, passed, layer, num_layers, lanczos)
+                        about = _about_layer(walk, passed, num_layers, lanczos)
                         journal.keep({"window": window, "layer": layer} | about)
                         ran(1)
                     stream = passed.after
 
 
-def _about_layer(
-    walk: Walk, passed: LayerPass, layer: int, num_layers: int, lanczos: Lanczos
-) -> dict[str, Any]:
+def _about_layer(walk: Walk, passed: LayerPass, num_layers: int, lanczos: Lanczos) -> dict[str, Any]:
     """The terms of equation 12 of the pair that a layer begins, and its factor in equation 13."""
+    layer = passed.layer
     terms = None
     gain = None
     norms: list[OperatorNorm] = []
     if layer + 1 < num_layers:
-        terms, norms = pair_terms(walk, layer, passed, lanczos)
+        terms, norms = pair_terms(walk, passed, lanczos)
     if layer > 1:  # no pair has the first two layers after it
         norms.append(lanczos.norm(lambda at: walk.layer(layer, at).after, passed.before))
         gain = norms[-1].value
@@ -327,9 +325,8 @@ class Lanczos:
         # The largest eigenvalue of J^T J, from below, as the largest one of the tridiagonal matrices of all blocks.
         pull = vjp(function, point)[1]
         start = torch.randn(point.shape, generator=torch.Generator().manual_seed(self.seed))
-        vector = _normalize(
-            start.to(point.device, torch.promote_types(point.dtype, torch.float32)), dims
-        )
+        start = start.to(point.device, torch.promote_types(point.dtype, torch.float32))
+        vector = start / _norms(start, dims).clamp_min(_SMALLEST)
         before = torch.zeros_like(vector)
         beside = vector.new_zeros(())
         diagonal: list[Tensor] = []  # (blocks,) each
@@ -343,7 +340,7 @@ class Lanczos:
             diagonal.append(length.flatten())
             off_diagonal.append(beside.flatten())
             before = vector
-            vector = _normalize(rest, dims)
+            vector = rest / beside.clamp_min(_SMALLEST)  # of the norm 1, or zeros
         matrix = torch.diag_embed(torch.stack(diagonal, dim=-1))
         sides = torch.stack(off_diagonal, dim=-1)[:, :-1]
         matrix = matrix + torch.diag_embed(sides, offset=1) + torch.diag_embed(sides, offset=-1)
@@ -352,11 +349,6 @@ class Lanczos:
         if iterations == enough:
             square /= 1 - share
         return OperatorNorm(math.sqrt(square), iterations, iterations == enough)
-
-
-def _normalize(vector: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """A vector of the norm 1 over these dimensions, or zeros."""
-    return vector / _norms(vector, dims).clamp_min(_SMALLEST)
 
 
 def _norms(vector: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -236,17 +236,16 @@ def _compare_streams(
         )
     for walk in walks(model, ids, at_once):
         places = iter(sums)
-        for one in layers_run(walk, program.nodes):
-            if one.layer == one.run.start:
+        for run, passed, _ in layers_run(walk, program.nodes):
+            if passed.layer == run.start:
                 sum_ = next(places)
-                streams = [one.passed.before]
-            streams.append(one.passed.after)
-            passed = one.passed
+                streams = [passed.before]
+            streams.append(passed.after)
             pairs = ((passed.attention, passed.before), (passed.mlp, passed.middle))
             sizes = torch.stack([(_norm(output) / _norm(stream)).sum() for output, stream in pairs])
-            sum_.sizes[one.layer - one.run.start] += sizes.cpu()
+            sum_.sizes[passed.layer - run.start] += sizes.cpu()
             ran(2 * len(walk.ids))
-            if one.layer == one.run[-1]:
+            if passed.layer == run[-1]:
                 _add(sum_, streams)
     for sum_ in sums:
         for total in (sum_.cosine, sum_.angle, sum_.sizes):
@@ -304,12 +303,12 @@ def _counterfactual_cka(
         attention = LinearCKA()
         mlp = LinearCKA()
         for walk, way in zip(parts, ways, strict=True):
-            one = next(way)
-            if one.without is not None:
-                without = walk.layer(one.layer, one.without)
-                attention.add(one.passed.attention.flatten(0, 1), without.attention.flatten(0, 1))
-                mlp.add(one.passed.mlp.flatten(0, 1), without.mlp.flatten(0, 1))
-            del one
+            _, passed, without = next(way)
+            if without is not None:
+                alone = walk.layer(passed.layer, without)
+                attention.add(passed.attention.flatten(0, 1), alone.attention.flatten(0, 1))
+                mlp.add(passed.mlp.flatten(0, 1), alone.mlp.flatten(0, 1))
+            del passed, without
             ran(4 * len(walk.ids))
         values = [math.nan] * 4
         if attention.samples:

@@ -126,14 +126,6 @@ class SpectrumRequest:
     ranks: tuple[TargetRank, ...]
     method: Method
 
-    def to_json(self) -> dict[str, Any]:
-        ranks = [str(rank) for rank in self.ranks]
-        return vars(self) | {
-            "layers": show_range(self.layers),
-            "weights": list(self.weights),
-            "ranks": ranks,
-        }
-
 
 def request(
     config: Any,
@@ -192,15 +184,41 @@ def spectrum(
         with SpectrumJournal(folder / JOURNAL, "spectrum", identity) as journal:
             work.fill(journal, windows, calibration)
     spectra = {matrix: journal.spectra[matrix] for matrix in work.all}
+    values = []
+    for matrix, known in spectra.items():
+        for method in METHODS:
+            columns = {"layer": matrix.layer, "weight": matrix.role, "method": method}
+            places = range(len(known.values[method]))
+            values.append(pd.DataFrame(columns | {"index": places, "value": known.values[method]}))
+    measured = {one: journal.damage[one] for matrix in work.all for one in work.truncations[matrix]}
+    damage = []
+    for truncation, quality in measured.items():
+        matrix = truncation.matrix
+        size = spectra[matrix].size
+        kept = kept_parameters(*size, truncation.rank)
+        about = (matrix.layer, matrix.role, truncation.method, truncation.rank, min(size), kept)
+        # NaN where there is no interval.
+        numbers = estimate(quality["nll"], quality["divergence"]).estimates.values()
+        damage.append((*about, *numbers, windows.predicted))
     base = journal.base_nll
     assert base is not None
-    measured = {one: journal.damage[one] for matrix in work.all for one in work.truncations[matrix]}
-    damage = damage_table(measured, spectra, windows.predicted)
     value = perplexity(base)
-    record |= wanted.to_json() | {"base_perplexity": value, "base_interval": perplexity_interval(base)}
+    record |= {
+        "layers": show_range(wanted.layers),
+        "weights": list(wanted.weights),
+        "ranks": [str(rank) for rank in wanted.ranks],
+        "method": wanted.method,
+        "base_perplexity": value,
+        "base_interval": perplexity_interval(base),
+    }
     curves = curves_of(spectra, measured, wanted.method)
     found = Spectrum(
-        spectrum_table(spectra), damage, values_table(spectra), value, curves, record=record
+        spectrum_table(spectra),
+        pd.DataFrame(damage, columns=DAMAGE_COLUMNS),
+        pd.concat(values, ignore_index=True),
+        value,
+        curves,
+        record=record,
     )
     return replace(found, files=(*found.write(folder), folder / found.RECORD))
 
@@ -385,34 +403,3 @@ def notes_on(table: pd.DataFrame) -> tuple[str, ...]:
         "beyond these, their truncation is plain; more tokens to calibrate on help, unless inputs are always 0"
     )
     return (note,)
-
-
-def values_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
-    """One row per singular value, with the columns of `singular_values.csv`; `index` counts from 0."""
-    tables = []
-    for matrix, found in spectra.items():
-        for method in METHODS:
-            values = found.values[method]
-            about = {
-                "layer": matrix.layer,
-                "weight": matrix.role,
-                "method": method,
-                "index": range(len(values)),
-            }
-            tables.append(pd.DataFrame(about | {"value": values}))
-    return pd.concat(tables, ignore_index=True)
-
-
-def damage_table(
-    damage: Mapping[Truncation, ByWindow], spectra: Mapping[Matrix, SingularValues], predicted: int
-) -> pd.DataFrame:
-    """One row per truncation, with the columns of `damage.csv`; NaN where there is no interval."""
-    rows = []
-    for truncation, quality in damage.items():
-        matrix = truncation.matrix
-        size = spectra[truncation.matrix].size
-        kept = kept_parameters(*size, truncation.rank)
-        about = (matrix.layer, matrix.role, truncation.method, truncation.rank, min(size), kept)
-        numbers = estimate(quality["nll"], quality["divergence"]).estimates.values()
-        rows.append((*about, *numbers, predicted))
-    return pd.DataFrame(rows, columns=DAMAGE_COLUMNS)

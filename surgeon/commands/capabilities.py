@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from surgeon.analysis.engine.machine import TOKENS_AT_ONCE, streaming_bytes, working_bytes
+from surgeon.analysis.engine.machine import TOKENS_AT_ONCE, working_bytes
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.analysis.factors.matrices import choose_weights
 from surgeon.analysis.scan import SCANNED, select, selected_cells
@@ -193,7 +193,7 @@ class Capabilities:
         assert isinstance(layers, nn.ModuleList)
         streamed = StreamedLayers(layers, self.model, torch.device("cpu"))
         outside = self.model.shapes.outside_layers * self.model.compute_dtype("cpu").itemsize
-        return outside + streaming_bytes(self.skeleton, streamed, self._plan, tokens)
+        return outside + working_bytes(self.skeleton, self._plan, tokens, streamed)
 
     def _similarity(self) -> None:
         with as_stored(edit(self.skeleton, self.model.program)):

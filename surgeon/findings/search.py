@@ -34,7 +34,6 @@ from surgeon.words import (
     first_few,
     in_words,
     interval,
-    interval_heads,
     number,
     plural,
     value_with_interval,
@@ -305,14 +304,9 @@ def _best_trials(trials: TrialTable) -> Table:
              *(cost(trial[name]) for name in costs), number(trial["perplexity"]),
              *with_intervals(trial, ["divergence"])]
         )  # fmt: skip
-    head = [
-        "trial",
-        "edits",
-        "from",
-        *map(in_words, costs),
-        "perplexity",
-        *interval_heads(trials.table, ["divergence"]),
-    ]
+    head = ["trial", "edits", "from", *map(in_words, costs), "perplexity", "divergence"]
+    if {"divergence_low", "divergence_high"} <= {*trials.table}:
+        head.append("95% interval")
     what = "The best trial of every level"
     if not trials.has_levels:
         what = f"The best {len(rows)}"

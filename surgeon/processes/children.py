@@ -69,11 +69,6 @@ class Child:
             )
         self.pid = self.process.pid
 
-    @property
-    def returncode(self) -> int | None:
-        """The exit code, negative for a signal; None until somebody has waited for its end, or looked."""
-        return self.process.returncode
-
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None as long as it runs."""
         return self.process.poll()
@@ -102,7 +97,7 @@ class Child:
 
     def ending(self) -> str:
         """Tell how it has ended, as a message says it behind its name."""
-        code = self.returncode
+        code = self.process.returncode  # None until somebody has waited for its end, or looked
         assert code is not None
         if code < 0:
             return f"was ended by {signal.Signals(-code).name}"

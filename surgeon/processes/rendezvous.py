@@ -77,16 +77,6 @@ def serve_store(listening: socket.socket, timeout: timedelta = STORE_TIMEOUT) ->
     )
 
 
-def open_store(torchrun: TorchrunEnvironment) -> PrefixStore:
-    """Open the store in this process, as rank 0 does where torchrun has none."""
-    # Listening first tells an address of another machine from a port in use.
-    listen(torchrun).close()
-    listening = listen(torchrun, torchrun.port)
-    return PrefixStore(
-        key_prefix(torchrun), serve_store(listening, timedelta(seconds=torchrun.patience))
-    )
-
-
 def connect_store(torchrun: TorchrunEnvironment) -> PrefixStore:
     """Connect to the store as soon as somebody listens there (torch would write many lines meanwhile)."""
     resolve(torchrun)
@@ -163,7 +153,11 @@ class Rendezvous:
         if torchrun.hosted:
             self._store = connect_store(torchrun)
         else:
-            self._store = open_store(torchrun)
+            # Listening first tells an address of another machine from a port in use.
+            listen(torchrun).close()
+            listening = listen(torchrun, torchrun.port)
+            own = serve_store(listening, timedelta(seconds=torchrun.patience))
+            self._store = PrefixStore(key_prefix(torchrun), own)
         self._listener = listen(torchrun)
         self._secret = secrets.token_bytes(32)
         address, port = self._listener.getsockname()[:2]

@@ -391,7 +391,7 @@ def open_factors(
         text = load_recorded(subject.opened, ranks.calibration)
         wanted = {Matrix.of(layer, role): rank for (layer, role), rank in highest.items()}
         plan = FactorPlan.all_by(Making(ranks.method), factorise_program(subject.opened.program, wanted))
-        source = make_factors(
+        source, _ = make_factors(
             subject.model, plan, text, folder, model_hash=subject.opened.hash, memory=subject.memory
-        ).source
+        )
     return NestedFactors(source, highest)

@@ -38,7 +38,7 @@ from surgeon.server.bodies import (
     refuse_while_draining,
     separate,
 )
-from surgeon.server.state import ServerState, note_outcome
+from surgeon.server.state import OUTCOME, ServerState
 
 LEAST_LOGPROB = -9999.0
 
@@ -127,9 +127,12 @@ class CompletionFormat(Format):
         prompt = answer.prompt
         if not self.echo:
             return ""
-        if prompt.text is None:
-            return self.texts.decode(prompt.tokens)
-        return prompt.text
+        text = prompt.text
+        if text is None:
+            text = self.texts.tokenizer.decode(
+                prompt.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        return text
 
     def _logprobs(
         self, answer: Reply, found: Sequence[TokenLogprob], offsets: Sequence[int], with_prompt: bool
@@ -238,6 +241,7 @@ class Choices:
 
     Attributes:
         answers: what has come of each.
+        open: requests by their choices, until they have ended.
         prompt_field: of the body, for errors about prompts.
     """
 
@@ -247,7 +251,7 @@ class Choices:
         self.prompt_field = prompt_field
         self._begun = time.monotonic()
         self._first: dict[int, float] = {}
-        self._open: dict[int, int] = {}  # choice to request
+        self.open: dict[int, int] = {}
         self._loop = asyncio.get_running_loop()
         self._arrived: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
 
@@ -255,7 +259,7 @@ class Choices:
         def submit_all() -> None:
             for choice, (tokens, sampling) in enumerate(asks):
                 stream = self.state.service.submit(tokens, sampling)
-                self._open[choice] = stream.id
+                self.open[choice] = stream.id
                 stream.listen(partial(self._put, choice))
 
         try:
@@ -277,10 +281,6 @@ class Choices:
         with suppress(RuntimeError):  # the loop has closed: the process is ending
             self._loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, event))
 
-    @property
-    def open(self) -> bool:
-        return bool(self._open)
-
     async def next(self) -> list[tuple[int, Event]]:
         """Wait for events and add them; returns all that have come, each with the number of its choice."""
         found = [self._note(*await self._arrived.get())]
@@ -289,31 +289,34 @@ class Choices:
         return found
 
     async def finish(self) -> None:
-        while self._open:
+        while self.open:
             await self.next()
 
     def _note(self, choice: int, event: Event | Exception) -> tuple[int, Event]:
         if isinstance(event, Exception):
-            self._open.pop(choice, None)
+            self.open.pop(choice, None)
             if isinstance(event, UndefinedLogits):  # of this request; others may get their answers
                 raise ApiError(500, str(event), code="undefined_logits")
             raise refuse_after_failure(event)
         now = time.monotonic()
+        meters = self.state.meters
         if choice not in self._first and event.tokens:
             self._first[choice] = now
-            self.state.meters.began(event.queue_seconds, now - self._begun)
+            meters.queue.observe(event.queue_seconds)
+            meters.first.observe(now - self._begun)
         if event.finish_reason is not None:
-            self._open.pop(choice, None)
+            self.open.pop(choice, None)
             if event.finish_reason == "cancelled":
                 raise refuse_while_draining()
-            self.state.meters.ended(now - self._first.get(choice, now), event.usage.new)
+            if event.usage.new > 1:
+                meters.each.observe((now - self._first.get(choice, now)) / (event.usage.new - 1))
         self.answers[choice].add(event)
         return choice, event
 
     def close(self) -> None:
         """Cancel what is still open."""
-        while self._open:
-            self.state.service.cancel(self._open.popitem()[1])
+        while self.open:
+            self.state.service.cancel(self.open.popitem()[1])
 
 
 async def respond(request: Request, state: ServerState, body: CompletionBody | ChatBody) -> Response:
@@ -384,7 +387,7 @@ async def _chunks(
             arrived = await choices.next()
     except ApiError as error:  # too late for its status
         choices.close()
-        note_outcome(scope, error.status)
+        scope[OUTCOME] = error.status
         yield _line(error.body())
         return
     if body.wants_usage:
@@ -408,7 +411,7 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             if self.choices.open:
-                note_outcome(scope, GONE)
+                scope[OUTCOME] = GONE
                 self.choices.close()
 
 

@@ -429,19 +429,15 @@ class Texts:
             raise invalid(f"{FIELD} is no JSON: {error}", FIELD) from error
         if size > MOST_VARIABLES:
             raise invalid(f"{FIELD} has {size} bytes of JSON; at most {MOST_VARIABLES} are taken", FIELD)
-        plain = [_plain(message, f"messages.{number}") for number, message in enumerate(messages)]
+        plain = list[Message]()
         try:
+            for number, message in enumerate(messages):
+                plain.append(plain_message(message, f"messages.{number}"))
+                _check_text(plain[-1]["content"], "messages")
             text = chat_text(self.tokenizer, plain, variables=variables)
         except ValueError as error:
             raise invalid(str(error), "messages") from error
         return Prompt(self._encode(text, "messages", most, special=False))
-
-    def decode(self, tokens: list[int]) -> str:
-        """The text of some tokens from the beginning of a text on."""
-        text: str = self.tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
 
     def piece(self, token: int) -> str:
         """The text of one token inside a text; a part of a character is a replacement character."""
@@ -452,15 +448,6 @@ class Texts:
             )
             self._pieces[token] = after[len(before) :]
         return self._pieces[token]
-
-
-def _plain(message: Json, name: str) -> Message:
-    try:
-        found = plain_message(message, name)
-    except ValueError as error:
-        raise invalid(str(error), "messages") from None
-    _check_text(found["content"], "messages")
-    return found
 
 
 def _check_text(text: str, name: str) -> None:

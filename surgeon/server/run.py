@@ -16,17 +16,14 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import h11
 import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -84,7 +81,7 @@ def make_app(state: ServerState) -> ASGIApp:
     @app.head("/metrics", response_model=None, include_in_schema=False)
     @app.get("/metrics", response_model=None)
     def metrics() -> Response:  # in a thread: the ranks may be asked
-        return Response(state.meters.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(state.meters.registry), media_type=CONTENT_TYPE_LATEST)
 
     _add_errors(app)
     return count_answers(with_browsers(guard_app(app, state), state.origins), state)
@@ -120,25 +117,17 @@ QUEUE = 1024  # connections that the kernel holds until they are accepted
 FEWEST_FILES = 16
 
 
-@dataclass(frozen=True)
-class Patience:
-    """Limits of clients: seconds for a request's head and body, connections that are answered, and further ones."""
+def connections_for(files: int) -> tuple[int, int]:
+    """Count the connections that are answered, and accepted at a time, so that half of so many files stay unused.
 
-    head: float = 20.0
-    body: float = 120.0
-    connections: int = MOST_CONNECTIONS
-    refused: int = MOST_ACCEPTED
-
-
-def patience_for(files: int) -> Patience:
-    """Limits whose connections leave half of the files that this process may still open unused."""
+    Args:
+        files: that this process may still open.
+    """
     if files < FEWEST_FILES:
         raise ValueError(
             f"only {files} more files may be open in this process; raise the limit (ulimit -n)"
         )
-    return Patience(
-        connections=min(MOST_CONNECTIONS, files // 2), refused=max(1, min(MOST_ACCEPTED, files // 32))
-    )
+    return min(MOST_CONNECTIONS, files // 2), max(1, min(MOST_ACCEPTED, files // 32))
 
 
 def files_left() -> int:
@@ -150,19 +139,24 @@ def files_left() -> int:
 
 
 class Connection(H11Protocol):
-    """One client's connection, with a time limit for requests, which uvicorn has not."""
+    """One client's connection, with a time limit for requests, which uvicorn has not.
 
-    def __init__(self, *arguments: Any, patience: Patience, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.patience = patience
-        self._arrival: asyncio.TimerHandle | None = None
+    Attributes:
+        head_seconds, body_seconds: that a request's head and body may take to arrive.
+    """
+
+    head_seconds = 20.0
+    body_seconds = 120.0
+    _arrival: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.patience.connections + self.patience.refused:
+        assert self.limit_concurrency is not None
+        # uvicorn answers one less than its limit, and refuses further ones in words: as many as it accepts at a time.
+        if len(self.connections) >= self.limit_concurrency + self.config.backlog:
             transport.abort()
             return
-        self._expect(self.patience.head)
+        self._expect(self.head_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -172,11 +166,11 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         before = self.conn.their_state
         if before is h11.IDLE and not self.conn.trailing_data[0]:
-            self._expect(self.patience.head)
+            self._expect(self.head_seconds)
         super().data_received(data)
         after = self.conn.their_state
         if after is h11.SEND_BODY and before is not h11.SEND_BODY:
-            self._expect(self.patience.body)
+            self._expect(self.body_seconds)
         elif after not in (h11.IDLE, h11.SEND_BODY):
             self._expect(None)
 
@@ -185,7 +179,7 @@ class Connection(H11Protocol):
         # A part of the next request.
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self._unset_keepalive_if_required()
-            self._expect(self.patience.head)
+            self._expect(self.head_seconds)
 
     def _expect(self, seconds: float | None) -> None:
         """Give up if the client's data has not arrived by then; None if it has."""
@@ -298,12 +292,12 @@ class _Server(uvicorn.Server):
 
 def run(state: ServerState, bound: socket.socket, started: Callable[[], None]) -> None:
     """Answer requests at a bound port until the process is told to end."""
-    patience = patience_for(files_left())
+    connections, accepted = connections_for(files_left())
     config = uvicorn.Config(
         make_app(state),
-        http=partial(Connection, patience=patience),  # type: ignore[arg-type]
-        backlog=patience.refused,
-        limit_concurrency=patience.connections + 1,
+        http=Connection,
+        backlog=accepted,
+        limit_concurrency=connections + 1,
         log_level="error",  # clients' mistakes are theirs to know of
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         lifespan="off",

@@ -13,7 +13,6 @@ from prometheus_client import (
     Counter,
     Histogram,
     disable_created_metrics,
-    generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -63,19 +62,19 @@ class Meters(Collector):
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of lines
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._requests = Counter(
+        self.requests = Counter(
             "surgeon_http_requests",
             "HTTP requests that were answered, by path and status (499: the client hung up).",
             ["path", "status"],
             registry=self.registry,
         )
-        self._queue = self._seconds(
+        self.queue = self._seconds(
             "queue", "From a request's arrival in the queue until it was let in.", _LONG
         )
-        self._first = self._seconds(
+        self.first = self._seconds(
             "time_to_first_token", "From a request's arrival until its first token.", _LONG
         )
-        self._each = self._seconds(
+        self.each = self._seconds(
             "time_per_output_token", "Between tokens, mean of each request.", _SHORT
         )
 
@@ -101,22 +100,6 @@ class Meters(Collector):
             f"surgeon_{name}_seconds", f"{text} In seconds.", buckets=buckets, registry=self.registry
         )
 
-    def answered(self, path: str, status: int) -> None:
-        self._requests.labels(path, str(status)).inc()
-
-    def began(self, queue_seconds: float, seconds: float) -> None:
-        """Note the first token of a request to the ranks."""
-        self._queue.observe(queue_seconds)
-        self._first.observe(seconds)
-
-    def ended(self, seconds: float, tokens: int) -> None:
-        """Note the end of a request to the ranks, so long after its first token."""
-        if tokens > 1:
-            self._each.observe(seconds / (tokens - 1))
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
-
 
 @dataclass
 class ServerState:
@@ -139,12 +122,9 @@ class ServerState:
     defaults: Defaults
     key: str | None
     origins: tuple[str, ...]
+    meters: Meters
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    meters: Meters = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.meters = Meters(self.service)
 
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model; they need not name one."""
@@ -163,12 +143,7 @@ MOST_BYTES = 16 << 20  # of a body: a prompt of a million tokens
 ANY = "*"  # origin of web pages
 _PORTS = {"http": 80, "https": 443}
 _COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
-_OUTCOME = "surgeon.outcome"
-
-
-def note_outcome(scope: Scope, status: int) -> None:
-    """Count a request with another status than that of its answer."""
-    scope[_OUTCOME] = status
+OUTCOME = "surgeon.outcome"  # of a request's scope: a status to count in place of its answer's
 
 
 def count_answers(app: ASGIApp, state: ServerState) -> ASGIApp:
@@ -190,7 +165,7 @@ def count_answers(app: ASGIApp, state: ServerState) -> ASGIApp:
             await app(scope, receive, send_on)
         finally:
             path = scope["path"] if scope["path"] in _COUNTED else "other"
-            state.meters.answered(path, scope.get(_OUTCOME, status))
+            state.meters.requests.labels(path, str(scope.get(OUTCOME, status))).inc()
 
     return count
 

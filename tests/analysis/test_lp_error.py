@@ -30,7 +30,7 @@ def terms_of_pair(
     with differentiable(model):
         walk = Walk(model, ids)
         stream = walk.layer(0, walk.start).after
-        return pair_terms(walk, 1, walk.layer(1, stream), lanczos), stream.clone()
+        return pair_terms(walk, walk.layer(1, stream), lanczos), stream.clone()
 
 
 def largest(matrix: Tensor) -> float:

@@ -76,7 +76,7 @@ def test_terms_are_means_over_windows(windows: Windows, tmp_path: Path) -> None:
         with differentiable(model):
             walk = Walk(model, windows.ids[window : window + 1])
             stream = walk.layer(0, walk.start).after
-            each.append(pair_terms(walk, 1, walk.layer(1, stream), QUICK)[0])
+            each.append(pair_terms(walk, walk.layer(1, stream), QUICK)[0])
     row = table.loc[1]
     for name in (
         "stream_norm",

@@ -71,7 +71,7 @@ def test_they_run_what_they_are_given_with_a_share_of_the_cores(tmp_path: Path) 
     said: list[str] = []
     with workers(3, tmp_path, "end", said.append) as others:
         pass
-    assert [process.returncode for process in others] == [0, 0]
+    assert [process.poll() for process in others] == [0, 0]
     for index in (1, 2):
         assert (tmp_path / f"{index}").read_text() == "2 end a"
     assert said == []

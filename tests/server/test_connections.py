@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,16 @@ import psutil
 import pytest
 import uvicorn
 
-from surgeon.server.run import Connection, Patience, files_left, patience_for
+from surgeon.server.run import QUEUE, Connection, connections_for, files_left
 from tests.server.servers import Server
 from tests.waiting import PATIENCE, wait_until
 
 # Of a clock that the tests move: none of it passes by itself, however busy the machine is.
-SLOW = Patience(head=20_000, body=120_000, connections=4, refused=3)
+HEAD = 20_000
+BODY = 120_000
 IDLE = 30_000
+ANSWERED = 4
+REFUSED = 3
 GET = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 5\r\n\r\n"
 
@@ -71,16 +73,20 @@ class Running:
         running = self
 
         class Noting(Connection):
+            head_seconds = HEAD
+            body_seconds = BODY
+
             def data_received(self, data: bytes) -> None:
                 super().data_received(data)
                 running.received += len(data)
 
         config = uvicorn.Config(
             app,
-            http=partial(Noting, patience=SLOW),  # type: ignore[arg-type]
+            http=Noting,
+            backlog=REFUSED,
             lifespan="off",
             log_config=None,
-            limit_concurrency=SLOW.connections + 1,
+            limit_concurrency=ANSWERED + 1,
             timeout_keep_alive=IDLE,
             timeout_graceful_shutdown=1,
         )
@@ -96,6 +102,7 @@ class Running:
             thread = threading.Thread(target=lambda: runner.run(self.server.serve([bound])))
             thread.start()
             wait_until(lambda: self.server.started)
+            bound.listen(QUEUE)
             try:
                 yield self
             finally:
@@ -135,11 +142,11 @@ def answer(connection: socket.socket) -> bytes:
 @pytest.mark.parametrize(
     ("sent", "expected", "limit"),
     [
-        (b"", b"", SLOW.head),
-        (GET[:-2], b"HTTP/1.1 408 ", SLOW.head),
-        (POST + b"abc", b"HTTP/1.1 408 ", SLOW.body),
+        (b"", b"", HEAD),
+        (GET[:-2], b"HTTP/1.1 408 ", HEAD),
+        (POST + b"abc", b"HTTP/1.1 408 ", BODY),
         (GET, b"HTTP/1.1 200 ", IDLE),
-        (GET + GET[:9], b"HTTP/1.1 200 ", SLOW.head),
+        (GET + GET[:9], b"HTTP/1.1 200 ", HEAD),
     ],
     ids=["nothing", "half a head", "half a body", "idle after", "half a second one"],
 )
@@ -165,28 +172,28 @@ def test_trickling_does_not_help_and_slow_bodies_have_their_own_time(running: Ru
         for byte in GET[:15]:
             assert running.connected() < 2
             running.hears(connection, bytes([byte]))
-            running.pass_time(SLOW.head / 16)
+            running.pass_time(HEAD / 16)
         assert running.connected() == 1
-        running.pass_time(SLOW.head / 8)
+        running.pass_time(HEAD / 8)
         assert answer(connection).startswith(b"HTTP/1.1 408 ")
     with running.connect() as connection:
         running.hears(connection, POST)
-        running.pass_time(0.9 * SLOW.body)
+        running.pass_time(0.9 * BODY)
         connection.sendall(b"hello")
         assert connection.recv(9999).startswith(b"HTTP/1.1 200 ")
 
 
 def test_too_many_are_told_and_far_too_many_are_not(running: Running) -> None:
     with ExitStack() as stack:
-        held = [stack.enter_context(running.connect()) for _ in range(SLOW.connections)]
-        wait_until(lambda: running.connected() == SLOW.connections)
+        held = [stack.enter_context(running.connect()) for _ in range(ANSWERED)]
+        wait_until(lambda: running.connected() == ANSWERED)
         with running.connect() as further:
             further.sendall(GET)
             found = answer(further)
         assert found.startswith(b"HTTP/1.1 503 ")
-        wait_until(lambda: running.connected() == SLOW.connections)
-        more = [stack.enter_context(running.connect()) for _ in range(SLOW.refused)]
-        wait_until(lambda: running.connected() == SLOW.connections + SLOW.refused)
+        wait_until(lambda: running.connected() == ANSWERED)
+        more = [stack.enter_context(running.connect()) for _ in range(REFUSED)]
+        wait_until(lambda: running.connected() == ANSWERED + REFUSED)
         with running.connect() as one_more, suppress(ConnectionResetError):
             assert one_more.recv(9) == b""
         for one in (*held, *more):
@@ -228,8 +235,8 @@ def test_a_flood_leaves_the_server_whole(chat_model: Path) -> None:
 
 def test_limits_leave_files_over() -> None:
     for files in (16, 100, 1000, 1 << 20):
-        found = patience_for(files)
-        assert found.connections + 8 * found.refused <= files
+        answered, accepted = connections_for(files)
+        assert answered + 8 * accepted <= files
     with pytest.raises(ValueError, match=r"only 9 more files .* \(ulimit -n\)"):
-        patience_for(9)
+        connections_for(9)
     assert 0 < files_left() < resource.getrlimit(resource.RLIMIT_NOFILE)[0]

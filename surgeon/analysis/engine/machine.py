@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from threading import Lock
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -57,49 +57,11 @@ class PlanMachine(ModelMachine):
         return attention.layers[0]
 
 
-@dataclass
-class RunningAverages:
-    """Averages of whole sublayers, made of the sum of the last one of their kind, where they go on from it.
-
-    Sums are those of `surgeon.models.weights.mean`, layer by layer in order, so the averages are the same to the last
-    bit. One sum for each kind of sublayer is kept; the weights must stay as they are meanwhile.
-    """
-
-    weights: ModelWeights
-    # By kind the layers, and by path from the layer their sums, in float32 or wider, and the stored dtypes.
-    _sums: dict[str, tuple[tuple[int, ...], Tensors, dict[str, torch.dtype]]] = field(
-        default_factory=dict
-    )
-
-    def tensors(self, sublayer: Sublayer) -> Tensors:
-        """An average's tensors by path from the layer, as the layers store theirs, in memory of their own.
-
-        Args:
-            sublayer: of several layers, whole, without ranks.
-        """
-        self.weights.units(sublayer)
-        layers, sums, dtypes = self._sums.get(sublayer.kind, ((), {}, {}))
-        if not layers or layers != sublayer.layers[: len(layers)]:
-            layers = sublayer.layers[:1]
-            stored = stored_tensors(Sublayer(sublayer.kind, layers), self.weights)
-            sums = {
-                path: one.to(torch.promote_types(one.dtype, torch.float32))
-                for path, one in stored.items()
-            }
-            dtypes = {path: one.dtype for path, one in stored.items()}
-        for layer in sublayer.layers[len(layers) :]:
-            for path, summed in sums.items():
-                part = self.weights.tensor(f"{self.weights.family.layers}.{layer}.{path}")
-                summed.add_(part.to(summed.device, dtypes[path]))
-        self._sums[sublayer.kind] = sublayer.layers, sums, dtypes
-        count = len(sublayer.layers)
-        return {path: (summed / count).to(dtypes[path]) for path, summed in sums.items()}
-
-
 class _OnDemand(EditedLayers):
     """Derives averages, slices and factors on demand and keeps none: a scan uses each once.
 
-    Streamed weights make every other sublayer streamed; the last used ones are kept, as memory allows.
+    Averages of whole sublayers are made of the sum of the last one of their kind, where they go on from it. Streamed
+    weights make every other sublayer streamed; the last used ones are kept, as memory allows.
     """
 
     def __init__(self, model: PreTrainedModel, cache_bytes: int, factors: FactorSource | None) -> None:
@@ -117,18 +79,44 @@ class _OnDemand(EditedLayers):
         self.streamed = streamed_layers(model)
         self.cache: OrderedDict[Sublayer, nn.Module] = OrderedDict()
         self.cache_bytes = cache_bytes
-        self.averages: RunningAverages | None = None
+        # By kind the layers, and by path from the layer their sums, in float32 or wider, and the stored dtypes.
+        self._sums: dict[str, tuple[tuple[int, ...], Tensors, dict[str, torch.dtype]]] = {}
 
     def derive(self, sublayer: Sublayer) -> nn.Module:
         plain = sublayer.piece is None and not sublayer.ranks and not self.holds_factors
         if len(sublayer.layers) == 1 or not plain or self.streamed is not None:
             return super().derive(sublayer)
-        weights = self.weights()
-        if self.averages is None:
-            self.averages = RunningAverages(weights)
         spec = self.family.spec(sublayer.kind, sublayer.layers[0])
         layer = self.layer(sublayer.layers[0])
-        return module_with(self.averages.tensors(sublayer), layer, spec, weights.head_dim)
+        return module_with(self.average(sublayer), layer, spec, self.weights().head_dim)
+
+    def average(self, sublayer: Sublayer) -> Tensors:
+        """An average's tensors by path from the layer, as the layers store theirs, in memory of their own.
+
+        Sums are those of `surgeon.models.weights.mean`, layer by layer in order, so the averages are the same to the
+        last bit. The weights must stay as they are meanwhile.
+
+        Args:
+            sublayer: of several layers, whole, without ranks.
+        """
+        weights = self.weights()
+        weights.units(sublayer)
+        layers, sums, dtypes = self._sums.get(sublayer.kind, ((), {}, {}))
+        if not layers or layers != sublayer.layers[: len(layers)]:
+            layers = sublayer.layers[:1]
+            stored = stored_tensors(Sublayer(sublayer.kind, layers), weights)
+            sums = {
+                path: one.to(torch.promote_types(one.dtype, torch.float32))
+                for path, one in stored.items()
+            }
+            dtypes = {path: one.dtype for path, one in stored.items()}
+        for layer in sublayer.layers[len(layers) :]:
+            for path, summed in sums.items():
+                part = weights.tensor(f"{self.family.layers}.{layer}.{path}")
+                summed.add_(part.to(summed.device, dtypes[path]))
+        self._sums[sublayer.kind] = sublayer.layers, sums, dtypes
+        count = len(sublayer.layers)
+        return {path: (summed / count).to(dtypes[path]) for path, summed in sums.items()}
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
         if self.streamed is None or self.is_derived(sublayer):
@@ -231,14 +219,7 @@ def windows_at_once(
     Args:
         memory: a limit in bytes on the memory of the whole process, model and libraries included.
     """
-    streamed = streamed_layers(model)
-
-    def needed(tokens: int) -> int:
-        if streamed is None:
-            return working_bytes(model, plan, tokens)
-        return streaming_bytes(model, streamed, plan, tokens)
-
-    return _largest_batch(model, ids, needed, memory, batch)
+    return _largest_batch(model, ids, lambda tokens: working_bytes(model, plan, tokens), memory, batch)
 
 
 def windows_in_a_walk(
@@ -310,34 +291,43 @@ def streaming_room(
     model: PreTrainedModel, plan: SharedPlan, tokens: int, memory: int | None
 ) -> tuple[int, int]:
     """Bytes for cached weights and for hidden states of a streamed model's plan; the rest of these goes to disk."""
-    streamed = streamed_layers(model)
-    assert streamed is not None
     held, limit = _held_and_limit(model.device, memory)
     least = _least_states(model, tokens)
-    left = limit - held - streaming_bytes(model, streamed, plan, tokens) + least
+    left = limit - held - working_bytes(model, plan, tokens) + least
     states = max(left // 2, least)
     return max(0, left - states), states
 
 
-def working_bytes(model: PreTrainedModel, plan: SharedPlan, tokens: int) -> int:
-    """An upper estimate of a plan's memory on this many tokens, beside the model's."""
-    derived = 0
+def working_bytes(
+    model: PreTrainedModel, plan: SharedPlan, tokens: int, streamed: StreamedLayers | None = None
+) -> int:
+    """An upper estimate of a plan's memory on this many tokens, beside the model's.
+
+    Of a streamed model, whose weights are read meanwhile, it is the least: with most states on disk.
+
+    Args:
+        streamed: the model's layers, if they are to be streamed; by default as the model is.
+    """
+    family = family_of(model.config)
+    needed = 0
+    if any(sublayer.ranks for program in plan.programs for sublayer in program.sublayers()):
+        # Factorising matrices: a layer's directions, and one decomposition, both in float64.
+        shapes = family.layer_shapes(model.config).matrices
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        needed = 8 * (sum(sizes) + 5 * max(sizes))
+    if streamed is None:
+        streamed = streamed_layers(model)
+    if streamed is not None:
+        # Of one task: its weights, the sums of a merge, and activations.
+        needed += 3 * max(map(streamed.sublayer_bytes, KINDS))
+        needed += _FIRST_USE + int(_SLACK * _activation_bytes(model, tokens))
+        return needed + _least_states(model, tokens)
     if any(len(sublayer.layers) > 1 for program in plan.programs for sublayer in program.sublayers()):
         # Averages on the way, in every lane: the sum so far, the next layer, and the average's module.
-        layers = model.get_submodule(family_of(model.config).layers)
-        largest = 3 * max(sum(p.numel() for p in layer.parameters()) * 4 for layer in layers.children())
-        derived = largest * lanes_for(model.device, 1, tokens)
-    return _computing_bytes(model, plan.peak_tensors, tokens) + derived + _factor_bytes(model, plan)
-
-
-def streaming_bytes(
-    model: PreTrainedModel, streamed: StreamedLayers, plan: SharedPlan, tokens: int
-) -> int:
-    """Count the bytes for streamed layers, with most states on disk."""
-    # Of one task: its weights, the sums of a merge, and activations.
-    weights = 3 * max(map(streamed.sublayer_bytes, KINDS))
-    task = _FIRST_USE + int(_SLACK * _activation_bytes(model, tokens)) + weights
-    return task + _least_states(model, tokens) + _factor_bytes(model, plan)
+        layers = model.get_submodule(family.layers).children()
+        largest = max(sum(p.numel() for p in layer.parameters()) * 4 for layer in layers)
+        needed += 3 * largest * lanes_for(model.device, 1, tokens)
+    return needed + _computing_bytes(model, plan.peak_tensors, tokens)
 
 
 def _computing_bytes(model: PreTrainedModel, tensors: int, tokens: int) -> int:
@@ -356,17 +346,6 @@ def _activation_bytes(model: PreTrainedModel, tokens: int) -> int:
     return max(layer, OutputHead(model).working_bytes(tokens))
 
 
-def _factor_bytes(model: PreTrainedModel, plan: SharedPlan) -> int:
-    """Memory of factorising matrices: a layer's directions, and one decomposition, both in float64."""
-    if not any(sublayer.ranks for program in plan.programs for sublayer in program.sublayers()):
-        return 0
-    sizes = [
-        math.prod(shape)
-        for shape in family_of(model.config).layer_shapes(model.config).matrices.values()
-    ]
-    return 8 * (sum(sizes) + 5 * max(sizes))
-
-
 def _least_states(model: PreTrainedModel, tokens: int) -> int:
     """Count a streamed model's states of one task."""
     config: Any = model.config
@@ -383,11 +362,13 @@ class LayerPass:
     """One layer's pass over a stream, each tensor (windows, tokens, hidden).
 
     Attributes:
+        layer: its number.
         before: the stream that the attention reads.
         attention, mlp: what they add.
         middle: the stream that the feed-forward reads; `before` itself where both read the same (GPT-NeoX).
     """
 
+    layer: int
     before: Tensor
     attention: Tensor
     middle: Tensor
@@ -441,7 +422,7 @@ class Walk:
     def layer(self, layer: int, stream: Tensor) -> LayerPass:
         attention = self.attention(layer, stream)
         middle = stream if self.reads_same else stream + attention
-        return LayerPass(stream, attention, middle, self.mlp(layer, middle))
+        return LayerPass(layer, stream, attention, middle, self.mlp(layer, middle))
 
     def dense_layer(self, layer: int, stream: Tensor) -> LayerPass:
         """A layer's pass over the unedited model's stream; ValueError names the sublayer that is not finite."""
@@ -481,65 +462,49 @@ def raise_not_finite(model: PreTrainedModel, ids: Tensor) -> NoReturn:
     raise ValueError(HEAD_NOT_FINITE)
 
 
-@dataclass(frozen=True)
-class RunLayer:
-    """A whole layer as a program reaches it.
-
-    Attributes:
-        run: the layers of the run that it is in.
-        passed: the layer on the stream that it reads.
-        without: that stream without what the layer before it has added: the one before it in its run, or where tracks
-            have just met, the last one of its own track. None where there is no such layer.
-    """
-
-    run: range
-    layer: int
-    passed: LayerPass
-    without: Tensor | None
-
-
-class _After(NamedTuple):
-    """The end of a list of nodes.
-
-    Attributes:
-        ended: the sum that the last run of layers added, or for each branch of a fork that of the run at its end;
-            None for a branch that ends otherwise.
-    """
-
-    state: State
-    ended: tuple[Tensor | None, ...]
+# The sum that the last run of layers added, or for each branch of a fork that of the run at its end; None for a branch
+# that ends otherwise.
+Ended = tuple[Tensor | None, ...]
+WholeLayers = Generator[tuple[range, LayerPass, Tensor | None], None, tuple[State, Ended]]
 
 
 def layers_run(
     walk: Walk, nodes: Branch, state: State | None = None, before: Tensor | None = None
-) -> Generator[RunLayer, None, _After]:
-    """Run a list of nodes on a walk's windows, and yield its whole layers as it comes to them.
+) -> WholeLayers:
+    """Run a list of nodes on a walk's windows; returns the state after them, and what their end has added.
 
     Args:
         state: before them; by default the embedded stream.
         before: what the layer before them has added, if that is known.
+
+    Yields:
+        The whole layers as it comes to them: the layers of the run that each is in, its pass over the stream that it
+        reads, and that stream without what the layer before it has added: the one before it in its run, or where tracks
+        have just met, the last one of its own track. None where there is no such layer.
     """
-    after = _After(state or State(walk.start), (before,))
+    state = state or State(walk.start)
+    ended: Ended = (before,)
     for part in parts_of(nodes, 1 if walk.reads_same else 2):
         if isinstance(part, range):
-            after = yield from _run(walk, part, after)
+            state, ended = yield from _run(walk, part, state, ended)
         elif isinstance(part, Fork):
-            after = yield from _fork_run(walk, part, after)
+            state, ended = yield from _fork_run(walk, part, state, ended)
         else:
-            after = _After(advance(after.state, part, walk.machine), ())
-    return after
+            state = advance(state, part, walk.machine)
+            ended = ()
+    return state, ended
 
 
-def _run(walk: Walk, run: range, after: _After) -> Generator[RunLayer, None, _After]:
-    landed = land(after.state)
-    (added,) = after.ended if len(after.ended) == 1 else (None,)
+def _run(walk: Walk, run: range, state: State, ended: Ended) -> WholeLayers:
+    landed = land(state)
+    (added,) = ended if len(ended) == 1 else (None,)
     stream = landed.stream
     total = landed.added
     without = None if added is None else stream - added
-    del landed, after, added
+    del landed, state, added, ended
     for layer in run:
         passed = walk.dense_layer(layer, stream)
-        reached = [RunLayer(run, layer, passed, without)]
+        reached = [(run, passed, without)]
         stream = passed.after
         without = passed.before
         if layer == run[-1]:
@@ -555,23 +520,21 @@ def _run(walk: Walk, run: range, after: _After) -> Generator[RunLayer, None, _Af
             total = total + landing
         del passed, landing
         yield reached.pop()  # whose tensors are gone as soon as nobody has them
-    return _After(State(read, lambda: last, total), (update,))
+    return State(read, lambda: last, total), (update,)
 
 
-def _fork_run(walk: Walk, fork: Fork, after: _After) -> Generator[RunLayer, None, _After]:
-    landed = land(after.state)
-    if len(after.ended) == len(fork.branches):
-        known = after.ended
-    else:
-        known = (None,) * len(fork.branches)
+def _fork_run(walk: Walk, fork: Fork, state: State, ended: Ended) -> WholeLayers:
+    landed = land(state)
+    if len(ended) != len(fork.branches):
+        ended = (None,) * len(fork.branches)
     outputs = list[Tensor]()
-    ended = list[Tensor | None]()
-    for branch, before in zip(fork.branches, known, strict=True):
+    ends = list[Tensor | None]()
+    for branch, before in zip(fork.branches, ended, strict=True):
         start = State(landed.stream, added=torch.zeros_like(landed.stream))
-        found = yield from layers_run(walk, branch, start, before)
-        added = land(found.state).added
+        behind, last = yield from layers_run(walk, branch, start, before)
+        added = land(behind).added
         assert added is not None
         outputs.append(added)
-        ended.append(found.ended[0] if len(found.ended) == 1 else None)
+        ends.append(last[0] if len(last) == 1 else None)
     output = reduce(torch.add, outputs)
-    return _After(State(landed.stream, lambda: output, landed.added), tuple(ended))
+    return State(landed.stream, lambda: output, landed.added), tuple(ends)

@@ -292,8 +292,17 @@ class _Run:
 
     def _lane(self, windows: range, go_on: GoOn) -> Iterator[tuple[Program, ByWindow]]:
         chunk = self.ids[windows.start : windows.stop].to(self.model.device)
+        references = self.options.references
         for program, stream in self.streams(chunk, windows, go_on):
-            found = self._quality(program, stream, chunk, windows)
+            if program == self.original:
+                reference = self.head.reference(stream, chunk, self.options.sampled)
+                with self.lock:
+                    references[windows] = reference
+                if not reference.quality["nll"].isfinite().all():
+                    raise_not_finite(self.model, chunk)
+                found = self._with_blocks(reference.quality)
+            else:
+                found = self.head.compare(stream, references[windows], self.options.blocks)
             yield program, {name: values.cpu() for name, values in found.items()}
 
     def streams(
@@ -319,17 +328,6 @@ class _Run:
 
         with States(plan, states_bytes, self.options.folder) as states:
             yield from run_plan(plan, machine, ran, states, cached)
-
-    def _quality(self, program: Program, stream: Tensor, chunk: Tensor, windows: range) -> ByWindow:
-        references = self.options.references
-        if program != self.original:
-            return self.head.compare(stream, references[windows], self.options.blocks)
-        reference = self.head.reference(stream, chunk, self.options.sampled)
-        with self.lock:
-            references[windows] = reference
-        if not reference.quality["nll"].isfinite().all():
-            raise_not_finite(self.model, chunk)
-        return self._with_blocks(reference.quality)
 
     def _with_blocks(self, own: ByWindow) -> ByWindow:
         """The original's quality, which does not diverge from itself in any part of its windows."""

@@ -121,9 +121,6 @@ class StateCache:
         self._order: list[tuple[float, Place]] = []
         self._dropped = 0.0  # the value of what was dropped last
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def shrink(self, limit: int) -> None:
         """Keep no more than so many bytes from here on."""
         with self.lock:

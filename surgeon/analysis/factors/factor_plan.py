@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.checkpoint.factor_cache import FactorCache, file_name
+from surgeon.checkpoint.factor_cache import file_name
 from surgeon.checkpoint.tensor_file import read_header
 from surgeon.language.operations.lowrank import Calibration, Method
 from surgeon.language.operations.width import CRITERIA, Criterion, chosen_by
@@ -199,21 +199,6 @@ class FactorFacts:
     reached: int
     samples: int
     loss: float | None
-
-
-@dataclass(frozen=True)
-class FactorFolder:
-    """The result of `make_factors`.
-
-    Attributes:
-        source: of the factors.
-        facts: by matrix.
-        notes: what the user should know, one line each.
-    """
-
-    source: FactorCache
-    facts: Mapping[Matrix, FactorFacts]
-    notes: tuple[str, ...]
 
 
 @dataclass(eq=False)

@@ -23,7 +23,6 @@ from surgeon.analysis.factors.factor_plan import (
     RECORD,
     WAYS,
     FactorFacts,
-    FactorFolder,
     FactorJournal,
     FactorPlan,
     Making,
@@ -74,8 +73,11 @@ def make_factors(
     record: dict[str, Any] | None = None,
     kept: torch.dtype = torch.float32,
     units: Mapping[tuple[str, int], UnitSource] | None = None,
-) -> FactorFolder:
+) -> tuple[FactorCache, list[str]]:
     """Make the factors of all matrices that a program has a rank for, and write them and `factors.json`.
+
+    Returns:
+        Their source, and notes that the user should see, one line each.
 
     Args:
         model: whole in memory or streamed; it is left as it is. The program is over the layers that it is stored as.
@@ -103,10 +105,10 @@ def make_factors(
         if missing:
             assert windows is not None
             _Work(model, plan, missing, windows.ids, journal, memory, kept, source).make_missing()
-        notes = tuple(notes_on(journal.facts))
+        notes = list(notes_on(journal.facts))
         matrices = {str(matrix): vars(found) for matrix, found in journal.facts.items()}
         write_json(folder / RECORD, (record or {}) | identity | {"matrices": matrices, "notes": notes})
-        return FactorFolder(source, journal.facts, notes)
+        return source, notes
 
 
 class InputSums:
@@ -217,7 +219,24 @@ class _Work:
                         f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again"
                     )
                 own = known if making.is_calibrated else None
-                factors, facts = self._factors(matrix, values, ways[making], own)
+                moment = None if own is None else own.moment
+                rank = matrix.sublayer.rank(matrix.role)
+                assert rank is not None
+                found = ways[making](values)
+                factors = factors_by(values, found.left, rank)
+                if own is not None and moment is not None and self.update:
+                    factors = fit_second_factor(values, factors, moment, own.cross, self.rounded_to)
+                factors = Factors(*(factor.float().cpu() for factor in factors))
+                loss = None
+                if moment is not None:
+                    nothing = Factors(torch.zeros_like(factors.first), torch.zeros_like(factors.second))
+                    whole = truncation_loss(values.cpu(), nothing, moment)
+                    if whole > 0:
+                        loss = truncation_loss(values.cpu(), factors, moment) / whole
+                samples = 0 if own is None else own.samples
+                facts = FactorFacts(
+                    rank, min(values.shape), values.shape[1], found.reached, samples, loss
+                )
                 write_factors(self.journal.file(matrix), factors)
                 self.journal.keep(
                     {"sublayer": str(matrix.sublayer), "role": matrix.role, "made": vars(facts)}
@@ -280,29 +299,6 @@ class _Work:
             stay_below(self.memory)
         return sums, states
 
-    def _factors(
-        self, matrix: Matrix, values: Tensor, decompose: Decomposer, known: InputSums | None
-    ) -> tuple[Factors, FactorFacts]:
-        """A matrix's factors and facts; `known` are sums over its inputs, if it goes by them."""
-        rank = matrix.sublayer.rank(matrix.role)
-        assert rank is not None
-        found = decompose(values)
-        factors = factors_by(values, found.left, rank)
-        loss = None
-        moment = None if known is None else known.moment
-        if known is not None and moment is not None and self.update:
-            factors = fit_second_factor(values, factors, moment, known.cross, self.rounded_to)
-        factors = Factors(*(factor.float().cpu() for factor in factors))
-        if moment is not None:
-            nothing = Factors(torch.zeros_like(factors.first), torch.zeros_like(factors.second))
-            whole = truncation_loss(values.cpu(), nothing, moment)
-            if whole > 0:
-                loss = truncation_loss(values.cpu(), factors, moment) / whole
-        samples = 0 if known is None else known.samples
-        return factors, FactorFacts(
-            rank, min(values.shape), values.shape[1], found.reached, samples, loss
-        )
-
 
 def _without_ranks(sublayer: Sublayer) -> Sublayer:
     return replace(sublayer, ranks=())
@@ -339,7 +335,7 @@ def with_factors(
     if plan.has_calibrated_factors:
         ways = {way: True for way in WAYS if plan.calibration.get(way)}
         record = model.provenance(calibration_text={**used, **ways}) | {"model": recipe.model}
-        made = make_factors(
+        source, said = make_factors(
             loaded,
             plan,
             windows,
@@ -350,8 +346,7 @@ def with_factors(
             kept=kept or model.dtype,
             units=units,
         )
-        source = made.source
-        notes = [*notes, *made.notes]
+        notes += said
     for note in notes:
         warnings.warn(note, stacklevel=2)
     # The recipe names the text that was used; a file goes by its bare name, not by where it lies here.

@@ -68,14 +68,16 @@ class Matrices:
         return self.layers[matrix.layer].get_submodule(spec.projection(matrix.role).path)
 
     def read(self, matrix: Matrix) -> Tensor:
-        return self.stored(matrix).whole()
+        return self.weights.matrix(matrix.sublayer, matrix.role).whole()
 
     @contextmanager
     def replaced(self, matrix: Matrix, values: Tensor) -> Iterator[None]:
         """Run with another matrix, (out, in), in place of this one; the model's own parameter is back afterwards."""
         module = self.module(matrix)
-        own = self._weight(matrix)
-        place = self.stored(matrix)
+        own = module.weight
+        assert isinstance(own, nn.Parameter)
+        place = self.weights.matrix(matrix.sublayer, matrix.role)
+        assert isinstance(place, Dense)
         changed = (values.T if place.transposed else values).to(own).contiguous()
         if place.features is not None:
             changed = own.detach().index_copy(place.dim, place.features.to(own.device), changed)
@@ -97,7 +99,7 @@ class Matrices:
                 raise ValueError(
                     f"{matrix} is a {kind}, not a plain linear module; load the model without it"
                 )
-            if self._weight(matrix).is_meta:
+            if module.weight.is_meta:
                 raise ValueError(
                     f"{matrix} is not in memory, where its weights have to be; load the model without offloading, on a "
                     "machine with more memory"
@@ -106,17 +108,6 @@ class Matrices:
                 raise ValueError(
                     f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again"
                 )
-
-    def stored(self, matrix: Matrix) -> Dense:
-        """The place of its values in the module's weight."""
-        stored = self.weights.matrix(matrix.sublayer, matrix.role)
-        assert isinstance(stored, Dense)
-        return stored
-
-    def _weight(self, matrix: Matrix) -> nn.Parameter:
-        weight = self.module(matrix).weight
-        assert isinstance(weight, nn.Parameter)
-        return weight
 
 
 def choose_weights(family: Family, names: Sequence[str] | None) -> tuple[str, ...]:

@@ -167,15 +167,12 @@ class _Tapping(ModelMachine):
     def sublayer(self, sublayer: Sublayer, stream: Tensor) -> Tensor:
         whole = replace(sublayer, piece=None)
         self.watched = [matrix for matrix in self.matrices if matrix.sublayer == whole]
-        if sublayer.piece is None or not self.watched:
-            return self._run(self.run_as(sublayer), stream)
-        self._run(self.run_as(whole), stream)
-        self.watched = []
-        return self._run(self.run_as(sublayer), stream)
-
-    def _run(self, sublayer: Sublayer, stream: Tensor) -> Tensor:
+        if sublayer.piece is not None and self.watched:
+            with self.hooks:
+                super().sublayer(self.run_as(whole), stream)
+            self.watched = []
         with self.hooks:
-            return super().sublayer(sublayer, stream)
+            return super().sublayer(self.run_as(sublayer), stream)
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
         owner = super().owner(sublayer)

@@ -381,7 +381,7 @@ def corrected_ranks(
     first = budget.ranks(curves)
     with as_stored(model) as own:
         plan = FactorPlan.all_by(Making(method), factorise_program(own, first))
-        source = make_factors(model, plan, calibration, folder, model_hash=subject.opened.hash).source
+        source, _ = make_factors(model, plan, calibration, folder, model_hash=subject.opened.hash)
         reference = ReferenceText(model, ProgramRun(model, own, ids))
         with progress("layers", len({curve.matrix.layer for curve in curves}), "layers") as ran:
 

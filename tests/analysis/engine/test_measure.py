@@ -14,7 +14,7 @@ from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.language.program import Program
 from surgeon.machine import FREE_SHARE
-from surgeon.opened import load_streamed, streamed_layers
+from surgeon.opened import load_streamed
 from surgeon.quality.head import ByWindow, OutputHead
 from tests.analysis.scanning import scan_cells
 from tests.pretended import pretended_gpus
@@ -169,11 +169,9 @@ def test_layers_that_are_read_one_by_one_go_by_the_room_of_their_gpu(
     ids = torch.randint(VOCABULARY, (6, 16))
     with pretended_gpus(1):
         model = load_streamed(tmp_path, "cuda:0")
-        streamed = streamed_layers(model)
-        assert streamed is not None
         for windows in (1, 3, 6):
             tokens = 16 * windows
-            needed = machine.streaming_bytes(model, streamed, plan, tokens)
+            needed = working_bytes(model, plan, tokens)
             torch.cuda.mem_get_info = lambda _, needed=needed: (needed / FREE_SHARE + 2, 80 << 30)
             assert windows_at_once(model, plan, ids, memory=1) == windows
             assert sum(streaming_room(model, plan, tokens, memory=1)) in range(needed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from dataclasses import replace
@@ -77,13 +78,14 @@ def made_factors(stage: Stage, calibration: dict[str, Any]) -> str:
         plan = FactorPlan(
             program, {one: Making("whitened") for one in targets}, Calibration(**calibration)
         )
-        factors = make_factors(model, plan, windows, folder, model_hash="x")
-        options = MeasureOptions(2, factors=factors.source)
+        factors, _ = make_factors(model, plan, windows, folder, model_hash="x")
+        options = MeasureOptions(2, factors=factors)
         parts = measure(model, ids, share([Program.parse(PROGRAMS["dense"]), program]), options)
         divergences = [
             float(part.quality["divergence"].mean()) for part in parts if part.program == program
         ]
-        return [*(one.loss for one in factors.facts.values()), *divergences]
+        record = json.loads((folder / "factors.json").read_text())
+        return [*(one["loss"] for one in record["matrices"].values()), *divergences]
 
     expected = made("cpu")
     with pretended_gpus(1):
