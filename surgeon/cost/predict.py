@@ -231,21 +231,21 @@ class PassCosts(Costs):
 
     def embed(self, clocks: Sequence[RankClock]) -> None:
         """Look up embeddings, and sum them over the ranks, which have some rows each."""
-        numbers = self.rank_work.numbers
         values = self.forward.tokens * self.plan.hidden
-        self._end(clocks, [numbers.copy("embedding", 2 * values)], "all-reduce", numbers.size * values)
+        kernels = [self.rank_work.copy("embedding", 2 * values)]
+        self._end(clocks, kernels, "all-reduce", self.plan.dtype_bytes * values)
 
     def choose(self, clocks: Sequence[RankClock]) -> None:
         """Take every text's last token through the final norm and the head, and gather the best logits of all ranks."""
         plan = self.plan
-        numbers = self.rank_work.numbers
         texts = self.forward.texts
         rows = -(-plan.vocabulary // plan.ranks)
-        norm = numbers.copy("norm", 2 * texts * plan.hidden)
-        head = numbers.product("head", texts, rows, plan.hidden)
-        self._end(
-            clocks, [norm, head, numbers.copy("best", texts * rows)], "all-gather", CANDIDATE * texts
-        )
+        kernels = [
+            self.rank_work.copy("norm", 2 * texts * plan.hidden),
+            self.rank_work.product("head", texts, rows, plan.hidden),
+            self.rank_work.copy("best", texts * rows),
+        ]
+        self._end(clocks, kernels, "all-gather", CANDIDATE * texts)
 
     def alone(self, work: Work) -> float:
         """Seconds of a step, among ranks that do the same."""
