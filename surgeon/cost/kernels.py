@@ -135,12 +135,27 @@ class Wiring:
             line = sent / self.emulated.bandwidth
             delay = self.emulated.delay
         nodes = len({rank // self.node for rank in group})
-        used = [self.within] if nodes == 1 else [self.within, self.across]
-        seconds, writing, reading = self._seconds(operation, size, nodes, -(-len(group) // nodes))
+        local = -(-len(group) // nodes)
+        used = [self.within]
+        inside = size
+        ways = list[Seconds]()
+        if nodes > 1:
+            assert self.across is not None
+            used.append(self.across)
+            if (
+                operation == "all-gather"
+            ):  # every node's part goes to all others, then around within each
+                ways.append(best(self.across, operation, size, nodes))
+                inside = size * nodes
+            else:
+                ways.append(best(self.across, operation, -(-size // local), nodes))
+        if self.within is not None and (nodes == 1 or local > 1):
+            ways.append(best(self.within, operation, inside, local))
+        shared, writing, reading = (sum(each) for each in zip(*ways, strict=True))
         starting = self.host.graph if self.graphs else self.host.collective
         launched = self.host.asynchronous and not self.graphs  # by a host that goes ahead of the device
         return Transfer(
-            shared=seconds,
+            shared=shared,
             line=line,
             delay=delay,
             host=starting if launched else 0.0,
@@ -148,23 +163,6 @@ class Wiring:
             reading=reading,
             contention=max((link.contention for link in used if link is not None), default=0.0),
         )
-
-    def _seconds(self, operation: Operation, size: int, nodes: int, local: int) -> Seconds:
-        if nodes == 1:
-            assert self.within is not None
-            return best(self.within, operation, size, local)
-        assert self.across is not None
-        if operation == "all-gather":  # every node's part goes to all others, then around within each
-            across = best(self.across, operation, size, nodes)
-            inside = size * nodes
-        else:
-            across = best(self.across, operation, -(-size // local), nodes)
-            inside = size
-        if local == 1 or self.within is None:
-            return across
-        within = best(self.within, operation, inside, local)
-        shared, writing, reading = (sum(both) for both in zip(across, within, strict=True))
-        return shared, writing, reading
 
 
 def best(link: Interconnect, operation: Operation, size: int, ranks: int) -> Seconds:
