@@ -401,10 +401,10 @@ def fit(calibration: MachineCalibration, ranks: int, one: Round) -> RankFigures:
     counts: dict[tuple[str, int], list[float]] = {}
     for (layers, texts), seconds in one.passes.items():
         forward = Forward(texts, 1, PROMPT + NEW // 2)
-        least = predict(layers, forward, idle, asynchronous)
-        left[layers, texts] = seconds - least
+        idling = predict(layers, forward, idle, asynchronous)
+        left[layers, texts] = seconds - idling
         counts[layers, texts] = [
-            (predict(layers, forward, host, asynchronous) - least) / UNIT for host in units
+            (predict(layers, forward, host, asynchronous) - idling) / UNIT for host in units
         ]
     launch, attention = _share_out(one.passes, left, counts)
     rest = {}
@@ -419,8 +419,8 @@ def fit(calibration: MachineCalibration, ranks: int, one: Round) -> RankFigures:
     for (layers, texts), seconds in one.prompts.items():
         forward = Forward(texts, PROMPT, asked=1)
         left[layers, texts] = seconds - predict(layers, forward, host, graphs=False)
-        least = predict(layers, forward, idle, graphs=False)
-        counts[layers, texts] = [(predict(layers, forward, units[1], graphs=False) - least) / UNIT]
+        idling = predict(layers, forward, idle, graphs=False)
+        counts[layers, texts] = [(predict(layers, forward, units[1], graphs=False) - idling) / UNIT]
     (prompt,) = _share_out(one.prompts, left, counts)
     host = replace(host, launches={"attention": _table({1: attention, PROMPT: prompt})})
     return replace(figures, host=host)

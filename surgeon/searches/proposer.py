@@ -370,15 +370,11 @@ class Proposer:
     def promising(self, promise: Promise) -> Proposer:
         """Keep the goals for which something is promised, by the time of a token in parts of that without drafts."""
         best = {goal: few[0] for goal, few in self._additive.items() if few}
-        kept = (
-            goal for goal in self.goals if goal in best and self._predict_damage(best[goal], promise) < 1
-        )
+        kept = (goal for goal in self.goals if goal in best and self.rate(best[goal], promise) < 1)
         return replace(self, goals=tuple(kept))
 
-    def in_order(self, proposals: Iterable[Proposal], promise: Promise) -> list[Proposal]:
-        return sorted(proposals, key=lambda one: self._predict_damage(one.choice, promise))
-
-    def _predict_damage(self, choice: Choice, promise: Promise) -> float:
+    def rate(self, choice: Choice, promise: Promise) -> float:
+        """Rate a choice by what single edits predict of it; less is better."""
         program = self.program(choice)
         assert program is not None
         return promise(program, self.terms.damage.of(self._numbers(choice)))

@@ -210,7 +210,9 @@ class Search:
                 found.setdefault(proposal.key, proposal)
         if self.question.drafting is None:
             return [*found.values()]
-        return next(iter(self.strands.values())).in_order(found.values(), self.question.drafting.promise)
+        first = next(iter(self.strands.values()))
+        promise = self.question.drafting.promise
+        return sorted(found.values(), key=lambda one: first.rate(one.choice, promise))
 
     def _next_round(self, finished: Sequence[Trial], running: Collection[str] = ()) -> list[Proposal]:
         """At most `BATCH` proposals, half of them the mixture's."""
