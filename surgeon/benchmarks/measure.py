@@ -270,44 +270,42 @@ def bench_table(
 ) -> pd.DataFrame:
     """One row per program and batch: medians over the rounds, of ratios too (each against the first, of its round)."""
     first = {result.load: result for result in reversed(results)}
-    rows = [_row(result, first[result.load]) for result in results]
-    for row in rows if divergence else ():
-        if (values := (divergence or {}).get(str(row["program"]))) is not None:
+    rows = []
+    for result in results:
+        plan = result.plan
+        program = Program.parse(plan.program)
+        row: dict[str, object] = {
+            "program": result.name,
+            "batch": result.load.batch,
+            "effective_depth": program.effective_depth(plan.family.steps_per_layer),
+            "sync_points": program.sync_points(plan.ranks) if result.connected else 0,
+            "imbalance": result.imbalance,
+        }
+        for name in ("first_token", "prefill", "decode", "per_token"):
+            row[f"{name}_ms"] = median(getattr(one, name) * MS for one in result.rounds)
+        row["tokens_per_second"] = median(one.rate for one in result.rounds)
+        row |= _split_columns("prefill", [one.prefill_pass for one in result.rounds])
+        row |= _split_columns(
+            "decode", [one.decode_pass for one in result.rounds if one.decode_pass is not None]
+        )
+        pairs = list(zip(first[result.load].rounds, result.rounds, strict=True))
+        speedups = {
+            "first_token_speedup": [base.first_token / own.first_token for base, own in pairs],
+            "per_token_speedup": [base.per_token / own.per_token for base, own in pairs],
+            "tokens_per_second_speedup": [own.rate / base.rate for base, own in pairs],
+        }
+        for name, ratios in speedups.items():
+            row |= {name: median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
+        if divergence and result.name in divergence:
+            values = divergence[result.name]
             low, high = known_interval(values, 0.0)
             row |= {
                 "divergence": mean_divergence(values),
                 "divergence_low": low,
                 "divergence_high": high,
             }
+        rows.append(row)
     return pd.DataFrame(rows)
-
-
-def _row(result: Result, first: Result) -> dict[str, object]:
-    plan = result.plan
-    program = Program.parse(plan.program)
-    row: dict[str, object] = {
-        "program": result.name,
-        "batch": result.load.batch,
-        "effective_depth": program.effective_depth(plan.family.steps_per_layer),
-        "sync_points": program.sync_points(plan.ranks) if result.connected else 0,
-        "imbalance": result.imbalance,
-    }
-    for name in ("first_token", "prefill", "decode", "per_token"):
-        row[f"{name}_ms"] = median(getattr(one, name) * MS for one in result.rounds)
-    row["tokens_per_second"] = median(one.rate for one in result.rounds)
-    row |= _split_columns("prefill", [one.prefill_pass for one in result.rounds])
-    row |= _split_columns(
-        "decode", [one.decode_pass for one in result.rounds if one.decode_pass is not None]
-    )
-    pairs = list(zip(first.rounds, result.rounds, strict=True))
-    speedups = {
-        "first_token_speedup": [base.first_token / own.first_token for base, own in pairs],
-        "per_token_speedup": [base.per_token / own.per_token for base, own in pairs],
-        "tokens_per_second_speedup": [own.rate / base.rate for base, own in pairs],
-    }
-    for name, ratios in speedups.items():
-        row |= {name: median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
-    return row
 
 
 def _split_columns(phase: str, splits: Sequence[Split]) -> dict[str, object]:
@@ -375,8 +373,9 @@ def divergence_of_compressed(
 def _compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: str) -> list[float]:
     """Run every window both ways on a rank, with the weights of its engine."""
     engine: RankEngine = rank.engines[name]
-    exact = _with_wire(engine, lambda collectives: collectives.exact)
-    compressed = _with_wire(engine, lambda collectives: Compressed(collectives.exact, kind))
+    collectives = engine.model.peers.collectives.exact
+    exact = _with_wire(engine, collectives)
+    compressed = _with_wire(engine, Compressed(collectives, kind))
     found = []
     for window in windows:
         first = exact.text_logits(window)
@@ -394,12 +393,12 @@ def _compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: str)
     return found
 
 
-def _with_wire(engine: RankEngine, how: Callable[[Collectives], Collectives]) -> RankEngine:
+def _with_wire(engine: RankEngine, collectives: Collectives) -> RankEngine:
     other = copy.copy(engine)
     other.model = copy.copy(engine.model)
     other.model.program = copy.copy(engine.model.program)
     peers = copy.copy(engine.model.peers)
-    peers.collectives = how(peers.collectives)
+    peers.collectives = collectives
     other.model.peers = peers
     other.model.program.peers = peers
     other.figures = Figures()

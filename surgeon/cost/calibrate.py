@@ -127,14 +127,6 @@ def matrices_of(plan: Plan, shapes: ModelShapes) -> list[int]:
     return found
 
 
-def sample_exchanges(ranks: Ranks, way: str, one: Round) -> None:
-    """Note collectives in a round."""
-    by_rank: list[dict[int, list[tuple[float, float]]]] = ranks.call(time_exchanges, SIZES, EXCHANGES)
-    for size in SIZES:
-        for noted, which in ((one.starting, 0), (one.waiting, 1)):
-            noted[way, size] = median(median(times[which] for times in each[size]) for each in by_rank)
-
-
 def sample_computing(ranks: Ranks, plan: Plan, shapes: ModelShapes, one: Round) -> None:
     """Note products, and passes of both programs, in a round."""
     products = ranks.call(time_products, matrices_of(plan, shapes), plan.hidden, plan.dtype)[0]
@@ -302,7 +294,12 @@ class MachineCalibration:
             for way in self.ways if count > 1 else ():
                 with Ranks(RankOptions(count, self.device, way)) as ranks:
                     for one in found:
-                        sample_exchanges(ranks, way, one)
+                        by_rank = ranks.call(time_exchanges, SIZES, EXCHANGES)
+                        for size in SIZES:
+                            starting = [median(began for began, _ in own[size]) for own in by_rank]
+                            waiting = [median(waited for _, waited in own[size]) for own in by_rank]
+                            one.starting[way, size] = median(starting)
+                            one.waiting[way, size] = median(waiting)
                         advance(1)
         return measured
 
@@ -383,15 +380,12 @@ def fit(calibration: MachineCalibration, ranks: int, one: Round) -> RankFigures:
         _round(one.launches["operation"]), 0.0, _round(starting), Figure.constant(0.0), asynchronous
     )
     figures = RankFigures(flops, moved / computing[1], host, links)
-    return replace(figures, host=_fit_host(calibration, ranks, one, figures))
 
-
-def _fit_host(calibration: MachineCalibration, ranks: int, one: Round, figures: RankFigures) -> Host:
-    """Fit launches and passes to what measured passes take besides their prediction."""
-    plans = {WHOLE: calibration.plans[ranks], SHORT: short_plan(calibration.plans[ranks])}
-    idle = replace(figures.host, launch=0.0)
+    # Launches and passes take what measured passes take besides their prediction.
+    plans = {WHOLE: plan, SHORT: short_plan(plan)}
+    idle = replace(host, launch=0.0)
     free = Figure.constant(0.0)
-    hosts = (
+    units = (
         replace(idle, launch=UNIT, graph=UNIT, launches={"attention": free}),
         replace(idle, launches={"attention": Figure.constant(UNIT)}),
     )
@@ -406,28 +400,29 @@ def _fit_host(calibration: MachineCalibration, ranks: int, one: Round, figures: 
     counts: dict[tuple[str, int], list[float]] = {}
     for (layers, texts), seconds in one.passes.items():
         forward = Forward(texts, 1, PROMPT + NEW // 2)
-        least = predict(layers, forward, idle, idle.asynchronous)
-        left[layers, texts] = seconds - least
+        idling = predict(layers, forward, idle, asynchronous)
+        left[layers, texts] = seconds - idling
         counts[layers, texts] = [
-            (predict(layers, forward, host, idle.asynchronous) - least) / UNIT for host in hosts
+            (predict(layers, forward, host, asynchronous) - idling) / UNIT for host in units
         ]
     launch, attention = _share_out(one.passes, left, counts)
     rest = {}
     for texts in BATCHES:
         kernels, attentions = counts[SHORT, texts]
         rest[texts] = max(0.0, left[SHORT, texts] - launch * kernels - attention * attentions)
-    host = replace(figures.host, graph=_round(launch), forward=_table(rest))
-    if host.asynchronous:  # passes were captured graphs
-        return host
+    host = replace(host, graph=_round(launch), forward=_table(rest))
+    if asynchronous:  # passes were captured graphs
+        return replace(figures, host=host)
     # Passes of prompts are computed in Python, one attention for each text: what they take besides is counted there.
     host = replace(host, launch=host.graph, launches={"attention": free})
     for (layers, texts), seconds in one.prompts.items():
         forward = Forward(texts, PROMPT, asked=1)
         left[layers, texts] = seconds - predict(layers, forward, host, graphs=False)
-        least = predict(layers, forward, idle, graphs=False)
-        counts[layers, texts] = [(predict(layers, forward, hosts[1], graphs=False) - least) / UNIT]
+        idling = predict(layers, forward, idle, graphs=False)
+        counts[layers, texts] = [(predict(layers, forward, units[1], graphs=False) - idling) / UNIT]
     (prompt,) = _share_out(one.prompts, left, counts)
-    return replace(host, launches={"attention": _table({1: attention, PROMPT: prompt})})
+    host = replace(host, launches={"attention": _table({1: attention, PROMPT: prompt})})
+    return replace(figures, host=host)
 
 
 def _share_out(
@@ -489,17 +484,17 @@ def _hardware(
         reached = {ranks: one.links[way][1] / most for ranks, one in several.items()}
         algorithm = Algorithm(KINDS[way], _table(base), Figure.constant(0.0), _table(reached))
         links[way] = Interconnect(_round(most), (algorithm,))
-
-    def share(one: RankFigures) -> RankShare:
+    shared = {}
+    for ranks, one in figures.items():
         products = {rows: rate / flops for rows, rate in one.flops.items()}
-        return RankShare(Shares(_table(products), _table({1: one.bandwidth / bandwidth})), one.host)
-
-    first = share(figures[min(figures)])
+        shares = Shares(_table(products), _table({1: one.bandwidth / bandwidth}))
+        shared[ranks] = RankShare(shares, one.host)
+    first = shared[min(figures)]
     peaks = {calibration.plans[1].dtype: _round(flops)}
     note = f"measured at the shapes of {calibration.shapes.name}"
     memory = psutil.virtual_memory().total
     devices = 1
-    sharing = {ranks: share(one) for ranks, one in several.items()}
+    sharing = {ranks: shared[ranks] for ranks in several}
     if calibration.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory
         devices = torch.cuda.device_count()

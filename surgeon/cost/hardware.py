@@ -240,22 +240,6 @@ class RankShare(_Entries):
     shares: Shares
     host: Host
 
-    def among(self, known: int, ranks: int) -> RankShare:
-        """Share further, among more ranks than were measured, which take turns."""
-        part = known / ranks
-        less = {name: figure and figure.times(part) for name, figure in vars(self.shares).items()}
-        host = self.host
-        times = 1 / part
-        slower = replace(
-            host,
-            launch=times * host.launch,
-            graph=times * host.graph,
-            collective=times * host.collective,
-            forward=host.forward.times(times),
-            launches={name: figure.times(times) for name, figure in host.launches.items()},
-        )
-        return RankShare(Shares(**less), slower)
-
 
 @dataclass(frozen=True)
 class Hardware(_Entries):
@@ -288,10 +272,23 @@ class Hardware(_Entries):
         if together == 1 or not self.sharing:
             return RankShare(self.device.shares, self.host)
         more = [known for known in self.sharing if known >= together]
-        most = max(self.sharing)
         if more:
             return self.sharing[min(more)]
-        return self.sharing[most].among(most, together)
+        most = max(self.sharing)
+        part = most / together
+        times = 1 / part
+        shares = self.sharing[most].shares
+        host = self.sharing[most].host
+        less = {name: figure and figure.times(part) for name, figure in vars(shares).items()}
+        slower = replace(
+            host,
+            launch=times * host.launch,
+            graph=times * host.graph,
+            collective=times * host.collective,
+            forward=host.forward.times(times),
+            launches={name: figure.times(times) for name, figure in host.launches.items()},
+        )
+        return RankShare(Shares(**less), slower)
 
     def dtype(self, stored: str) -> str:
         """The dtype to compute in: as weights are stored, but float32 where kernels are launched one by one."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from surgeon.cost.clocks import Burst, Transfer
-from surgeon.cost.hardware import Algorithm, Hardware, Host, Interconnect, Shares
+from surgeon.cost.hardware import Hardware, Host, Interconnect, Shares
 from surgeon.runtime.comm.collectives import Link
 from surgeon.runtime.plan.placement import Group
 
@@ -47,22 +47,6 @@ class Kernel:
     moved: float
     rows: float = 1
     launches: int = 1
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """Counts matrices and activations in bytes, of `size` each."""
-
-    size: int
-
-    def product(self, name: str, rows: int, outputs: int, inputs: int) -> Kernel:
-        """A matrix (outputs, inputs) times `rows` tokens; matrix, input and output are moved once."""
-        moved = outputs * inputs + rows * (inputs + outputs)
-        return Kernel(name, "product", 2.0 * rows * outputs * inputs, float(self.size * moved), rows)
-
-    def copy(self, name: str, numbers: float) -> Kernel:
-        """A kernel that reads and writes so many numbers, together."""
-        return Kernel(name, "copy", 0.0, self.size * numbers)
 
 
 @dataclass(frozen=True)
@@ -151,12 +135,27 @@ class Wiring:
             line = sent / self.emulated.bandwidth
             delay = self.emulated.delay
         nodes = len({rank // self.node for rank in group})
-        used = [self.within] if nodes == 1 else [self.within, self.across]
-        seconds, writing, reading = self._seconds(operation, size, nodes, -(-len(group) // nodes))
+        local = -(-len(group) // nodes)
+        used = [self.within]
+        inside = size
+        ways = list[Seconds]()
+        if nodes > 1:
+            assert self.across is not None
+            used.append(self.across)
+            if (
+                operation == "all-gather"
+            ):  # every node's part goes to all others, then around within each
+                ways.append(best(self.across, operation, size, nodes))
+                inside = size * nodes
+            else:
+                ways.append(best(self.across, operation, -(-size // local), nodes))
+        if self.within is not None and (nodes == 1 or local > 1):
+            ways.append(best(self.within, operation, inside, local))
+        shared, writing, reading = (sum(each) for each in zip(*ways, strict=True))
         starting = self.host.graph if self.graphs else self.host.collective
         launched = self.host.asynchronous and not self.graphs  # by a host that goes ahead of the device
         return Transfer(
-            shared=seconds,
+            shared=shared,
             line=line,
             delay=delay,
             host=starting if launched else 0.0,
@@ -165,53 +164,34 @@ class Wiring:
             contention=max((link.contention for link in used if link is not None), default=0.0),
         )
 
-    def _seconds(self, operation: Operation, size: int, nodes: int, local: int) -> Seconds:
-        if nodes == 1:
-            assert self.within is not None
-            return best(self.within, operation, size, local)
-        assert self.across is not None
-        if operation == "all-gather":  # every node's part goes to all others, then around within each
-            across = best(self.across, operation, size, nodes)
-            inside = size * nodes
-        else:
-            across = best(self.across, operation, -(-size // local), nodes)
-            inside = size
-        if local == 1 or self.within is None:
-            return across
-        within = best(self.within, operation, inside, local)
-        shared, writing, reading = (sum(both) for both in zip(across, within, strict=True))
-        return shared, writing, reading
-
 
 def best(link: Interconnect, operation: Operation, size: int, ranks: int) -> Seconds:
     """The link's fastest way."""
-    return min(
-        (_seconds(each, link.bandwidth, operation, size, ranks) for each in link.algorithms), key=sum
-    )
-
-
-def _seconds(
-    algorithm: Algorithm, bandwidth: float, operation: Operation, size: int, ranks: int
-) -> Seconds:
-    base = algorithm.base.at(ranks)
-    hop = algorithm.hop.at(ranks)
-    once = size / (bandwidth * algorithm.share.at(ranks))  # seconds of sending an operand once
-    if algorithm.kind == "shared-memory":
-        return 0.0, once, base + hop * (ranks - 1) + ranks * once
     others = ranks - 1
     levels = math.ceil(math.log2(ranks))
-    # Messages that wait for each other, and how often a rank's bytes are sent.
-    reduce = {
-        "ring": (2 * others, 2 * others / ranks),
-        "tree": (2 * levels, 2),
-        "one-shot": (1, others),
-        "sharp": (1, 1),
-    }
-    gather = {
-        "ring": (others, others),
-        "tree": (levels, others),
-        "one-shot": (1, others),
-        "sharp": (1, others),
-    }
-    messages, sent = (reduce if operation == "all-reduce" else gather)[algorithm.kind]
-    return base + messages * hop + sent * once, 0.0, 0.0
+    # By kind: messages that wait for each other, and how often a rank's bytes are sent.
+    if operation == "all-reduce":
+        by_kind = {
+            "ring": (2 * others, 2 * others / ranks),
+            "tree": (2 * levels, 2),
+            "one-shot": (1, others),
+            "sharp": (1, 1),
+        }
+    else:
+        by_kind = {
+            "ring": (others, others),
+            "tree": (levels, others),
+            "one-shot": (1, others),
+            "sharp": (1, others),
+        }
+    ways = list[Seconds]()
+    for algorithm in link.algorithms:
+        base = algorithm.base.at(ranks)
+        hop = algorithm.hop.at(ranks)
+        once = size / (link.bandwidth * algorithm.share.at(ranks))  # seconds of sending an operand once
+        if algorithm.kind == "shared-memory":
+            ways.append((0.0, once, base + hop * others + ranks * once))
+        else:
+            messages, sent = by_kind[algorithm.kind]
+            ways.append((base + messages * hop + sent * once, 0.0, 0.0))
+    return min(ways, key=sum)

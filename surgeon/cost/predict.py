@@ -231,21 +231,21 @@ class PassCosts(Costs):
 
     def embed(self, clocks: Sequence[RankClock]) -> None:
         """Look up embeddings, and sum them over the ranks, which have some rows each."""
-        numbers = self.rank_work.numbers
         values = self.forward.tokens * self.plan.hidden
-        self._end(clocks, [numbers.copy("embedding", 2 * values)], "all-reduce", numbers.size * values)
+        kernels = [self.rank_work.copy("embedding", 2 * values)]
+        self._end(clocks, kernels, "all-reduce", self.plan.dtype_bytes * values)
 
     def choose(self, clocks: Sequence[RankClock]) -> None:
         """Take every text's last token through the final norm and the head, and gather the best logits of all ranks."""
         plan = self.plan
-        numbers = self.rank_work.numbers
         texts = self.forward.texts
         rows = -(-plan.vocabulary // plan.ranks)
-        norm = numbers.copy("norm", 2 * texts * plan.hidden)
-        head = numbers.product("head", texts, rows, plan.hidden)
-        self._end(
-            clocks, [norm, head, numbers.copy("best", texts * rows)], "all-gather", CANDIDATE * texts
-        )
+        kernels = [
+            self.rank_work.copy("norm", 2 * texts * plan.hidden),
+            self.rank_work.product("head", texts, rows, plan.hidden),
+            self.rank_work.copy("best", texts * rows),
+        ]
+        self._end(clocks, kernels, "all-gather", CANDIDATE * texts)
 
     def alone(self, work: Work) -> float:
         """Seconds of a step, among ranks that do the same."""
@@ -445,9 +445,22 @@ def predict_drafting(
     """Predict drafting of a program for a predicted one at each of several acceptances."""
     read_chances(acceptances)
     drafting = DraftPrices(model)
-    beside = drafting.beside(draft)
+    ranks = model.ranks
+    load = model.workload
+    beside = _beside(ranks.plan, ranks.shapes, draft)
+    needed = room(
+        ranks.shapes, replace(ranks.plan, draft=beside), ranks.hardware, load.batch, load.prompt
+    )
+    if model.memory.fits and not needed.fits:
+        raise ValueError(
+            f"the model and its draft need {show_size(needed.needed)} on a rank, and {ranks.hardware.name} has "
+            f"{show_size(needed.there)} for it; use more ranks, or fewer or shorter texts"
+        )
     seconds = drafting.seconds(beside.plan)
-    prompts = drafting.prompts(beside)
+    prompts = 0.0
+    if beside.keeps_own:  # which it computes of all prompts
+        forward = Forward(load.batch, load.prompt, asked=1)
+        prompts = replace(ranks, plan=beside.plan).forward(forward, graphs=False).seconds
     return [drafting.at(acceptance, seconds, prompts) for acceptance in acceptances]
 
 
@@ -467,29 +480,6 @@ class DraftPrices:
     def plan(self, draft: Program) -> Plan:
         """Plan a draft that uses the model's keys and values only."""
         return draft_on_paper(self.model.plan, self.model.ranks.shapes, draft)
-
-    def beside(self, draft: Program) -> DraftPlan:
-        """Plan any draft beside the model."""
-        ranks = self.model.ranks
-        found = _beside(ranks.plan, ranks.shapes, draft)
-        load = self.model.workload
-        needed = room(
-            ranks.shapes, replace(ranks.plan, draft=found), ranks.hardware, load.batch, load.prompt
-        )
-        if self.model.memory.fits and not needed.fits:
-            raise ValueError(
-                f"the model and its draft need {show_size(needed.needed)} on a rank, and {ranks.hardware.name} has "
-                f"{show_size(needed.there)} for it; use more ranks, or fewer or shorter texts"
-            )
-        return found
-
-    def prompts(self, draft: DraftPlan) -> float:
-        """Seconds of a draft's pass over all prompts, for keys of its own; 0 if it keeps none."""
-        if not draft.keeps_own:
-            return 0.0
-        load = self.model.workload
-        forward = Forward(load.batch, load.prompt, asked=1)
-        return replace(self.model.ranks, plan=draft.plan).forward(forward, graphs=False).seconds
 
     def seconds(self, draft: Plan) -> float:
         """Mean seconds of a draft's pass."""

@@ -13,10 +13,9 @@ from functools import lru_cache
 from math import comb
 from typing import NamedTuple
 
-from surgeon.cost.kernels import Kernel, Numbers, Operation
+from surgeon.cost.kernels import Kernel, Operation
 from surgeon.language.program import Fork, Step
 from surgeon.language.sublayer import ATTENTION, Sublayer
-from surgeon.models.families.specs import Latent
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.placement import (
     Group,
@@ -193,9 +192,14 @@ class RankWork:
     static: bool = True
     adding: bool = True
 
-    @property
-    def numbers(self) -> Numbers:
-        return Numbers(self.plan.dtype_bytes)
+    def product(self, name: str, rows: int, outputs: int, inputs: int) -> Kernel:
+        """A matrix (outputs, inputs) times `rows` tokens; matrix, input and output are moved once."""
+        moved = self.plan.dtype_bytes * (outputs * inputs + rows * (inputs + outputs))
+        return Kernel(name, "product", 2.0 * rows * outputs * inputs, float(moved), rows)
+
+    def copy(self, name: str, numbers: float) -> Kernel:
+        """A kernel that reads and writes so many numbers, together."""
+        return Kernel(name, "copy", 0.0, self.plan.dtype_bytes * numbers)
 
     def items(self, work: Work, forward: Forward) -> list[Item]:
         items: list[Item] = []
@@ -208,7 +212,7 @@ class RankWork:
             # Adding to the stream reads and writes it, too.
             adds = self.adding and normed and part is work.parts[0]
             if normed:
-                items.append(self.numbers.copy("norm", (4 if adds else 2) * stream))
+                items.append(self.copy("norm", (4 if adds else 2) * stream))
             if sublayer.kind == ATTENTION:
                 items += self._attention(maps, forward)
             elif self.plan.mixtures.size(sublayer) is not None:
@@ -217,9 +221,9 @@ class RankWork:
                 roles = [one.role for one in spec.projections if one.reads_stream]
                 items += self._gated_work(maps, roles, "down")
             if work.whole and spec.norms_output:
-                items.append(self.numbers.copy("norm", 2 * stream))
+                items.append(self.copy("norm", 2 * stream))
             if not adds:
-                items.append(self.numbers.copy("add", 3 * stream))
+                items.append(self.copy("add", 3 * stream))
         return items
 
     def _attention(self, maps: _Maps, forward: Forward) -> Iterable[Item]:
@@ -232,49 +236,49 @@ class RankWork:
             kept = plan.kept_factors(sublayer, kv_heads)
             yield from maps.reading(["q", "k", "v"], frozenset() if kept is None else frozenset("kv"))
         else:
-            own = plan.latent.share(sublayer.piece)
+            # As `runtime/model/layers.py` makes queries, keys and values.
+            latent = plan.latent
+            own = latent.share(sublayer.piece)
             kept = None
             heads = kv_heads = own.stop - own.start
-            yield from self._latent(plan.latent, maps, heads)
+            products = latent.products(plan.hidden, heads)
+            made = forward.tokens * heads * latent.width
+            yield maps.product("latents", *products["latents"])
+            if latent.query_rank is not None:
+                yield self.copy("norm", 2 * forward.tokens * latent.query_rank)
+                yield maps.product("q", *products["q"])
+            yield self.copy("norm", 2 * forward.tokens * latent.rank)
+            yield maps.product("k v", *products["k v"])
+            yield self.copy("keys", 2 * made)
+            yield self.copy("values", made + forward.tokens * heads * latent.value)  # filled up
+            yield self.copy("join", 2 * 3 * made)
         if plan.family.attention.joins_heads:
-            yield self.numbers.copy("squares", forward.tokens * (heads + kv_heads) * plan.head_dim)
+            yield self.copy("squares", forward.tokens * (heads + kv_heads) * plan.head_dim)
             if len(maps.of.sharers) > 1 and not maps.is_base:
-                yield Sent("all-reduce", SQUARES_BYTES // self.numbers.size, maps.of.sharers, exact=True)
-        yield self.numbers.copy("place", 2 * forward.tokens * (heads + 2 * kv_heads) * plan.head_dim)
+                yield Sent(
+                    "all-reduce", SQUARES_BYTES // self.plan.dtype_bytes, maps.of.sharers, exact=True
+                )
+        yield self.copy("place", 2 * forward.tokens * (heads + 2 * kv_heads) * plan.head_dim)
         seen = plan.window(sublayer), plan.family.window.chunked
         keys = forward.texts * forward.keys(*seen)
         if kept is not None:
             for role, rank in zip("kv", kept, strict=True):
-                yield self.numbers.product(f"{role} second", keys, kv_heads * plan.head_dim, rank)
+                yield self.product(f"{role} second", keys, kv_heads * plan.head_dim, rank)
         read = 2 * keys * kv_heads * plan.head_dim + 2 * forward.tokens * heads * plan.head_dim
         flops = 4.0 * forward.texts * forward.pairs(*seen) * heads * plan.head_dim
         launches = 1 if self.static and forward.new == 1 else forward.texts
         yield Kernel(
-            "attention", "attention", flops, float(self.numbers.size * read), forward.new, launches
+            "attention", "attention", flops, float(self.plan.dtype_bytes * read), forward.new, launches
         )
         if plan.latent is None:
             yield from maps.writing("o")
         else:
             yield maps.product("o", *plan.latent.products(plan.hidden, heads)["o"])
 
-    def _latent(self, latent: Latent, maps: _Maps, heads: int) -> Iterable[Item]:
-        """Queries, keys and values of so many heads, as `runtime/model/layers.py` makes them."""
-        products = latent.products(self.plan.hidden, heads)
-        made = maps.tokens * heads * latent.width
-        yield maps.product("latents", *products["latents"])
-        if latent.query_rank is not None:
-            yield self.numbers.copy("norm", 2 * maps.tokens * latent.query_rank)
-            yield maps.product("q", *products["q"])
-        yield self.numbers.copy("norm", 2 * maps.tokens * latent.rank)
-        yield maps.product("k v", *products["k v"])
-        yield self.numbers.copy("keys", 2 * made)
-        yield self.numbers.copy("values", made + maps.tokens * heads * latent.value)  # filled up
-        yield self.numbers.copy("join", 2 * 3 * made)
-
     def _gated_work(self, maps: _Maps, roles: list[str], writing: str) -> Iterable[Item]:
         width = self.shapes.matrix(maps.sublayer, roles[0]).shape[0]
         yield from maps.reading(roles, frozenset())
-        yield self.numbers.copy("activation", maps.tokens * width * (len(roles) + 1))
+        yield self.copy("activation", maps.tokens * width * (len(roles) + 1))
         yield from maps.writing(writing)
 
     def _mixture(self, maps: _Maps, forward: Forward) -> Iterable[Item]:
@@ -288,35 +292,22 @@ class RankWork:
         assert mixture is not None
         chosen = min(mixture.top_k, size.experts)
         yield maps.product("router", size.experts, plan.hidden)
-        yield self.numbers.copy("route", maps.tokens * (size.experts + 2 * chosen))
-        if whole is None:
-            of = part.sublayer
-            here = size.experts
-            load = sliced_load(size.experts, chosen, maps.tokens)
-        else:
+        yield self.copy("route", maps.tokens * (size.experts + 2 * chosen))
+        # The mixture, or the slice of one, whose experts they are, and how many of these are here.
+        of = part.sublayer
+        here = size.experts
+        load = sliced_load(size.experts, chosen, maps.tokens)
+        if whole is not None:
             of = whole.of
             here = len(whole.own)
             load = divided_load(size.experts, chosen, maps.tokens, len(part.sharers))
-        yield from self._experts(of, here, load, maps.tokens * chosen, forward)
-        if "shared_gate" in self.shapes.layer_shapes.of(part.sublayer).matrices:
-            yield from self._gated_work(maps, ["shared_gate", "shared_up"], "shared_down")
-            yield self.numbers.copy("add", 3 * maps.tokens * plan.hidden)
-
-    def _experts(
-        self, of: Sublayer, here: int, load: ExpertLoad, pairs: int, forward: Forward
-    ) -> Iterable[Item]:
-        """Yield the work of `here` experts on their tokens (`runtime/model/mixture.py`).
-
-        Args:
-            of: the mixture, or the slice of one, whose experts they are.
-            pairs: of a token and an expert, wherever that is.
-        """
+        pairs = maps.tokens * chosen  # of a token and an expert, wherever that is
         copied = self.static and forward.new == 1 and pairs < here
-        if self.static and forward.new == 1:  # what is computed may not depend on what the router says
-            if copied:
-                load = ExpertLoad(pairs, pairs)
-            else:
-                load = ExpertLoad(here, here * forward.tokens)
+        # Where shapes are fixed, what is computed may not depend on what the router says.
+        if copied:
+            load = ExpertLoad(pairs, pairs)
+        elif self.static and forward.new == 1:
+            load = ExpertLoad(here, here * maps.tokens)
         matrices = {role: self.shapes.matrix(of, role).shape for role in ("gate", "up", "down")}
         for role, (outputs, inputs) in matrices.items():
             rank = of.rank(role)
@@ -325,13 +316,16 @@ class RankWork:
                 shapes = [(rank, inputs), (outputs, rank)]
             for width, depth in shapes:
                 if copied:
-                    yield self.numbers.copy("copies", 2 * load.hit * width * depth)
+                    yield self.copy("copies", 2 * load.hit * width * depth)
                 moved = load.hit * width * depth + load.pairs * (width + depth)
                 flops = 2 * load.pairs * width * depth
                 rows = load.pairs / load.hit
-                yield Kernel(f"{role}{OF_EXPERTS}", "product", flops, self.numbers.size * moved, rows)
-        yield self.numbers.copy("activation", 3 * load.pairs * matrices["up"][0])
-        yield self.numbers.copy("mix", (load.pairs + forward.tokens) * self.plan.hidden)
+                yield Kernel(f"{role}{OF_EXPERTS}", "product", flops, plan.dtype_bytes * moved, rows)
+        yield self.copy("activation", 3 * load.pairs * matrices["up"][0])
+        yield self.copy("mix", (load.pairs + maps.tokens) * plan.hidden)
+        if "shared_gate" in self.shapes.layer_shapes.of(part.sublayer).matrices:
+            yield from self._gated_work(maps, ["shared_gate", "shared_up"], "shared_down")
+            yield self.copy("add", 3 * maps.tokens * plan.hidden)
 
     # What ranks sum of a step, and what becomes of the sum.
 
@@ -351,9 +345,9 @@ class RankWork:
         in_rank_space = self.in_rank_space(step)
         for index, width in self._summed_apart(step).items():
             if index in in_rank_space:
-                found.append(self.numbers.product("second", forward.tokens, self.plan.hidden, width))
+                found.append(self.product("second", forward.tokens, self.plan.hidden, width))
             if self._all_normed(step):
-                found.append(self.numbers.copy("norm", 2 * forward.tokens * self.plan.hidden))
+                found.append(self.copy("norm", 2 * forward.tokens * self.plan.hidden))
         return found
 
     def _summed_apart(self, step: Step) -> dict[int, int]:
@@ -381,10 +375,6 @@ class _Maps:
     tokens: int
 
     @property
-    def _members(self) -> int:
-        return len(self.of.sharers)
-
-    @property
     def is_base(self) -> bool:
         return self.sublayer != self.of.sublayer
 
@@ -401,7 +391,7 @@ class _Maps:
                     yield self.product(f"{role} first", share, inputs)
                     yield self.product(f"{role} second", outputs, share)
                     yield Sent("all-reduce", outputs, self.of.sharers)
-        elif factored and self._members > 1 and self.rank_work.gathers(self.of):
+        elif factored and len(self.of.sharers) > 1 and self.rank_work.gathers(self.of):
             yield from self._gathered_work(roles, later)
         else:
             widths = [self.sublayer.rank(role) or self._shape(role)[0] for role in roles]
@@ -413,18 +403,18 @@ class _Maps:
     def _gathered_work(self, roles: list[str], later: frozenset[str]) -> Iterable[Item]:
         """Yield first factors shared out, their outputs gathered."""
         ranks = {role: rank for role in roles if (rank := self.sublayer.rank(role)) is not None}
-        width = -(-sum(ranks.values()) // self._members)
+        width = -(-sum(ranks.values()) // len(self.of.sharers))
         whole = sum(self._shape(role)[0] for role in roles if role not in ranks)
         yield self.product(" ".join(roles), width + whole, self._shape(roles[0])[1])
         yield Sent("all-gather", width, self.of.sharers)
-        yield self.rank_work.numbers.copy("gathered", 2 * self.tokens * self._members * width)
+        yield self.rank_work.copy("gathered", 2 * self.tokens * len(self.of.sharers) * width)
         yield from self._seconds(list(ranks), later)
         if len(roles) > 1:
             yield self._joint_kernel(roles)
 
     def _joint_kernel(self, roles: list[str]) -> Kernel:
         outputs = sum(self._shape(role)[0] for role in roles)
-        return self.rank_work.numbers.copy("join", 2 * self.tokens * outputs)
+        return self.rank_work.copy("join", 2 * self.tokens * outputs)
 
     def _seconds(self, roles: list[str], later: frozenset[str]) -> Iterable[Item]:
         for role in roles:
@@ -439,7 +429,7 @@ class _Maps:
             return
         first = self._share(role) if self.is_base else rank
         yield self.product(f"{role} first", first, inputs)
-        summed_first = not self.work.whole and self._members > 1
+        summed_first = not self.work.whole and len(self.of.sharers) > 1
         if self.is_base or not (
             summed_first and self.of.index in self.rank_work.in_rank_space(self.work.step)
         ):
@@ -447,10 +437,10 @@ class _Maps:
 
     def _share(self, role: str) -> int:
         """Count the columns of a role's factors on the rank that has most."""
-        return -(-(self.sublayer.rank(role) or 0) // self._members)
+        return -(-(self.sublayer.rank(role) or 0) // len(self.of.sharers))
 
     def _shape(self, role: str) -> tuple[int, int]:
         return self.rank_work.shapes.matrix(self.sublayer, role).shape
 
     def product(self, name: str, outputs: int, inputs: int) -> Kernel:
-        return self.rank_work.numbers.product(name, self.tokens, outputs, inputs)
+        return self.rank_work.product(name, self.tokens, outputs, inputs)

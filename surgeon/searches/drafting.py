@@ -163,11 +163,8 @@ class FoundDraft:
         found = [
             f"{kind} acceptance {', '.join(f'{each.acceptance:.3f} {text}' for each, text in texts)}"
         ]
-        found += (
-            [f"a lower estimate, as drafts read the model's keys: {self.why_own}"]
-            if self.why_own
-            else []
-        )
+        if self.why_own:
+            found.append(f"a lower estimate, as drafts read the model's keys: {self.why_own}")
         times = (
             f"a pass of the draft takes {show_seconds(one.draft)}, "
             f"one of the model {show_seconds(one.model.per_token)}"

@@ -190,7 +190,16 @@ class Evaluator:
         plan = share([self.dense, *wanted])
         for part in measure(self.model, self.windows.ids, plan, self._options(plan, is_done)):
             parts[part.program].append(part.quality)
-        return {program: self._summary(parts[program], best) for program in wanted}
+        found = {}
+        for program in wanted:
+            joined = concatenate_windows(parts[program])
+            values = {name: tensor.numpy() for name, tensor in joined.items() if name != "blocks"}
+            if self.blocks > 1:
+                values["blocks"] = _blocks(parts[program])
+            ran = len(values["nll"])
+            tokens = ran * (self.windows.ids.shape[1] - 1)
+            found[program] = quality_of(values, tokens, ran == count, best)
+        return found
 
     def streams(
         self, programs: Iterable[Program], windows: range, tokens: int | None = None
@@ -241,18 +250,6 @@ class Evaluator:
         self.ran(amount)
         require_time()
         stay_below(self.memory)
-
-    def _summary(self, parts: list[ByWindow], best: Quality | None) -> Quality:
-        values = {
-            name: tensor.numpy()
-            for name, tensor in concatenate_windows(parts).items()
-            if name != "blocks"
-        }
-        if self.blocks > 1:
-            values["blocks"] = _blocks(parts)
-        count = len(values["nll"])
-        tokens = count * (self.windows.ids.shape[1] - 1)
-        return quality_of(values, tokens, count == len(self.windows.ids), best)
 
 
 def _blocks(parts: list[ByWindow]) -> Values:

@@ -46,7 +46,7 @@ from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.optimise import Counts, Numbers
 from surgeon.searches.proposer import Proposer
 from surgeon.searches.question import PricedQuestion
-from surgeon.searches.spaces.rank import LowRanks, MatrixRanks, MeasuredRanks
+from surgeon.searches.spaces.rank import LowRanks, MatrixRanks
 
 PASSES = (Scan, Spectrum, Similarity, Sensitivity)  # that a search has a use for
 MOST_COMPARED = 64  # edits that are known, and run for what they do together
@@ -75,7 +75,7 @@ class KnownPass:
     folder: Path
     programs: Mapping[str, Quality] = field(default_factory=dict)
     divergence: Mapping[str, float] = field(default_factory=dict)
-    ranks: MeasuredRanks | None = None
+    ranks: MatrixRanks | None = None
     missed: Mapping[int, float] = field(default_factory=dict)
     removed: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
@@ -93,16 +93,6 @@ class KnownPass:
     def foreseen(self, mixture: Mixture) -> int:
         return sum(math.isfinite(self.foresees(edit, mixture)) for edit in mixture.edits)
 
-    @property
-    def digest(self) -> str:
-        ranks = self.ranks and [sorted(map(str, self.ranks.ranks.items())), self.ranks.parameters]
-        orders = [
-            sorted(self.missed.items()),
-            [[*key, value] for key, value in sorted(self.removed.items())],
-        ]
-        found = [self.name, sorted(self.divergence.items()), sorted(self.programs), ranks, orders]
-        return hashlib.sha256(json.dumps(found).encode()).hexdigest()
-
 
 @dataclass(frozen=True)
 class Known:
@@ -113,12 +103,21 @@ class Known:
     @property
     def identity(self) -> dict[str, Any]:
         """The inputs of a study beside its settings."""
-        if self.passes:
-            return {"using": [one.digest for one in self.passes]}
+        digests = []
+        for one in self.passes:
+            ranks = one.ranks and [sorted(map(str, one.ranks.measured.items())), one.ranks.parameters]
+            orders = [
+                sorted(one.missed.items()),
+                [[*key, value] for key, value in sorted(one.removed.items())],
+            ]
+            found = [one.name, sorted(one.divergence.items()), sorted(one.programs), ranks, orders]
+            digests.append(hashlib.sha256(json.dumps(found).encode()).hexdigest())
+        if digests:
+            return {"using": digests}
         return {}
 
     @property
-    def ranks(self) -> MeasuredRanks | None:
+    def ranks(self) -> MatrixRanks | None:
         """Ranks of the space `rank`, if there is a spectrum."""
         return next((one.ranks for one in self.passes if one.ranks is not None), None)
 
@@ -131,8 +130,7 @@ class Known:
         return replace(
             mixture,
             spaces=tuple(
-                MatrixRanks(one.ranks, measured=ranks) if isinstance(one, LowRanks) else one
-                for one in spaces
+                replace(ranks, ranks=one.ranks) if isinstance(one, LowRanks) else one for one in spaces
             ),
         )
 
@@ -140,11 +138,6 @@ class Known:
         """A program's quality on the search's text, if a pass has measured it."""
         text = str(simplify(program))
         return next((one.programs[text] for one in self.passes if text in one.programs), None)
-
-    def alone(self, mixture: Mixture) -> Numbers:
-        """(edits,), the divergence of each edit by itself on the search's text; NaN where it is not known."""
-        found = [self.measured(program) for program in mixture.single_edits]
-        return np.array([np.nan if one is None else one.divergence for one in found])
 
     def choices(self, mixture: Mixture) -> dict[Choice, float]:
         """The divergence of unbroken stretches of edits, of two or more, on the search's text."""
@@ -170,9 +163,10 @@ class Known:
         """
         mixture = question.mixture
         whole = TermsPlan.whole(mixture)
-        known = self.alone(mixture)
         if not self.passes:
             return whole
+        measured = [self.measured(program) for program in whole.programs]
+        known = np.array([np.nan if one is None else one.divergence for one in measured])
         guess = Terms(np.where(np.isnan(known), 0.0, known), np.eye(len(known)))
         running = Proposer(mixture, guess, question.prices, question.goals).running[:MOST_COMPARED]
         run = np.isnan(known) | np.isin(np.arange(len(known)), running)
@@ -339,7 +333,11 @@ def _read_spectrum(folder: Path, model: Model, windows: Windows) -> KnownPass:
         )
     by_matrix = {where: tuple(sorted(own, reverse=True)) for where, own in sorted(ranks.items())}
     return KnownPass(
-        Spectrum.COMMAND, folder, programs, divergence, MeasuredRanks(by_matrix, method, calibration)
+        Spectrum.COMMAND,
+        folder,
+        programs,
+        divergence,
+        MatrixRanks(measured=by_matrix, method=method, calibration=calibration),
     )
 
 
@@ -366,7 +364,7 @@ class NestedFactors:
 
 
 def open_factors(
-    subject: Subject, programs: Iterable[Program], ranks: MeasuredRanks | None, folder: Path, make: bool
+    subject: Subject, programs: Iterable[Program], ranks: MatrixRanks | None, folder: Path, make: bool
 ) -> NestedFactors | None:
     """Open the factors that a search measures, each made once, in files that all workers share; None without ranks.
 

@@ -120,9 +120,11 @@ def best_choices(
         beam: how many partial choices of each group go on.
     """
     useful = useful_edits(damage, savings, excluded)
-    taken, most = (
-        (np.zeros(len(useful), dtype=np.int64), 0) if scarce is None else (scarce[0][useful], scarce[1])
-    )
+    taken = np.zeros(len(useful), dtype=np.int64)
+    most = 0
+    if scarce is not None:
+        taken = scarce[0][useful]
+        most = scarce[1]
     damage = Damage(damage.alone[useful], damage.cross[np.ix_(useful, useful)])
     savings = Savings(savings.each[useful], savings.need)
     excluded = excluded[np.ix_(useful, useful)]
@@ -146,7 +148,16 @@ def best_choices(
         )
         found = found.joined(longer)
         blocked = found.blocked[:, edit + 1 :] @ digits[edit + 1 :]
-        found = found.take(_best_of_groups(found, savings, blocked, beam))
+        steps = np.floor(np.clip(found.saved / savings.need, -1, 1) * _LEVELS + _NEAR)
+        # One number for how much of everything is saved.
+        levels = (steps.astype(np.int64) + _LEVELS) @ (2 * _LEVELS + 1) ** np.arange(limits)
+        # The best few of each group go on, and of these the best of all that have saved as much.
+        order = np.lexsort((found.damage, blocked, levels))
+        order = order[_place_in_run(levels[order], blocked[order]) < beam]
+        order = order[np.lexsort((found.damage[order], levels[order]))]
+        room = max(_MOST, 4 * beam) // len(np.unique(levels))
+        going = _place_in_run(levels[order]) < min(beam * _GROUPS, max(1, room))
+        found = found.take(order[going])
     enough = found.take(savings.are_enough(found.saved))
     order = np.argsort(enough.damage, kind="stable")[:count]
     return [tuple(useful[row].tolist()) for row in enough.chosen[order]]
@@ -164,19 +175,6 @@ def useful_edits(damage: Damage, savings: Savings, excluded: Flags) -> Places:
             limit = _HOPELESS * max(damage.of(chosen), float(damage.alone[chosen].max()))
             return useful[damage.alone[useful] <= limit]
     return useful
-
-
-def _best_of_groups(found: _Population, savings: Savings, blocked: Counts, beam: int) -> Places:
-    steps = (
-        np.floor(np.clip(found.saved / savings.need, -1, 1) * _LEVELS + _NEAR).astype(np.int64) + _LEVELS
-    )
-    # One number for how much of everything is saved.
-    levels = steps @ (2 * _LEVELS + 1) ** np.arange(steps.shape[1], dtype=np.int64)
-    order = np.lexsort((found.damage, blocked, levels))
-    order = order[_place_in_run(levels[order], blocked[order]) < beam]
-    order = order[np.lexsort((found.damage[order], levels[order]))]
-    room = max(_MOST, 4 * beam) // len(np.unique(levels))
-    return order[_place_in_run(levels[order]) < min(beam * _GROUPS, max(1, room))]
 
 
 def _place_in_run(*keys: Counts) -> Places:

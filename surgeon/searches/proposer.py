@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -165,9 +165,43 @@ class Proposer:
         tried = {trial.key for trial in trials}.union(running)
         found: dict[str, Proposal] = {}
         for goal, count in zip(self.goals, counts, strict=True):
-            if count:
-                for proposal in self._round_of(goal, count, trials, surrogate, tried | set(found)):
-                    found[proposal.key] = proposal
+            if not count:
+                continue
+            # Candidates of all kinds, by prediction, with more and more curiosity.
+            sources: dict[Choice, str] = dict.fromkeys(
+                self._optima(surrogate.corrected, goal, _POOL), REGRESSION
+            )
+            for choice in self._windows(goal):
+                sources.setdefault(choice, WINDOW)
+            for choice in self._near_the_best(goal, trials, surrogate.corrected):
+                sources.setdefault(choice, NEIGHBOUR)
+            fresh = [choice for choice in sources if self._key(choice) not in tried]
+            if not fresh:  # a small space, most of which has been tried
+                every = self._optima(surrogate.corrected, goal, 20 * _POOL, beam=20 * _POOL)
+                sources = dict.fromkeys(every, REGRESSION)
+                fresh = [choice for choice in every if self._key(choice) not in tried]
+            numbers = [self._numbers(choice) for choice in fresh]
+            mean = np.array([surrogate.corrected.of(one) for one in numbers])
+            deviation = surrogate.uncertainty(numbers)
+            own = [trial.measured for trial in trials if self.meets(trial.choice, goal)]
+            if self.sure is not None and len(own) >= _UNSURE:
+                least = min(
+                    (measured.divergence for measured in own if measured.whole), default=math.inf
+                )
+                possible = np.flatnonzero(mean - self.sure * deviation <= least)
+                fresh = [fresh[place] for place in possible]
+                mean = mean[possible]
+                deviation = deviation[possible]
+            deviation = np.minimum(deviation, _TRUSTED * np.abs(mean))
+            for turn in range(count):
+                curiosity = _CURIOSITY[turn % len(_CURIOSITY)]
+                order = np.argsort(mean - curiosity * deviation, kind="stable")
+                new = (fresh[place] for place in order if self._key(fresh[place]) not in tried)
+                best = next(new, None)
+                if best is not None:
+                    key = self._key(best)
+                    tried.add(key)
+                    found[key] = Proposal(key, sources[best], best, goal.level)
         return [*found.values()]
 
     def surrogate(self, trials: Sequence[Trial]) -> Surrogate:
@@ -204,42 +238,6 @@ class Proposer:
     def meets(self, choice: Choice, goal: Goal) -> bool:
         prices = self.price(choice)
         return prices is not None and goal.is_met(prices)
-
-    def _round_of(
-        self, goal: Goal, count: int, trials: Sequence[Trial], surrogate: Surrogate, tried: set[str]
-    ) -> Iterator[Proposal]:
-        """For one goal: from candidates of all kinds, by prediction, with more and more curiosity."""
-        sources: dict[Choice, str] = dict.fromkeys(
-            self._optima(surrogate.corrected, goal, _POOL), REGRESSION
-        )
-        for choice in self._windows(goal):
-            sources.setdefault(choice, WINDOW)
-        for choice in self._near_the_best(goal, trials, surrogate.corrected):
-            sources.setdefault(choice, NEIGHBOUR)
-        fresh = [choice for choice in sources if self._key(choice) not in tried]
-        if not fresh:  # a small space, most of which has been tried
-            every = self._optima(surrogate.corrected, goal, 20 * _POOL, beam=20 * _POOL)
-            sources = dict.fromkeys(every, REGRESSION)
-            fresh = [choice for choice in every if self._key(choice) not in tried]
-        numbers = [self._numbers(choice) for choice in fresh]
-        mean = np.array([surrogate.corrected.of(one) for one in numbers])
-        deviation = surrogate.uncertainty(numbers)
-        own = [trial.measured for trial in trials if self.meets(trial.choice, goal)]
-        if self.sure is not None and len(own) >= _UNSURE:
-            least = min((measured.divergence for measured in own if measured.whole), default=math.inf)
-            possible = np.flatnonzero(mean - self.sure * deviation <= least)
-            fresh = [fresh[place] for place in possible]
-            mean = mean[possible]
-            deviation = deviation[possible]
-        deviation = np.minimum(deviation, _TRUSTED * np.abs(mean))
-        for turn in range(count):
-            curiosity = _CURIOSITY[turn % len(_CURIOSITY)]
-            for place in np.argsort(mean - curiosity * deviation, kind="stable"):
-                key = self._key(fresh[place])
-                if key not in tried:
-                    tried.add(key)
-                    yield Proposal(key, sources[fresh[place]], fresh[place], goal.level)
-                    break
 
     def _optima(self, damage: Damage, goal: Goal, count: int, beam: int = BEAM) -> list[Choice]:
         """Choices of least predicted damage that meet a goal, at most `count`."""
@@ -308,13 +306,13 @@ class Proposer:
                 high = len(stretch)
                 while low < high:
                     middle = (low + high) // 2
-                    low, high = (
-                        (low, middle)
-                        if self.meets(as_choice(stretch[:middle]), goal)
-                        else (middle + 1, high)
-                    )
+                    if self.meets(as_choice(stretch[:middle]), goal):
+                        high = middle
+                    else:
+                        low = middle + 1
                 choice = as_choice(stretch[:high])
-                found += [choice] if choice and self.meets(choice, goal) else []
+                if choice and self.meets(choice, goal):
+                    found.append(choice)
             self._known_windows[goal] = list(dict.fromkeys(found))
         return self._known_windows[goal]
 
@@ -326,12 +324,12 @@ class Proposer:
             choice = trial.choice
             for edit in choice:
                 rest = tuple(other for other in choice if other != edit)
-                found += [rest] if rest else []
-                free = (
-                    self.mixture.edits[number]
-                    for number in np.flatnonzero(self._are_free(self._numbers(rest)))
-                )
-                found += [as_choice((*rest, other)) for other in free if other != edit]
+                if rest:
+                    found.append(rest)
+                for number in np.flatnonzero(self._are_free(self._numbers(rest))):
+                    other = self.mixture.edits[number]
+                    if other != edit:
+                        found.append(as_choice((*rest, other)))
         near = self._by_damage(dict.fromkeys(found), damage)[: 4 * _POOL]
         return [choice for choice in near if self.meets(choice, goal)][:_POOL]
 
@@ -372,15 +370,11 @@ class Proposer:
     def promising(self, promise: Promise) -> Proposer:
         """Keep the goals for which something is promised, by the time of a token in parts of that without drafts."""
         best = {goal: few[0] for goal, few in self._additive.items() if few}
-        kept = (
-            goal for goal in self.goals if goal in best and self._predict_damage(best[goal], promise) < 1
-        )
+        kept = (goal for goal in self.goals if goal in best and self.rate(best[goal], promise) < 1)
         return replace(self, goals=tuple(kept))
 
-    def in_order(self, proposals: Iterable[Proposal], promise: Promise) -> list[Proposal]:
-        return sorted(proposals, key=lambda one: self._predict_damage(one.choice, promise))
-
-    def _predict_damage(self, choice: Choice, promise: Promise) -> float:
+    def rate(self, choice: Choice, promise: Promise) -> float:
+        """Rate a choice by what single edits predict of it; less is better."""
         program = self.program(choice)
         assert program is not None
         return promise(program, self.terms.damage.of(self._numbers(choice)))

@@ -340,29 +340,25 @@ def comment_recipe(
 ) -> str:
     """Write the winner's recipe with measurements in comments."""
     trial = winner.trial
-    measured = winner.trial.measured
-    original = question.original
-    low = measured.divergence_low
-    high = measured.divergence_high
+    measured = trial.measured
     lines = [
         f"Found by: {record['command']}",
         f"{winner.why}: trial {trial.number} of {record['trials']}, {trial.source}.",
         f"On {measured.tokens:,} tokens:",
         f"divergence {measured.divergence:.4g} nats per token,",
-        *([f"its 95% interval {low:.4g} to {high:.4g},"] if math.isfinite(high) else []),
-        f"perplexity {measured.perplexity:.4g}; the original's is {original.perplexity:.4g}.",
-        *(["As a draft:", *winner.draft.lines()] if winner.draft else []),
-        *(
-            ["On text that the search did not see:", *winner.comparison.lines()]
-            if winner.comparison
-            else []
-        ),
-        *(
-            ["On the same text, healed:", *winner.healing.table(), *winner.healing.lines()]
-            if winner.healing
-            else []
-        ),
     ]
+    if math.isfinite(measured.divergence_high):
+        low = measured.divergence_low
+        lines.append(f"its 95% interval {low:.4g} to {measured.divergence_high:.4g},")
+    lines.append(
+        f"perplexity {measured.perplexity:.4g}; the original's is {question.original.perplexity:.4g}."
+    )
+    if winner.draft is not None:
+        lines += ["As a draft:", *winner.draft.lines()]
+    if winner.comparison is not None:
+        lines += ["On text that the search did not see:", *winner.comparison.lines()]
+    if winner.healing is not None:
+        lines += ["On the same text, healed:", *winner.healing.table(), *winner.healing.lines()]
     # Comments fit a terminal, and a command in them can still be copied, word by word.
     comment = textwrap.TextWrapper(
         WIDTH,
@@ -419,7 +415,7 @@ def found_json(
 ) -> dict[str, Any]:
     """Record the findings as JSON values; None for what is not finite."""
     trial = winner.trial
-    more = winner.trial.measured.more
+    more = trial.measured.more
     best = {"trial": trial.number, "why": winner.why, "program": trial.key}
     found: dict[str, Any] = {
         "best": best | quality_json(trial.measured) | finite(more),

@@ -210,7 +210,9 @@ class Search:
                 found.setdefault(proposal.key, proposal)
         if self.question.drafting is None:
             return [*found.values()]
-        return next(iter(self.strands.values())).in_order(found.values(), self.question.drafting.promise)
+        first = next(iter(self.strands.values()))
+        promise = self.question.drafting.promise
+        return sorted(found.values(), key=lambda one: first.rate(one.choice, promise))
 
     def _next_round(self, finished: Sequence[Trial], running: Collection[str] = ()) -> list[Proposal]:
         """At most `BATCH` proposals, half of them the mixture's."""
@@ -239,30 +241,33 @@ class Search:
         level = known[LEVEL] if LEVEL in known else self.question.level(program)
         return Proposal(str(program), known.get(SOURCE, ""), choice, level)
 
-    def trial(self, stored: FrozenTrial, number: int) -> Trial:
-        """Read a finished trial of a study; of one that another objective measured only its first value is known."""
-        measured = stored.user_attrs.get(MEASURED) or repr(stored.values)
-        known = number, measured, *stored.params.values()
-        if known not in self._trials:
-            proposal = self.proposal(stored.params, stored.user_attrs)
-            if MEASURED in stored.user_attrs:
-                read = json.loads(measured, parse_float=_rounded)
-                windows = {name: tuple(own) for name, own in read.pop("windows").items()}
-                found = self.question.valued(proposal.program, Quality(**read, windows=windows))
-            else:
-                value = stored.values[0] if stored.values else math.inf
-                found = Quality(value, divergence=value)
-            self._trials[known] = Trial(**vars(proposal), number=number, measured=found)
-        return self._trials[known]
-
     def finished(self, stored: Sequence[FrozenTrial]) -> list[Trial]:
-        """A study's finished trials of this search's edits, in order, numbered among those that were not given up."""
+        """A study's finished trials of this search's edits, in order, numbered among those that were not given up.
+
+        Of a trial that another objective measured only its first value is known.
+        """
+        found = []
         kept = (one for one in stored if one.state != TrialState.FAIL)
-        return [
-            self.trial(one, place)
-            for place, one in enumerate(kept)
-            if one.state.is_finished() and self.question.mixture.parameters.keys() <= one.params.keys()
-        ]
+        for number, one in enumerate(kept):
+            if (
+                not one.state.is_finished()
+                or self.question.mixture.parameters.keys() - one.params.keys()
+            ):
+                continue
+            told = one.user_attrs.get(MEASURED) or repr(one.values)
+            known = number, told, *one.params.values()
+            if known not in self._trials:
+                proposal = self.proposal(one.params, one.user_attrs)
+                if MEASURED in one.user_attrs:
+                    read = json.loads(told, parse_float=_rounded)
+                    windows = {name: tuple(own) for name, own in read.pop("windows").items()}
+                    measured = self.question.valued(proposal.program, Quality(**read, windows=windows))
+                else:
+                    value = one.values[0] if one.values else math.inf
+                    measured = Quality(value, divergence=value)
+                self._trials[known] = Trial(**vars(proposal), number=number, measured=measured)
+            found.append(self._trials[known])
+        return found
 
     def objective(self, trial: optuna.Trial) -> float | tuple[float, ...]:
         for name, edits in self.question.mixture.parameters.items():
@@ -276,7 +281,10 @@ class Search:
             measured = self.measure(proposal, earlier, races=proposal.source in SOURCES)
             ran = self.evaluator.sublayers - before
         tried = Trial(**vars(proposal), number=trial.number, measured=measured)
-        constraints = self.constraints(tried)
+        settings = self.question.settings
+        short = self.question.pricing.shortfalls(settings.limits, tried.program)
+        lacking = (*short, *self.question.lacks_of_quality(measured))
+        limits = (*priced(settings.limits), *settings.of_quality)
         attributes = {
             PROGRAM: proposal.key,
             EDITS: proposal.edits,
@@ -286,9 +294,9 @@ class Search:
         }
         for name, value in attributes.items():
             trial.set_user_attr(name, value)
-        for name, amount in constraints.items():
-            trial.set_constraint(name, amount)
-        recorded = self.question.pricing.costs(self.question.settings.recorded, tried)
+        for limit, lack in zip(limits, lacking, strict=True):
+            trial.set_constraint(str(limit), min(lack, _WORST))
+        recorded = self.question.pricing.costs(settings.recorded, tried)
         # Infinite ones are as bad as can be.
         costs = [cost if math.isfinite(cost) else _WORST_COST for cost in recorded]
         if len(costs) > 1:
@@ -326,14 +334,6 @@ class Search:
             rival = min(rivals, key=lambda measured: measured.divergence, default=None)
             same = self.evaluator.measure([program], rival)[program]
         return self.question.valued(program, same)
-
-    def constraints(self, trial: Trial) -> dict[str, float]:
-        """A trial's shortfalls, by the limits' texts."""
-        settings = self.question.settings
-        short = self.question.pricing.shortfalls(settings.limits, trial.program)
-        lacking = (*short, *self.question.lacks_of_quality(trial.measured))
-        limits = map(str, (*priced(settings.limits), *settings.of_quality))
-        return {limit: min(lack, _WORST) for limit, lack in zip(limits, lacking, strict=True)}
 
     @property
     def _is_by_divergence(self) -> bool:

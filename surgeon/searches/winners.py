@@ -503,7 +503,8 @@ def fast_enough_here(
     for trial, program in zip(ranked, programs, strict=False):
         missed = missed_here(limits, program, dense, times)
         say_aside(f"trial {trial.number}: {missed or f'measured {times[program]}'}")
-        fast += [] if missed else [trial]
+        if not missed:
+            fast.append(trial)
     if not fast:
         budget = ",".join(map(str, limits))
         raise ValueError(

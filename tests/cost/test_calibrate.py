@@ -28,9 +28,9 @@ from surgeon.cost.calibrate import (
 )
 from surgeon.cost.deployment import Deployment, Workload, plan_on_paper
 from surgeon.cost.hardware import Hardware, parse_hardware
-from surgeon.cost.kernels import Numbers, RankSpeed
+from surgeon.cost.kernels import RankSpeed
 from surgeon.cost.predict import PredictedRanks, predict
-from surgeon.cost.work import Forward
+from surgeon.cost.work import Forward, RankWork
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
@@ -73,11 +73,10 @@ TINY_PRODUCT = 1e-6
 def true_round(hardware: Hardware, model: ModelShapes, plan: Plan) -> Round:
     """What would be measured on hardware that is known, with nothing in the way."""
     speed = RankSpeed.of(hardware, plan.dtype, plan.ranks)
+    work = RankWork(plan, model, lambda _: False)
     found = Round(launches={"operation": 1e-6, "product": TINY_PRODUCT})
     for rows in ROWS:
-        products = [
-            Numbers(4).product("", rows, width, plan.hidden) for width in matrices_of(plan, model)
-        ]
+        products = [work.product("", rows, width, plan.hidden) for width in matrices_of(plan, model)]
         found.products[rows] = sum(TINY_PRODUCT + speed.seconds(one) for one in products)
     for layers, own in ((WHOLE, plan), (SHORT, short_plan(plan))):
         ranks = PredictedRanks(model, own, hardware, Deployment(plan.ranks))

@@ -6,20 +6,28 @@ from dataclasses import replace
 
 import pytest
 
+from surgeon.cost.deployment import plan_on_paper
 from surgeon.cost.hardware import Figure, Host, Shares, parse_hardware
-from surgeon.cost.kernels import Kernel, Numbers, RankSpeed, burst
-from tests.cost.examples import ROUND
+from surgeon.cost.kernels import Kernel, RankSpeed, burst
+from surgeon.cost.work import RankWork
+from surgeon.language.program import Program
+from tests.cost.examples import ROUND, shapes
 
 GPU = Host(launch=3.0, graph=0.5, collective=0.0, forward=Figure.constant(0.0), asynchronous=True)
 SPEED = RankSpeed(1000.0, 10.0, Shares(Figure(((1, 0.1), (100, 1.0))), Figure.constant(0.5)), GPU)
 COPY = Kernel("copy", "copy", 0.0, 10.0)  # 2 s at half of 10 bytes/s
 
 
+def work(dtype: str) -> RankWork:
+    plan = plan_on_paper(shapes(), Program.dense(4), 1, 8, dtype, "auto", "full")
+    return RankWork(plan, shapes(), lambda _: False)
+
+
 def test_a_product_takes_what_it_moves_or_what_it_computes() -> None:
-    narrow = Numbers(2).product("narrow", 1, 30, 20)
+    narrow = work("bfloat16").product("narrow", 1, 30, 20)
     assert (narrow.flops, narrow.moved) == (1200, 2 * (600 + 50))
     assert SPEED.seconds(narrow) == 1300 / 5
-    wide = Numbers(2).product("wide", 1000, 3000, 2000)
+    wide = work("bfloat16").product("wide", 1000, 3000, 2000)
     assert SPEED.seconds(wide) == 12e9 / 1000 > wide.moved / 5
 
 
@@ -51,7 +59,7 @@ def test_ranks_share_a_device_that_is_shared() -> None:
     half = f"sharing: {{2: {{shares: {{flops: 0.5, bandwidth: 0.5}}, host: {host}}}}}\n"
     shared = parse_hardware(ROUND.replace("devices: 8", "devices: 2") + half)
     alone, two, four = (RankSpeed.of(shared, "float32", ranks) for ranks in (2, 4, 8))
-    kernel = Numbers(4).product("wide", 1000, 1000, 1000)
+    kernel = work("float32").product("wide", 1000, 1000, 1000)
     assert (
         alone.seconds(kernel)
         == pytest.approx(two.seconds(kernel) / 2)

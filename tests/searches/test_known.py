@@ -18,10 +18,10 @@ from surgeon.findings.result import RunResult
 from surgeon.language.operations.applied import Edit
 from surgeon.language.program import Program
 from surgeon.models.weights import TruncatedSVD
-from surgeon.quality.summary import ACCEPTANCES
+from surgeon.quality.summary import ACCEPTANCES, Quality
 from surgeon.searches.evaluate import Evaluator, TermsPlan
 from surgeon.searches.known import FEW, Known, KnownPass, open_factors, read_known
-from surgeon.searches.question import Question
+from surgeon.searches.question import PricedQuestion, Question
 from surgeon.testing.spaces import small_model
 from tests.searches.made_up_search import LAYERS, damage, search, try_programs
 from tests.tiny_models import save_checkpoint
@@ -63,7 +63,9 @@ def test_what_a_scan_has_measured_is_what_the_search_would_measure(
         }
         assert found.divergence_high == pytest.approx(measured.divergence_high, rel=1e-4)
         assert found.tokens == measured.tokens
-    assert known.alone(mixture) == pytest.approx([known.measured(p).divergence for p in programs])  # type: ignore[union-attr]
+    asked = Question("pair", "depth=3")
+    question = PricedQuestion(asked, mixture, asked.pricing(subject.opened), Quality(9, divergence=0))
+    assert known.plan(question).known == pytest.approx([known.measured(p).divergence for p in programs])  # type: ignore[union-attr]
     assert known.measured(Program.parse("A0 F0 A2 F2 A1 F1 A3 F3")) is None
 
 

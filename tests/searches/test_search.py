@@ -358,7 +358,7 @@ def test_trials_that_others_chose_and_measured_are_learnt_from() -> None:
     study.optimize(searching.objective, n_trials=8)
     assert study.best_trial.number == 0
     assert len({*keys(searching, study.trials)}) == 8
-    broken = searching.trial(study.trials[0], 0)
+    (broken,) = searching.finished(study.trials[:1])
     assert broken.measured.divergence == study.trials[0].value
 
 

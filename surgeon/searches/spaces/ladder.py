@@ -71,11 +71,8 @@ class Ladder(Space):
         found = [AppliedOperation("ladder", layers_joined(whole))] if whole else []
         for half in ("attention", "mlp"):
             layers = {layer for kind, layer in late if kind in HALVES[half]} - whole
-            found += (
-                [AppliedOperation("ladder", layers_joined(layers), {"sublayers": half})]
-                if layers
-                else []
-            )
+            if layers:
+                found.append(AppliedOperation("ladder", layers_joined(layers), {"sublayers": half}))
         return tuple(found)
 
     def stretches(self, model: Model) -> Iterator[list[Edit]]:

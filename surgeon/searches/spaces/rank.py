@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from surgeon.language.operations.applied import AppliedOperation, Edit
@@ -60,17 +60,21 @@ class LowRanks(ShareSpace):
         return AppliedOperation("lowrank", layers, {"weights": roles, "keep": share})
 
 
-@dataclass(frozen=True)
-class MeasuredRanks:
-    """Ranks that a spectrum has measured.
+@dataclass(eq=False)
+class MatrixRanks(Space):
+    """The space `rank` where a spectrum is known: edits are of one matrix and one rank, down:96.
 
     Attributes:
-        ranks: by layer and role those that save parameters, the highest first.
+        measured: by layer and role the ranks that save parameters, the highest first.
         method: of the factors.
         calibration: the text that they go by.
     """
 
-    ranks: Mapping[tuple[int, str], tuple[int, ...]]
+    name = LowRanks.name
+    summary = LowRanks.summary
+    place = LowRanks.place
+    _: KW_ONLY
+    measured: Mapping[tuple[int, str], tuple[int, ...]]
     method: Method
     calibration: Calibration
 
@@ -80,18 +84,8 @@ class MeasuredRanks:
         text = {} if self.method == "plain" else {"calibration": dict(self.calibration)}
         return {"method": self.method, **text}
 
-
-@dataclass(eq=False)
-class MatrixRanks(Space):
-    """The space `rank` where a spectrum is known: edits are of one matrix and one rank, down:96."""
-
-    name = LowRanks.name
-    summary = LowRanks.summary
-    place = LowRanks.place
-    measured: MeasuredRanks = field(kw_only=True)
-
     def edits(self, model: Model) -> Iterator[Edit]:  # noqa: ARG002
-        for (layer, role), ranks in self.measured.ranks.items():
+        for (layer, role), ranks in self.measured.items():
             yield from (self._edit(layer, role, rank) for rank in ranks)
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
@@ -111,17 +105,13 @@ class MatrixRanks(Space):
             there = {role for layer, role in chosen if layer in stretch}
             roles = [role for roles in ROLES.values() for role in roles if role in there]
             ranks = {role: [chosen.get((layer, role)) for layer in stretch] for role in roles}
-            found.append(
-                AppliedOperation("lowrank", (stretch,), {"ranks": ranks, **self.measured.parameters})
-            )
+            found.append(AppliedOperation("lowrank", (stretch,), {"ranks": ranks, **self.parameters}))
         return tuple(found)
 
     def stretches(self, model: Model) -> Iterator[list[Edit]]:  # noqa: ARG002
         """The highest rank of every matrix from every layer on, and so on: attentions, MLPs, and both."""
-        for place in range(max(map(len, self.measured.ranks.values()), default=0)):
-            every = (
-                (*where, own[place]) for where, own in self.measured.ranks.items() if place < len(own)
-            )
+        for place in range(max(map(len, self.measured.values()), default=0)):
+            every = ((*where, own[place]) for where, own in self.measured.items() if place < len(own))
             edits = {self._edit(*one): one[1] for one in every}
             for roles in (*ROLES.values(), {*edits.values()}):
                 yield from from_every_layer(edit for edit, role in edits.items() if role in roles)
