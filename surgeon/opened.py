@@ -358,7 +358,7 @@ def load(
         dtype = stored.compute_dtype("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
     model_class = form_of(stored.checkpoint).model_class(stored)
     config = copy.deepcopy(stored.config)  # which becomes the loaded model's own
-    if note := stored.dequantised(str(dtype).removeprefix("torch."), packed):
+    if note := stored.describe_dequantising(str(dtype).removeprefix("torch."), packed):
         warnings.warn(note, stacklevel=1)
     try:
         loaded = from_files(
@@ -528,7 +528,7 @@ def load_streamed(model: str | Path | StoredModel, device: str = "cpu") -> PreTr
     family = stored.family
     dtype = stored.compute_dtype(device)
     require_streamable(stored)
-    if note := stored.dequantised(str(dtype).removeprefix("torch.")):
+    if note := stored.describe_dequantising(str(dtype).removeprefix("torch.")):
         warnings.warn(note, stacklevel=1)
     config = copy.deepcopy(stored.config)  # which becomes the model's own
     with init_empty_weights(include_buffers=False):

@@ -55,7 +55,8 @@ def main() -> None:
         known = Known.of(subject, "pair")
         layers = known.mixture.model.num_layers
         every = measure_all(known) if layers <= ENUMERATED else {}
-        print(f"{subject.opened.label}: {layers} layers, {subject.windows.predicted:,} tokens; {len(every):,} choices "
+        tokens = subject.windows.predicted_tokens
+        print(f"{subject.opened.label}: {layers} layers, {tokens:,} tokens; {len(every):,} choices "
               f"of pairs measured ({time.monotonic() - begun:.0f} s)")  # fmt: skip
         searches = "".join(f"{f'search {trials}':>16}" for trials in TRIALS)
         print(f"{'depth':>5} {'sets':>5}{'window':>9}{'sum':>9}{searches}{'best':>9}   at", flush=True)

@@ -172,7 +172,7 @@ def low_rank_programs(dense: Program, original: Model) -> Programs:
     shapes = family.layer_shapes(config)
     return {
         "keep 0.6": lambda: lowrank(dense, layers, shapes, keep=0.6),
-        "odd ranks": lambda: dense.renamed(odd),
+        "odd ranks": lambda: dense.map_sublayers(odd),
     }
 
 

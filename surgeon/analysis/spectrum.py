@@ -199,7 +199,7 @@ def spectrum(
         about = (matrix.layer, matrix.role, truncation.method, truncation.rank, min(size), kept)
         # NaN where there is no interval.
         numbers = estimate(quality["nll"], quality["divergence"]).estimates.values()
-        damage.append((*about, *numbers, windows.predicted))
+        damage.append((*about, *numbers, windows.predicted_tokens))
     base = journal.base_nll
     assert base is not None
     value = perplexity(base)
@@ -302,7 +302,7 @@ class _Work:
                     for truncation in self.truncations[matrix]:
                         if truncation not in journal.damage:
                             values = truncate(self.matrices.read(matrix), found.left, truncation.rank)
-                            with self.matrices.replaced(matrix, values):
+                            with self.matrices.replace(matrix, values):
                                 nll, divergence = reference.quality(measured)
                                 numbers = {"nll": nll.tolist(), "divergence": divergence.tolist()}
                                 asked = {"method": truncation.method, "rank": truncation.rank}

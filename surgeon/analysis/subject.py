@@ -54,7 +54,7 @@ class Subject:
             separator=text.separator,
             window=text.ids.shape[1],
             tokens=text.ids.numel(),
-            tokens_predicted=text.predicted,
+            tokens_predicted=text.predicted_tokens,
             num_layers=self.opened.num_layers,
             steps_per_layer=self.opened.family.steps_per_layer,
             **more,

@@ -106,7 +106,7 @@ class PassRecorder:
         with in_profile(node, self.profiled):
             yield
 
-    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
+    def add_replay(self, spans: Sequence[tuple[Any, float, float]]) -> None:
         """Add the spans of a pass that is computed from a recording."""
         for sent, began, ended in spans:
             if sent:
@@ -177,7 +177,7 @@ class TimedEngine(RankEngine):
         super().__init__(plan, timed, rank.device, rank.engines.values())
         model = self.model
         model.program.watched = self.recorder.during
-        model.watcher = self.recorder.replayed
+        model.watcher = self.recorder.add_replay
 
     def step(self, rows: Rows, cache: PagedCache) -> Results:
         began = self._since or now()

@@ -99,7 +99,7 @@ class Surgery:
         return is_no_source(self.report.get("source", {}))
 
     @property
-    def trained(self) -> str | None:
+    def training_line(self) -> str | None:
         """The training in a few words; None where there was none."""
         said = self.training
         if said is None:

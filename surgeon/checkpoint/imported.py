@@ -400,7 +400,7 @@ def add_ranks(
             sublayer, ranks=tuple((role, found[role]) for role in ROLES[sublayer.kind] if role in found)
         )
 
-    return entries | {PROGRAM_KEY: str(program.renamed(ranked))}
+    return entries | {PROGRAM_KEY: str(program.map_sublayers(ranked))}
 
 
 def join_blocks(tensors: list[Tensor]) -> Tensor:

@@ -386,7 +386,7 @@ class StoredModel:
             return torch.float32
         return self.dtype
 
-    def dequantised(self, dtype: str, packed: bool = False) -> str | None:
+    def describe_dequantising(self, dtype: str, packed: bool = False) -> str | None:
         """Say in a line that its quantised weights are computed with in a dtype; None without any."""
         if not self.schemes:
             return None

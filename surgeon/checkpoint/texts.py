@@ -327,7 +327,7 @@ class Defaults:
     unapplied: tuple[tuple[str, Any], ...] = ()
     source: str = GENERATION
 
-    def applied(self) -> dict[str, Any]:
+    def sampling_fields(self) -> dict[str, Any]:
         """Return them as fields of `Sampling`."""
         names = ("repetition_penalty", "suppress_tokens", "begin_suppress_tokens")
         return {name: getattr(self, name) for name in names}

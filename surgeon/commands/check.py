@@ -22,7 +22,7 @@ def _show(
 ) -> int:
     found = call()
     print(json.dumps(found.to_json(), indent=2) if as_json else found)
-    return int(found.refused is not None)
+    return int(found.refusal is not None)
 
 
 @command(_show)

@@ -67,8 +67,8 @@ def explore(
         )
     source = DEMO if data is None else str(data)
     checked = check(opened)
-    if checked.refused is not None:
-        raise ValueError(checked.refused)
+    if checked.refusal is not None:
+        raise ValueError(checked.refusal)
     rounds = rounds_for(opened, source, separator)
     record = opened.provenance(data=source, separator=separator, minutes=minutes)
     record |= {"memory": memory}

@@ -137,7 +137,7 @@ class Exploring:
         self.record["done"] = [*earlier.record.get("done", ())]
         rows = earlier.steps.to_dict("records")
         self.steps = {str(row["step"]): (str(row["did"]), float(row["seconds"])) for row in rows}
-        self.before = earlier.spent
+        self.before = earlier.seconds_spent
 
     def run(self) -> Exploration:
         """Measure round by round until the time is over, with a page behind each."""
@@ -148,14 +148,14 @@ class Exploring:
         return found or self.draw()
 
     @property
-    def spent(self) -> float:
+    def seconds_spent(self) -> float:
         return self.before + time.monotonic() - self.begun
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until the last page has to be drawn; below 0 where it took longer."""
         whole = 60 * float(self.record["minutes"])
-        return whole - self.spent - min(_DRAWING, whole / 10)
+        return whole - self.seconds_spent - min(_DRAWING, whole / 10)
 
     def _works(self, area: str, names: Sequence[str]) -> list[str]:
         verdicts = self.checked.of_area(area)
@@ -173,15 +173,17 @@ class Exploring:
         """Do the rest of a round, until the time is over; returns whether there was any."""
         begun = False
         for name, what, work in self._passes(one):
-            if f"{one.name}/{name}" not in self.record["done"] and self.left > 0:
+            if f"{one.name}/{name}" not in self.record["done"] and self.seconds_left > 0:
                 begun = True
                 said = f"{what}, {one.tokens:,} tokens"
-                self.say(f"[{clock(self.spent)} of {clock(60 * self.record['minutes'])}] {name}: {said}")
+                self.say(
+                    f"[{clock(self.seconds_spent)} of {clock(60 * self.record['minutes'])}] {name}: {said}"
+                )
                 start = time.monotonic()
                 row = f"{name} {one.name.removeprefix('round-')}"
                 did = "the time was over before its end"
                 try:
-                    with time_limit(self.left):
+                    with time_limit(self.seconds_left):
                         found = work(self.folder / one.name / name)
                     did = f"{said}: {_figures(found)}"
                     if not found.record.get("cells_missing"):
@@ -221,7 +223,7 @@ class Exploring:
         if self.spaces:
             names = ("scan", "similarity") if one.every <= _OF_EDITS else ("similarity",)
             asked: dict[str, Any] = {"space": self.spaces, "using": earlier(*names)}
-            asked["minutes"] = max(1.0, _TRYING * self.left) / 60
+            asked["minutes"] = max(1.0, _TRYING * self.seconds_left) / 60
             what = "the depth at which quality breaks off"
             yield (
                 "search",
@@ -232,7 +234,7 @@ class Exploring:
     def _so_far(self, **found: Any) -> Exploration:
         rows = [(name, did, round(seconds, 1)) for name, (did, seconds) in self.steps.items()]
         steps = pd.DataFrame(rows, columns=["step", "did", "seconds"])
-        return Exploration(steps, record=self.record | {"spent": round(self.spent, 1)}, **found)
+        return Exploration(steps, record=self.record | {"spent": round(self.seconds_spent, 1)}, **found)
 
     def draw(self) -> Exploration:
         scanned = self._scan()

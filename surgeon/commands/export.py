@@ -168,7 +168,7 @@ def export(
             )
         adapted: Any = model
         proof = export_with_adapter(adapted, target, tokenizer=tokenizer)
-        return _exported(target / BASE, proof)
+        return _read_run(target / BASE, proof)
     if isinstance(model, nn.Module):
         proof = in_memory.export(
             model,
@@ -179,7 +179,7 @@ def export(
             tokenizer=tokenizer,
             training=training,
         )
-        return _exported(target, proof)
+        return _read_run(target, proof)
     check_target(target, overwrite)
     edited = open_edited(model, program, original=original, tokenizer=False)
     source = edited.model
@@ -203,10 +203,10 @@ def export(
     # Choices by weights alone keep nothing there.
     if ready is not edited and not factors and kept.is_dir():
         shutil.rmtree(kept)
-    return _exported(target, proof)
+    return _read_run(target, proof)
 
 
-def _exported(folder: Path, proof: Proof) -> ExportRun:
+def _read_run(folder: Path, proof: Proof) -> ExportRun:
     """Read the report of a checkpoint just written."""
     from surgeon.checkpoint.config import open_stored
     from surgeon.findings.exported import ExportRun

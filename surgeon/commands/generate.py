@@ -234,7 +234,7 @@ def choose_sampling(folder: str | Path, flags: SamplingFlags, max_new_tokens: in
     defaults = read_defaults(folder)
     asked = {name: value for name, value in flags_in(SamplingFlags, flags).items() if value is not None}
     asked["stop"] = tuple(flags.get("stop", ()))
-    sampling = Sampling(**defaults.applied() | asked, max_new_tokens=max_new_tokens)
+    sampling = Sampling(**defaults.sampling_fields() | asked, max_new_tokens=max_new_tokens)
     changed = [
         name
         for name in ("top_p", "top_k", "min_p")

@@ -71,7 +71,7 @@ class SearchProblem(Search):
     @property
     def metric_names(self) -> list[str]:
         """Names of the objective's values."""
-        return [str(aspect) for aspect in self.question.settings.recorded]
+        return [str(aspect) for aspect in self.question.settings.recorded_aspects]
 
     @property
     def search_space(self) -> dict[str, BaseDistribution]:

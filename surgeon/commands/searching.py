@@ -253,7 +253,7 @@ def _open_study(
     if options.study is None and options.storage is not None:
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         name = f"{DEFAULT_STUDY} {subject.opened.label} {digest[:8]}"
-    objectives = tuple(map(str, options.recorded))
+    objectives = tuple(map(str, options.recorded_aspects))
     return open_study(storage, name, settings, objectives)
 
 
@@ -279,17 +279,17 @@ def _run_trials(
 ) -> list[Trial]:
     """Run all trials; returns those of other workers and earlier commands, too."""
     question = searching.question
-    found = searching.finished(list_trials(study))
+    found = searching.finished_trials(list_trials(study))
     with progress(
         "search", options.trials, "trials", len(found), lambda: question.best_in_words(found)
     ) as ran:
 
         def tell(_: object) -> None:
-            found[:] = searching.finished(list_trials(study))
+            found[:] = searching.finished_trials(list_trials(study))
             ran(1)
 
         run_trials(study, searching.objective, options.trials, until, tell)
-    return searching.finished(list_trials(study))
+    return searching.finished_trials(list_trials(study))
 
 
 def end_search(
@@ -311,9 +311,9 @@ def end_search(
     opened = setup.subject.opened
     curves = []
     for cost in question.along:
-        if cost in question.traded:
+        if cost in question.traded_aspects:
             curves += quality_curves(cost, trials, question.original, question.pricing)
-    if len(question.traded) > 1:  # it is there where no trial keeps the budget, too
+    if len(question.traded_aspects) > 1:  # it is there where no trial keeps the budget, too
         tables["front"] = write_front(
             output, question.front(trials), question, opened.reference, opened.hash
         )
@@ -339,14 +339,14 @@ def end_search(
         on_unseen: Mapping[Program, Quality] = evaluator.measure([*dict.fromkeys([*finalists, salient])])
         if settings.draft is not None:
             on_unseen, why_own = by_verified_keys(evaluator, on_unseen)
-        measured = {program: question.valued(program, found) for program, found in on_unseen.items()}
+        measured = {program: question.add_value(program, found) for program, found in on_unseen.items()}
         by = compared_by(question.settings.objectives)
         known = [Finalist(trial, measured[trial.program]) for trial in (first, *runners_up)]
         compared = compare(known[0], known[1:], measured[opened.program], by)
-        winner = Winner(compared.chosen.trial, why, compared, unseen.record())
+        winner = Winner(compared.choice.trial, why, compared, unseen.record())
         if settings.heal is not None:  # before the last choice among them
             healed = heal_finalists(compared, question, opened, unseen, output)
-            winner = replace(winner, trial=healed.after.chosen.trial, healing=healed)
+            winner = replace(winner, trial=healed.after.choice.trial, healing=healed)
     if question.drafting is not None:
         winner = replace(winner, draft=_as_draft(question.drafting, winner, setup, unseen, why_own))
     if salient in measured:
@@ -378,7 +378,7 @@ def _as_draft(
     program = winner.trial.program
     texts = [winner.trial.measured]
     if winner.comparison is not None:
-        texts.append(winner.comparison.chosen.unseen)
+        texts.append(winner.comparison.choice.unseen)
     known = (drafting.by_quality(program, one) for one in texts)
     predicted = [one for one in known if one is not None]
     measured = None
@@ -410,7 +410,7 @@ def heal_finalists(
         evaluate_every=steps + 1,
     )
     judge = HeldOutQuality(unseen, load(original.folder).float())
-    winner = before.chosen
+    winner = before.choice
     after = []
     for one in (winner, *(other for other in before.finalists if other.trial != winner.trial)):
         key = json.dumps([one.trial.key, data, window, settings.to_json()], sort_keys=True)
@@ -428,7 +428,7 @@ def heal_finalists(
             )
         values = judge.values(load(target).float())
         compared = {name: values[name] for name in ("nll", "divergence")}
-        after.append(replace(one, unseen=quality_of(compared, unseen.predicted)))
+        after.append(replace(one, unseen=quality_of(compared, unseen.predicted_tokens)))
     how = f"healed for {steps:,} steps ({settings.method}) on {data}, in {folder / HEALED}"
     return HealedFinalists(before, compare(after[0], after[1:], before.original, before.by), how)
 

@@ -110,15 +110,15 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
     yield from (("sizes", line) for line in size_lines(program.sublayers()))
     if not program.attended:
         yield "note", "there is no attention, so that no token looks at another"
-    if found.trained is not None:
-        yield "trained", found.trained
+    if found.training_line is not None:
+        yield "trained", found.training_line
     if (codas := found.codas) is not None:
         said = f"of {plural(codas.depth, 'layer')} for every rack but the last"
         yield "codas", f"{said}; racks of the layers {', '.join(codas.racks)}"
     if behind := left_behind(left_by(found.report)):
         yield "left behind", behind
     if isinstance(proof := found.report.get("proof"), dict):
-        whose = "the program's" if found.trained is None else "those of the trained weights"
+        whose = "the program's" if found.training_line is None else "those of the trained weights"
         text = f"on {proof['tokens']} random tokens its logits differ from {whose} by "
         text += f"{proof['exact']:.1g} of their scale"
         if proof["dtype"] != "float32":  # which stands for all that was not rounded
@@ -217,7 +217,7 @@ def what_it_is(found: Surgery) -> str:
         return (
             f"trained from scratch, in {found.form} form, by surgeon {found.report.get('surgeon', '?')}"
         )
-    healed = "" if found.trained is None else ", trained since"
+    healed = "" if found.training_line is None else ", trained since"
     return (
         f"{found.original} in {found.form} form, by surgeon {found.report.get('surgeon', '?')}{healed}"
     )

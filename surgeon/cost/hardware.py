@@ -188,7 +188,7 @@ class Host(_Entries):
     asynchronous: Annotated[bool, Strict()]
     launches: Mapping[Name, Time] = field(default_factory=dict)
 
-    def launching(self, name: str, nature: str, rows: float) -> float:
+    def launch_seconds(self, name: str, nature: str, rows: float) -> float:
         figure = self.launches.get(name) or self.launches.get(nature)
         if figure is None:
             return self.launch

@@ -86,7 +86,8 @@ def burst(kernels: Sequence[Kernel], speed: RankSpeed, graphs: bool) -> Burst:
     if graphs:
         return Burst(sum(times), gaps=host.graph * sum(kernel.launches for kernel in kernels))
     launching = [
-        kernel.launches * host.launching(kernel.name, kernel.nature, kernel.rows) for kernel in kernels
+        kernel.launches * host.launch_seconds(kernel.name, kernel.nature, kernel.rows)
+        for kernel in kernels
     ]
     if not host.asynchronous:
         return Burst(sum(times), gaps=sum(launching))

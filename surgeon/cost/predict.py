@@ -190,7 +190,7 @@ class PassCosts(Costs):
         self._reductions: dict[object, tuple[Transfer, Counts]] = {}
 
     def leave_attention(self) -> None:
-        self.forward = self.forward.ending
+        self.forward = self.forward.tail
         self._known.clear()
 
     def items(self, rank: int, step: Step) -> Sequence[Burst | Transfer]:
@@ -205,7 +205,7 @@ class PassCosts(Costs):
 
     def part(self, node: Step | Fork, group: Group) -> Tensor:
         return self._operand(
-            self.rank_work.reduced(node, isinstance(node, Fork) or self._whole(node, group))
+            self.rank_work.count_reduced(node, isinstance(node, Fork) or self._whole(node, group))
         )
 
     def finish(self, step: Step, group: Group) -> Burst | None:
@@ -485,7 +485,7 @@ class DraftPrices:
         """Mean seconds of a draft's pass."""
         return mean_decode(replace(self.model.ranks, plan=draft), self.model.workload).seconds
 
-    def verifying(self, tokens: int) -> float:
+    def verifying_seconds(self, tokens: int) -> float:
         """Seconds of a pass of the model over so many tokens of each text."""
         if tokens not in self._verification_times:
             load = replace(self.model.workload, batch=self.model.workload.batch * tokens)
@@ -494,13 +494,13 @@ class DraftPrices:
 
     def at(self, acceptance: float, draft: float, prompts: float = 0.0) -> DraftedPrediction:
         """Price drafting at an acceptance."""
-        (ahead,), rate = best_ahead([acceptance], [MOST_AHEAD], lambda _: draft, self.verifying)
+        (ahead,), rate = best_ahead([acceptance], [MOST_AHEAD], lambda _: draft, self.verifying_seconds)
         per_token = 1 / rate + (prompts / (self.model.workload.new - 1) if ahead else 0.0)
-        if prompts and per_token > self.verifying(1):
+        if prompts and per_token > self.verifying_seconds(1):
             ahead = 0
-            per_token = self.verifying(1)
+            per_token = self.verifying_seconds(1)
         return DraftedPrediction(
-            self.model, acceptance, ahead, draft, self.verifying(ahead + 1), per_token
+            self.model, acceptance, ahead, draft, self.verifying_seconds(ahead + 1), per_token
         )
 
 

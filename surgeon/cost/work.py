@@ -104,7 +104,7 @@ class Forward:
         return self.texts * self.new
 
     @property
-    def ending(self) -> Forward:
+    def tail(self) -> Forward:
         """The part of it behind the last attention."""
         asked = self.new if self.asked is None else self.asked
         return Forward(self.texts, asked, self.before + self.new - asked)
@@ -234,7 +234,9 @@ class RankWork:
                 self.shapes.matrix(sublayer, role).shape[0] // plan.head_dim for role in "qk"
             )
             kept = plan.kept_factors(sublayer, kv_heads)
-            yield from maps.reading(["q", "k", "v"], frozenset() if kept is None else frozenset("kv"))
+            yield from maps.in_projections(
+                ["q", "k", "v"], frozenset() if kept is None else frozenset("kv")
+            )
         else:
             # As `runtime/model/layers.py` makes queries, keys and values.
             latent = plan.latent
@@ -271,15 +273,15 @@ class RankWork:
             "attention", "attention", flops, float(self.plan.dtype_bytes * read), forward.new, launches
         )
         if plan.latent is None:
-            yield from maps.writing("o")
+            yield from maps.out_projection("o")
         else:
             yield maps.product("o", *plan.latent.products(plan.hidden, heads)["o"])
 
     def _gated_work(self, maps: _Maps, roles: list[str], writing: str) -> Iterable[Item]:
         width = self.shapes.matrix(maps.sublayer, roles[0]).shape[0]
-        yield from maps.reading(roles, frozenset())
+        yield from maps.in_projections(roles, frozenset())
         yield self.copy("activation", maps.tokens * width * (len(roles) + 1))
-        yield from maps.writing(writing)
+        yield from maps.out_projection(writing)
 
     def _mixture(self, maps: _Maps, forward: Forward) -> Iterable[Item]:
         """The router, the experts that tokens go to, and the shared ones, which are a feed-forward of slices."""
@@ -329,7 +331,7 @@ class RankWork:
 
     # What ranks sum of a step, and what becomes of the sum.
 
-    def reduced(self, node: Step | Fork, whole: bool) -> int:
+    def count_reduced(self, node: Step | Fork, whole: bool) -> int:
         """Count the values of each token that ranks reduce of a node.
 
         Args:
@@ -378,7 +380,7 @@ class _Maps:
     def is_base(self) -> bool:
         return self.sublayer != self.of.sublayer
 
-    def reading(self, roles: list[str], later: frozenset[str]) -> Iterable[Item]:
+    def in_projections(self, roles: list[str], later: frozenset[str]) -> Iterable[Item]:
         """Projections of the normed stream; the second factors of `later` are left out."""
         factored = [role for role in roles if self.sublayer.rank(role) is not None]
         if self.is_base:
@@ -421,7 +423,7 @@ class _Maps:
             if role not in later:
                 yield self.product(f"{role} second", self._shape(role)[0], self.sublayer.rank(role) or 0)
 
-    def writing(self, role: str) -> Iterable[Item]:
+    def out_projection(self, role: str) -> Iterable[Item]:
         outputs, inputs = self._shape(role)
         rank = self.sublayer.rank(role)
         if rank is None:

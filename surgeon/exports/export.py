@@ -113,7 +113,7 @@ class ExportPlan:
     factors: FactorCache
 
     @cached_property
-    def stored(self) -> list[PlannedTensor]:
+    def stored_tensors(self) -> list[PlannedTensor]:
         """The tensors, and around a text decoder everything else, as it is."""
         wrapped = self.layout.wrapped
         if wrapped is None:
@@ -125,7 +125,7 @@ class ExportPlan:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self.stored)
+        return sum(tensor.num_bytes for tensor in self.stored_tensors)
 
     def identity(self, name: str) -> Identity:
         """Identify the checkpoint for its card before it is written; weights are read."""
@@ -488,7 +488,7 @@ def write_export(
                 keep_tokenizer_class(folder, original.config)
 
             # Write, and read back what was written, while the original runs with the program.
-            shards = split_into_shards(plan.stored, shard_limit(source.weight_files))
+            shards = split_into_shards(plan.stored_tensors, shard_limit(source.weight_files))
             with Writing(folder, shards, advance) as writing:
                 with stretch(advance, size) as read:
                     reference = reference_of(original, plan.program, read, plan.factors)

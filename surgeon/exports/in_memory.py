@@ -327,7 +327,7 @@ def stock_model(model: PreTrainedModel, state: Tensors | None = None) -> StockMo
                 return sublayer.stored_in(places[sublayer])
             return replace(sublayer, layers=(places[sublayer],))
 
-        program = program.renamed(rename)
+        program = program.map_sublayers(rename)
     entries = family.per_layer_entries(config, sources) | {"num_hidden_layers": len(sources)}
     for key, value in entries.items():
         setattr(config, key, value)

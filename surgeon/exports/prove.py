@@ -227,7 +227,7 @@ def prove(
         exact, written = map(reference.difference, logits.chunk(2))
     else:
         written = reference.difference(
-            logits_of(reference.tokens, rows=versions.written, advance=advance)
+            logits_of(reference.tokens, rows=versions.read_written, advance=advance)
         )
         exact = written
         if rounded:
@@ -269,7 +269,7 @@ class _Versions:
     wait: Callable[[str], None]
     uncompared: set[str]
 
-    def written(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
+    def read_written(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
         """Yield rows as written; waits for them."""
         for path in self.checkpoint[name].paths:
             self.wait(path.name)
@@ -279,7 +279,7 @@ class _Versions:
         """Yield rows before rounding and as written, where that makes a difference."""
         if name in self.rounded:
             return self.compare(name)
-        return self.written(name, count)
+        return self.read_written(name, count)
 
     def exact(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
         """Yield rows before rounding."""

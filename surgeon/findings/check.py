@@ -68,7 +68,7 @@ class Check(RunResult):
         return cls(pd.DataFrame([*answers], columns=Verdict._fields), record=record)
 
     @property
-    def refused(self) -> str | None:
+    def refusal(self) -> str | None:
         """The reason why nothing can be done with the model; None if something can."""
         reason: str | None = self.record.get("refused")
         return reason
@@ -83,7 +83,7 @@ class Check(RunResult):
         ]
         return {
             "model": self.record.get("model"),
-            "refused": self.refused,
+            "refused": self.refusal,
             **self.described,
             "answers": answers,
         }
@@ -97,8 +97,8 @@ class Check(RunResult):
     def __str__(self) -> str:
         """At most 80 columns; equal answers stand together."""
         refused = []
-        if self.refused is not None:
-            refused = [("refused", self.refused)]
+        if self.refusal is not None:
+            refused = [("refused", self.refusal)]
         lines = [
             hang_indent(f"{label:<{AREA}}", text) for label, text in [*refused, *self.described.items()]
         ]

@@ -57,7 +57,7 @@ class Exploration(RunResult):
         return float(self.record["minutes"])
 
     @property
-    def spent(self) -> float:
+    def seconds_spent(self) -> float:
         """Seconds, of all of its commands."""
         return float(self.record["spent"])
 
@@ -71,7 +71,7 @@ class Exploration(RunResult):
 
     @property
     def heading(self) -> str:
-        return f"{self.label}, explored in {clock(self.spent)} of {self.minutes:g} minutes"
+        return f"{self.label}, explored in {clock(self.seconds_spent)} of {self.minutes:g} minutes"
 
     def __str__(self) -> str:
         lines = [self.heading, ""]
@@ -94,18 +94,18 @@ class Exploration(RunResult):
             [str(name), clock(float(seconds)), str(did)]
             for name, seconds, did in zip(steps["step"], steps["seconds"], steps["did"], strict=True)
         ]
-        caption = f"What was done in {clock(self.spent)} of {self.minutes:g} minutes"
+        caption = f"What was done in {clock(self.seconds_spent)} of {self.minutes:g} minutes"
         yield Table(caption, ["step", "time", "on what, and what it gave"], rows, left=(2,))
 
     def summary(self) -> Iterator[Finding]:
         tokens = self.record.get("plan", {}).get("tokens")
         if tokens:
-            spent = f"{clock(self.spent)} of {self.minutes:g} minutes"
+            spent = f"{clock(self.seconds_spent)} of {self.minutes:g} minutes"
             text = (
                 f"In {spent}, on {tokens:,} tokens of {self.record['data']}. What to do next is below."
             )
             yield Finding("Explored", text)
 
-    def missing(self) -> Iterator[str]:
+    def list_missing(self) -> Iterator[str]:
         for line in self.left_out:
             yield f"{line[:1].upper()}{line[1:]}."

@@ -324,14 +324,14 @@ def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter
                     getattr(panel, "figure", None)  # drawn here, so that an error names the run
             if len(of_kind) == 1:
                 summary += run.summary()
-                missing += run.missing()
+                missing += run.list_missing()
             else:
                 title = f"{run.TITLE}: {run.name}"
                 summary += [
                     replace(one, lead=f"{one.lead} ({run.name})", label=f"{one.label} ({run.name})")
                     for one in run.summary()
                 ]
-                missing += [f"{run.name}: {line}" for line in run.missing()]
+                missing += [f"{run.name}: {line}" for line in run.list_missing()]
         record = run.provenance(run.record)
         provenance = [("file", str(run.files[0]))]
         for name in dict.fromkeys([*(one for one in _FIRST if one in record), *record]):

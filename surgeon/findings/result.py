@@ -291,7 +291,7 @@ class RunResult:
     def summary(self) -> Iterable[Finding]:
         return ()
 
-    def missing(self) -> Iterable[str]:
+    def list_missing(self) -> Iterable[str]:
         return ()
 
     @classmethod

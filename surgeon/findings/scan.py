@@ -142,7 +142,7 @@ class Scan(RunResult):
         return max(int(known), int(self.cells["last"].max()) + 1)
 
     @property
-    def edited(self) -> bool:
+    def is_edited(self) -> bool:
         """True if the model runs a program of its own; its effective depths are not given."""
         return "program" in self.record
 
@@ -155,7 +155,7 @@ class Scan(RunResult):
 
     def depth(self, operation: str, changed: int) -> float | None:
         """Effective depth with an operation on so many layers; None if it cannot be told."""
-        if self.edited:
+        if self.is_edited:
             return None
         saved = depth_saved(operation, changed, self.record.get("steps_per_layer"))
         return None if saved is None else self.num_layers - saved
@@ -219,7 +219,7 @@ class Scan(RunResult):
 
         A single map has a scale of its own, so that small damage can be told apart; side by side they share one.
         """
-        stretches, varied = self._scanned
+        stretches, varied = self._scanned_maps
         found = {}
         if len(stretches) > 1:
             found["heatmaps"] = self._maps(stretches, _STRETCHES)
@@ -275,7 +275,7 @@ class Scan(RunResult):
                 "change",
                 "layer",
                 _FIELDS,
-                self._legend(self._scanned[0]),
+                self._legend(self._scanned_maps[0]),
                 caption,
                 columns=range(self.num_layers),
                 flat=WIDE,
@@ -308,7 +308,7 @@ class Scan(RunResult):
             ends = f", 95% interval {interval(*known)}"
         tokens = self.record.get("tokens_predicted") or int(self.cells["tokens"].max())
         what = "unedited model"
-        if self.edited:
+        if self.is_edited:
             what = "model as it runs"
         base = number(self.base_perplexity)
         text = (
@@ -317,7 +317,7 @@ class Scan(RunResult):
         )
         yield Finding("As it is", text, base, f"perplexity, unedited, {self.num_layers} layers")
         pairs = next((name for name in (PAIRS, PAIRS_OF_STREAMS) if len(self.of_operation(name))), None)
-        if pairs is not None and not self.edited:  # which is about effective depths
+        if pairs is not None and not self.is_edited:  # which is about effective depths
             tolerance = TOLERANCES[1]
             within = f"within {allowance(tolerance)} of the perplexity"
             name = "two by two"
@@ -356,7 +356,7 @@ class Scan(RunResult):
         if len(self.changes):
             yield self._untouchable()
 
-    def missing(self) -> Iterator[str]:
+    def list_missing(self) -> Iterator[str]:
         scanned = set(self.cells["operation"])
         # Maps whose columns follow from the model are not of every model.
         absent = [
@@ -392,7 +392,7 @@ class Scan(RunResult):
         return ""
 
     @cached_property
-    def _scanned(self) -> tuple[list[str], list[str]]:
+    def _scanned_maps(self) -> tuple[list[str], list[str]]:
         """The scanned maps: those over stretches, and those over the values of a parameter."""
         names = list(map(str, self.cells["operation"].unique()))
         stretches = [name for name in names if HEATMAPS[name].varied is None]
@@ -424,7 +424,7 @@ class Scan(RunResult):
         return Picture(maps, f"{caption} {colours} {shared}".strip())
 
     def _galleries(self) -> Iterator[Picture]:
-        stretches, varied = self._scanned
+        stretches, varied = self._scanned_maps
         if stretches:
             shared = "These maps share one scale, that of heatmaps.png." if len(stretches) > 1 else ""
             yield self._maps(stretches, _STRETCHES, shared)

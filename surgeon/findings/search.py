@@ -290,7 +290,7 @@ def _value(values: Record, by: str) -> str:
 def _best_trials(trials: TrialTable) -> Table:
     rows = trials.best_of_levels
     if not trials.has_levels:
-        rows = trials.ranked[:_SHOWN]
+        rows = trials.by_rank[:_SHOWN]
     columns = list(trials.table.columns)
     costs = columns[columns.index("edits") + 1 : columns.index("divergence")]  # what programs cost
     if trials.by == DRAFT_TIME:
@@ -346,8 +346,8 @@ def _layers_touched(trials: TrialTable, layers: int) -> Map:
             {
                 "space": space,
                 "layer": range(layers),
-                "good": trials.touched(space, layers, trials.good),
-                "all": trials.touched(space, layers, range(len(trials))),
+                "good": trials.count_touched(space, layers, trials.good),
+                "all": trials.count_touched(space, layers, range(len(trials))),
             }
         )
         for space in trials.spaces()

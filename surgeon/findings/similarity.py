@@ -139,7 +139,7 @@ class Similarity(RunResult):
                 label = f"rank correlation of the best cheap measure, {name}"
                 yield Finding("Which cheap measure agrees best", agreed, best, label)
 
-    def missing(self) -> Iterator[str]:
+    def list_missing(self) -> Iterator[str]:
         if self.proxies.empty:
             yield "Which cheap measure predicts a scan is not known: surgeon similarity --scan compares them."
 

@@ -176,7 +176,7 @@ class Spectrum(RunResult):
         text = "In the median over all matrices, the perplexity with one of them cut down changes by"
         yield Finding("Cutting one matrix down", f"{text}: {join_words(sentences)}.")
 
-    def missing(self) -> Iterator[str]:
+    def list_missing(self) -> Iterator[str]:
         if self.damage.empty:
             yield "What lower ranks cost was not measured (surgeon spectrum without --no-damage)."
         else:

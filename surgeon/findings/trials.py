@@ -142,7 +142,7 @@ class TrialTable:
         return values.groupby(self.levels[self.within]).idxmin().tolist()[::-1]
 
     @cached_property
-    def ranked(self) -> list[int]:
+    def by_rank(self) -> list[int]:
         return [int(row) for row in np.argsort(self.values, kind="stable") if self.within[row]]
 
     @cached_property
@@ -151,14 +151,14 @@ class TrialTable:
         found: list[int] = []
         for level in dict.fromkeys(self.levels.tolist()):
             count = max(1, math.ceil(_BEST_PART * (self.levels == level).sum()))
-            rows = [row for row in self.ranked if self.levels[row] == level]
+            rows = [row for row in self.by_rank if self.levels[row] == level]
             found += rows[:count]
         return sorted(found)
 
     def spaces(self) -> list[str]:
         return list(dict.fromkeys(edit.space for choice in self.choices for edit in choice))
 
-    def touched(self, space: str, layers: int, rows: Sequence[int]) -> Numbers:
+    def count_touched(self, space: str, layers: int, rows: Sequence[int]) -> Numbers:
         """(layers,): the share of some trials with an edit of a space on each layer."""
         found = np.zeros(layers)
         for row in rows:

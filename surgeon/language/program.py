@@ -160,13 +160,13 @@ class Program:
         if not self.nodes:
             raise ValueError("the program is empty: it has no steps; keep at least one sublayer")
 
-    def renamed(self, rename: Callable[[Sublayer], Sublayer]) -> Program:
+    def map_sublayers(self, rename: Callable[[Sublayer], Sublayer]) -> Program:
         """Replace sublayers by others."""
         return Program(_rename(self.nodes, rename))
 
     def whole(self) -> Program:
         """Give all sublayers every expert, KV group and neuron, and a matrix in the place of two factors."""
-        return self.renamed(lambda sublayer: replace(sublayer, ranks=(), width=None, experts=None))
+        return self.map_sublayers(lambda sublayer: replace(sublayer, ranks=(), width=None, experts=None))
 
     def parameters(self, shapes: LayerShapes) -> int:
         """Count the parameters of its sublayers; a sublayer that occurs several times counts once.

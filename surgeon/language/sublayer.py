@@ -269,7 +269,7 @@ class LayerShapes:
             return (outputs, inputs * width // units)
         return (outputs * width // units, inputs)
 
-    def narrowed(self, kind: str, width: int) -> LayerShapes:
+    def narrow(self, kind: str, width: int) -> LayerShapes:
         """Return the shapes of layers whose sublayers of a kind have this many KV groups or neurons; without biases."""
         like = Sublayer(kind, (0,), width=width)
         left = {role: self.matrix(like, role) for role in ROLES[kind] if role in self.matrices}

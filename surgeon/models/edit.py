@@ -373,7 +373,7 @@ class ModelMachine(Machine):
             arguments = self.arguments[slot]
             if self.layers.verified is not None:
                 arguments = self.layers.verified.given(sublayer, arguments)
-            arguments = spec.given(arguments)
+            arguments = spec.rename_arguments(arguments)
         call = partial(_through_stages, owner, spec, slot, arguments)
         if self.layers.gradient_checkpointing and self.layers.training:
             checkpointed: Any = self.layers._gradient_checkpointing_func

@@ -48,7 +48,7 @@ class Routing:
         """Tell whether the weights of a token's experts come to `scale` together."""
         return self.normalise or self.scores == "softmax of chosen"
 
-    def chosen(self, experts: int) -> int:
+    def count_chosen(self, experts: int) -> int:
         """Count the experts of a token, of so many."""
         return min(self.top_k, experts)
 
@@ -94,7 +94,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
             .bool()
         )
         compared = by_group.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
-    chosen = compared.topk(routing.chosen(logits.shape[-1]), dim=-1).indices
+    chosen = compared.topk(routing.count_chosen(logits.shape[-1]), dim=-1).indices
     weights = scores.gather(-1, chosen)
     if routing.divides:
         weights = weights / (weights.sum(-1, keepdim=True) + LEAST_TOTAL)

@@ -77,7 +77,7 @@ class VerifiedKeys:
             found: Tensor = original(input_ids=ids, use_cache=True, past_key_values=cache)[0]
         return found, cls(original, cache)
 
-    def given(self, attention: Sublayer, arguments: dict[str, Any]) -> dict[str, Any]:
+    def replace_arguments(self, attention: Sublayer, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of an attention, in place of what the decoder has for it.
 
         Raises:

@@ -88,20 +88,20 @@ class Child:
         """End it at once; nothing if it has ended."""
         self.process.kill()
 
-    def said(self) -> str:
+    def read_output(self) -> str:
         # The log's folder may have been removed by now.
         with suppress(FileNotFoundError), self.log.open("rb") as file:
             file.seek(self._begin)
             return file.read().decode(errors="replace")
         return ""
 
-    def ending(self) -> str:
+    def describe_end(self) -> str:
         """Tell how it has ended, as a message says it behind its name."""
         code = self.process.returncode  # None until somebody has waited for its end, or looked
         assert code is not None
         if code < 0:
             return f"was ended by {signal.Signals(-code).name}"
-        last = (self.said().strip().splitlines() or ["it wrote nothing"])[-1].strip()
+        last = (self.read_output().strip().splitlines() or ["it wrote nothing"])[-1].strip()
         return f"ended with exit code {code}: {last}"
 
 

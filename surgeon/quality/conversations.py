@@ -216,11 +216,11 @@ class ConversationTokenizer:
         left_out["answers_cut"] += len(ends) - fitting
         # Marks would count the answers in a prompt, too.
         if not asked and _MARK.search(self.tokenizer.get_chat_template(None, chat.tools)):
-            found = chat.marked(ends[fitting - 1])
+            found = chat.tokenize_by_marks(ends[fitting - 1])
         else:
-            found = chat.compared(ends[:fitting])
+            found = chat.tokenize_by_texts(ends[:fitting])
         if found is not None:
-            left_out.update(chat.unused(ends[fitting - 1]))
+            left_out.update(chat.unused_keys(ends[fitting - 1]))
             whole = chat.text(ends[fitting - 1])
             self.reading.sizes.update(characters=len(whole), tokens=len(found.ids))
         return found
@@ -280,7 +280,7 @@ class _Chat:
         with self._explain_template_errors(count):
             return replace(self, messages=with_calls_written(self._write, messages))
 
-    def unused(self, count: int) -> Iterator[str]:
+    def unused_keys(self, count: int) -> Iterator[str]:
         """Name keys of the first messages that change nothing in the template."""
         messages = self.messages[:count]
         for key in sorted({key for message in messages for key in message}.difference(_OF_MESSAGES)):
@@ -292,7 +292,7 @@ class _Chat:
     def length(self, count: int) -> int:
         return len(self._tokens(count)["input_ids"])
 
-    def marked(self, count: int) -> Tokens | None:
+    def tokenize_by_marks(self, count: int) -> Tokens | None:
         with self._explain_template_errors(count):
             found = self._apply(
                 self.messages[:count], return_dict=True, return_assistant_tokens_mask=True
@@ -302,7 +302,7 @@ class _Chat:
             return None
         return _with_answer(found["input_ids"], found["assistant_masks"], self.reading)
 
-    def compared(self, ends: Sequence[int]) -> Tokens | None:
+    def tokenize_by_texts(self, ends: Sequence[int]) -> Tokens | None:
         """Tokenize messages up to the last of these ends; answers are found by comparing texts."""
         whole = self.text(ends[-1])
         spans = []

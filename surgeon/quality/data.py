@@ -250,7 +250,7 @@ class Windows:
         return record
 
     @property
-    def predicted(self) -> int:
+    def predicted_tokens(self) -> int:
         if self.answers is not None:
             return int(self.answers[:, 1:].sum())
         return len(self.ids) * (self.ids.shape[1] - 1)

@@ -136,7 +136,7 @@ class OutputHead:
             input_ids: (windows, tokens).
             sampled: keep what sampled acceptance needs.
         """
-        hidden = self.predicting(stream)
+        hidden = self.norm_predicting(stream)
         targets = _targets(input_ids)
         nll = hidden.new_empty(len(hidden), dtype=torch.float32)
         constant = []
@@ -173,7 +173,7 @@ class OutputHead:
             stream: as in `reference`.
             blocks: parts of each window for its `blocks`; at most one for each predicted token.
         """
-        hidden = self.predicting(stream)
+        hidden = self.norm_predicting(stream)
         targets = _targets(reference.input_ids)
         nll = hidden.new_empty(len(hidden), dtype=torch.float32)
         target_logit, cross, same, shared = (torch.empty_like(nll) for _ in range(4))
@@ -208,23 +208,23 @@ class OutputHead:
             found["blocks"] = torch.stack([part.mean(-1) for part in cut], dim=-1)
         return found
 
-    def predicting(self, stream: Tensor) -> Tensor:
+    def norm_predicting(self, stream: Tensor) -> Tensor:
         """Norm the stream of the tokens that predict one, (predicted tokens, hidden)."""
         hidden: Tensor = self.norm(stream)[:, :-1].flatten(0, 1)
         return hidden.to(self.weight.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits, (tokens, vocabulary), float32, of normed streams, (tokens, hidden)."""
-        return self.finished(functional.linear(hidden, self.weight, self.bias).float())
+        return self.finish(functional.linear(hidden, self.weight, self.bias).float())
 
-    def finished(self, product: Tensor) -> Tensor:
+    def finish(self, product: Tensor) -> Tensor:
         """Scale and cap the matrix product of normed streams."""
         logits = self._scale(product)
         if self.softcap is None:
             return logits
         return self.softcap * torch.tanh(logits / self.softcap)
 
-    def unfinished(self, gradient: Tensor, logits: Tensor) -> Tensor:
+    def unfinish(self, gradient: Tensor, logits: Tensor) -> Tensor:
         """Turn the gradient for the logits, in place, into that for the matrix product."""
         if self.softcap is not None:
             gradient = gradient * (1 - (logits / self.softcap).square_())

@@ -180,7 +180,7 @@ class OpenRequest:
             offsets=() if token is None or self._text is None else (self._text.begins,),
         )
 
-    def cancelled(self) -> Event:
+    def cancelled_event(self) -> Event:
         """The last event of a request that nothing more will come for."""
         return Event(self._request.id, (), self._show(None, True), (), "cancelled", self._usage())
 
@@ -532,7 +532,7 @@ class Service(AbstractContextManager["Service"]):
             self._changed.notify_all()
         self._ended.set()
         for opened in left:
-            opened.stream.put(self.failure or opened.cancelled())
+            opened.stream.put(self.failure or opened.cancelled_event())
 
     def _watch(self) -> None:
         """End ranks that are stuck, in a thread; without the lock, which a sender may hold."""

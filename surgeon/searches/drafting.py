@@ -85,7 +85,7 @@ class DraftValue:
         found = self.at(max(0.0, 1 - REFUSED * math.sqrt(max(0.0, divergence))), program)
         return math.inf if found is None else 1 / found.speedup
 
-    def valued(self, program: Program, measured: Quality) -> Quality:
+    def add_value(self, program: Program, measured: Quality) -> Quality:
         """Add a program's value as a draft to its quality.
 
         A window's time of a token is taken to first order around that of all windows, so that the mean over windows is

@@ -417,7 +417,7 @@ class TermsPlan:
             share(programs).total_sublayers * len(run) * part for run, programs in self.runs(ids).items()
         )
 
-    def completed(self, divergence: Numbers) -> Numbers:
+    def complete(self, divergence: Numbers) -> Numbers:
         """(n,), with estimates for NaN: a power of the foreseen numbers, fitted to the others of the group.
 
         Where fewer than three of a group are known they are as bad as the worst of these, or of all.
@@ -449,7 +449,7 @@ def measure_terms(evaluator: Evaluator, plan: TermsPlan) -> Terms:
     tokens = plan.tokens(ids)
     before = evaluator.sublayers
     if not runs:
-        return Terms(plan.completed(divergence), found)
+        return Terms(plan.complete(divergence), found)
     places: dict[Program, list[int]] = {}
     for place, program in enumerate(plan.programs):
         places.setdefault(program, []).append(place)
@@ -471,12 +471,12 @@ def measure_terms(evaluator: Evaluator, plan: TermsPlan) -> Terms:
     found[np.ix_(there, there)] = correlations(
         covariances(head, original, [changed[place] for place in there])
     )
-    return Terms(plan.completed(divergence), found, tokens, evaluator.sublayers - before)
+    return Terms(plan.complete(divergence), found, tokens, evaluator.sublayers - before)
 
 
 def _sample_stream(head: OutputHead, stream: Tensor, programs: int) -> Tensor:
     """Normed streams at some of the tokens, evenly spread: as many as leave room for those of all programs."""
-    hidden = head.predicting(stream)
+    hidden = head.norm_predicting(stream)
     room = _SAMPLE_BYTES // (4 * hidden.shape[1] * max(1, programs))
     rows = min(len(hidden), _SAMPLE, max(_LEAST_SAMPLE, room))
     return hidden[torch.linspace(0, len(hidden) - 1, rows).long()].float()

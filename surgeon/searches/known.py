@@ -134,7 +134,7 @@ class Known:
             ),
         )
 
-    def measured(self, program: Program) -> Quality | None:
+    def find_quality(self, program: Program) -> Quality | None:
         """A program's quality on the search's text, if a pass has measured it."""
         text = str(simplify(program))
         return next((one.programs[text] for one in self.passes if text in one.programs), None)
@@ -150,7 +150,7 @@ class Known:
             for length in range(2, len(stretch) + 1):
                 choice = as_choice(stretch[:length])
                 if choice not in found and mixture.allows(choice):
-                    measured = self.measured(mixture.program(choice))
+                    measured = self.find_quality(mixture.program(choice))
                     if measured is not None:
                         found[choice] = measured.divergence
         return found
@@ -165,7 +165,7 @@ class Known:
         whole = TermsPlan.whole(mixture)
         if not self.passes:
             return whole
-        measured = [self.measured(program) for program in whole.programs]
+        measured = [self.find_quality(program) for program in whole.programs]
         known = np.array([np.nan if one is None else one.divergence for one in measured])
         guess = Terms(np.where(np.isnan(known), 0.0, known), np.eye(len(known)))
         running = Proposer(mixture, guess, question.prices, question.goals).running[:MOST_COMPARED]
@@ -274,7 +274,7 @@ def _read_folder(folder: Path, model: Model, windows: Windows) -> Iterator[Known
                 by_name = zip(ACCEPTANCES, accepted, strict=True)
                 measured = {name: own for name, own in by_name if not np.isnan(own).any()}
                 programs[text] = quality_of(
-                    {"nll": nll, "divergence": diverged, **measured}, windows.predicted
+                    {"nll": nll, "divergence": diverged, **measured}, windows.predicted_tokens
                 )
         yield KnownPass(Scan.COMMAND, folder, programs, divergence)
     if Spectrum in there:
@@ -325,7 +325,7 @@ def _read_spectrum(folder: Path, model: Model, windows: Windows) -> KnownPass:
         text = str(factorise_program(model.program, {matrix: rank}))
         divergence[text] = mean_divergence(quality["divergence"])
         if identity.get("data") == windows.digest:
-            programs[text] = quality_of(quality, windows.predicted)
+            programs[text] = quality_of(quality, windows.predicted_tokens)
     if not ranks:
         raise ValueError(
             f"{folder} has measured no rank that saves parameters, so that there is nothing to search; run surgeon "

@@ -83,7 +83,7 @@ class Mixture:
         return tuple(edit for edit, reason in self._looked_at.items() if not reason)
 
     @cached_property
-    def refused(self) -> dict[str, Counter[str]]:
+    def refusals(self) -> dict[str, Counter[str]]:
         """By space, the reasons against edits that are not searched for, with their numbers.
 
         Reasons that differ in numbers alone, as those of layers do, are one, in the words of the first.
@@ -126,7 +126,9 @@ class Mixture:
         there = {edit.space for edit in self.edits}
         for space in self.spaces:
             if space.name not in there:
-                reason = next(iter(self.refused.get(space.name, ())), None) or space.obstacle(self.model)
+                reason = next(iter(self.refusals.get(space.name, ())), None) or space.obstacle(
+                    self.model
+                )
                 raise ValueError(
                     f"the space {space.name} has no edits of {self.model.label}: {reason}; leave it out"
                 )

@@ -94,7 +94,7 @@ class _Population:
     def take(self, rows: Places | Flags) -> _Population:
         return _Population(*(part[rows] for part in vars(self).values()))
 
-    def joined(self, other: _Population) -> _Population:
+    def join(self, other: _Population) -> _Population:
         return _Population(
             *map(np.concatenate, zip(vars(self).values(), vars(other).values(), strict=True))
         )
@@ -146,7 +146,7 @@ def best_choices(
             more.saved + savings.each[edit],
             more.pull + damage.cross[edit],
         )
-        found = found.joined(longer)
+        found = found.join(longer)
         blocked = found.blocked[:, edit + 1 :] @ digits[edit + 1 :]
         steps = np.floor(np.clip(found.saved / savings.need, -1, 1) * _LEVELS + _NEAR)
         # One number for how much of everything is saved.
@@ -229,7 +229,7 @@ class Surrogate:
         return float(-0.5 * self._residual @ self._weights - np.log(np.diag(factor)).sum())
 
     @cached_property
-    def corrected(self) -> Damage:
+    def corrected_damage(self) -> Damage:
         if not len(self.measured):
             return self.prior
         scale = self._scale

@@ -37,7 +37,7 @@ from surgeon.runtime.plan.placement import Group, Work, assigned_branches, work_
 from surgeon.runtime.plan.specification import Plan
 from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.optimise import Numbers
-from surgeon.searches.quantities import DEPTH, DRAFT_PASS, NEAR, Aspect, Limit, priced
+from surgeon.searches.quantities import DEPTH, DRAFT_PASS, NEAR, Aspect, Limit, select_priced
 from surgeon.words import plural
 
 _ONE = Program.parse("A0")  # what stretches are put behind, to see what they add
@@ -105,7 +105,7 @@ class Pricing:
         """The program's shortfall from each priced limit."""
         return tuple(
             limit.shortfall(self.price(limit.aspect, program), self.dense[limit.aspect])
-            for limit in priced(limits)
+            for limit in select_priced(limits)
         )
 
     def price(self, aspect: Aspect, program: Program) -> float:
@@ -118,7 +118,7 @@ class Pricing:
         """A trial's costs, priced or measured; infinite where one is not known."""
         program = trial.program
         return tuple(
-            self.price(aspect, program) if aspect.is_priced else aspect.measured(trial.measured)
+            self.price(aspect, program) if aspect.is_priced else aspect.read_cost(trial.measured)
             for aspect in aspects
         )
 
@@ -252,7 +252,7 @@ class Pricing:
 
         for node in program.nodes:
             if node not in self._twins:
-                (self._twins[node],) = Program((node,)).renamed(twin).nodes
+                (self._twins[node],) = Program((node,)).map_sublayers(twin).nodes
         return tuple(self._twins[node] for node in program.nodes)
 
     def _plan(
@@ -304,7 +304,7 @@ def _count_sent(ranks: RankWork, nodes: tuple[Node, ...], group: Group, work: It
             total += sum(
                 item.width for item in ranks.items(mine, Forward(1, 1)) if isinstance(item, Sent)
             )
-        total += ranks.reduced(node, whole) if len(group) > 1 else 0
+        total += ranks.count_reduced(node, whole) if len(group) > 1 else 0
     return total
 
 
@@ -321,7 +321,7 @@ def require_work(limits: Sequence[Limit], pricing: Pricing) -> list[str]:
     said = []
     more = []
     notes = []
-    for limit in priced(limits):
+    for limit in select_priced(limits):
         dense = pricing.dense[limit.aspect]
         if dense == 0:
             on = plural(pricing.deployment.ranks, "rank")
@@ -339,7 +339,7 @@ def require_work(limits: Sequence[Limit], pricing: Pricing) -> list[str]:
         else:
             more.append("less")
         notes.append(f"{limit}: {words}; it only keeps programs from {kept}")
-    if said and len(said) == len(priced(limits)):
+    if said and len(said) == len(select_priced(limits)):
         raise ValueError(
             f"budget {','.join(map(str, limits))}: {' and '.join(said)}; ask for {' and '.join(more)}"
         )
@@ -352,7 +352,7 @@ def reach(limits: Sequence[Limit], pricing: Pricing, mixture: Mixture) -> Choice
     From that of an integer program, in which what edits save adds up, the best single edit more or less is taken as
     long as it helps.
     """
-    limits = priced(limits)
+    limits = select_priced(limits)
     if not limits:
         return ()
     found = _by_integers(limits, pricing, mixture)
@@ -388,7 +388,7 @@ def require_reachable(limits: Sequence[Limit], pricing: Pricing, mixture: Mixtur
     if not any(shortfalls):
         return choice
     hopeless = []
-    for limit, short in zip(priced(limits), shortfalls, strict=True):
+    for limit, short in zip(select_priced(limits), shortfalls, strict=True):
         if short:
             nearest = reach([limit], pricing, mixture)
             after = mixture.program(nearest)
@@ -408,7 +408,9 @@ def require_reachable(limits: Sequence[Limit], pricing: Pricing, mixture: Mixtur
             hopeless.append(f"{limit} is out of reach: {said}")
     if hopeless:
         raise ValueError(f"budget {'; '.join(hopeless)}")
-    had = ", ".join(limit.aspect.show(pricing.price(limit.aspect, program)) for limit in priced(limits))
+    had = ", ".join(
+        limit.aspect.show(pricing.price(limit.aspect, program)) for limit in select_priced(limits)
+    )
     raise ValueError(
         f"budget {','.join(map(str, limits))}: each of its limits can be met, but not all at once was found how; the "
         f"nearest has {had}"

@@ -140,8 +140,8 @@ class Proposer:
         for goal in self.goals:
             kinds = {
                 ADDITIVE: self._additive[goal],
-                WINDOW: self._by_damage(self._windows(goal), surrogate.corrected),
-                SECOND_ORDER: self._optima(surrogate.corrected, goal, _POOL),
+                WINDOW: self._by_damage(self._windows(goal), surrogate.corrected_damage),
+                SECOND_ORDER: self._optima(surrogate.corrected_damage, goal, _POOL),
             }
             waiting = {source: iter(choices) for source, choices in kinds.items()}
             enough = len(found) + count
@@ -169,19 +169,19 @@ class Proposer:
                 continue
             # Candidates of all kinds, by prediction, with more and more curiosity.
             sources: dict[Choice, str] = dict.fromkeys(
-                self._optima(surrogate.corrected, goal, _POOL), REGRESSION
+                self._optima(surrogate.corrected_damage, goal, _POOL), REGRESSION
             )
             for choice in self._windows(goal):
                 sources.setdefault(choice, WINDOW)
-            for choice in self._near_the_best(goal, trials, surrogate.corrected):
+            for choice in self._near_the_best(goal, trials, surrogate.corrected_damage):
                 sources.setdefault(choice, NEIGHBOUR)
             fresh = [choice for choice in sources if self._key(choice) not in tried]
             if not fresh:  # a small space, most of which has been tried
-                every = self._optima(surrogate.corrected, goal, 20 * _POOL, beam=20 * _POOL)
+                every = self._optima(surrogate.corrected_damage, goal, 20 * _POOL, beam=20 * _POOL)
                 sources = dict.fromkeys(every, REGRESSION)
                 fresh = [choice for choice in every if self._key(choice) not in tried]
             numbers = [self._numbers(choice) for choice in fresh]
-            mean = np.array([surrogate.corrected.of(one) for one in numbers])
+            mean = np.array([surrogate.corrected_damage.of(one) for one in numbers])
             deviation = surrogate.uncertainty(numbers)
             own = [trial.measured for trial in trials if self.meets(trial.choice, goal)]
             if self.sure is not None and len(own) >= _UNSURE:
@@ -367,7 +367,7 @@ class Proposer:
                     ended.add(goal.limited)
         return tuple(found)
 
-    def promising(self, promise: Promise) -> Proposer:
+    def keep_promising(self, promise: Promise) -> Proposer:
         """Keep the goals for which something is promised, by the time of a token in parts of that without drafts."""
         best = {goal: few[0] for goal, few in self._additive.items() if few}
         kept = (goal for goal in self.goals if goal in best and self.rate(best[goal], promise) < 1)

@@ -260,7 +260,7 @@ class Aspect:
     def is_priced(self) -> bool:
         return self.quantity.price is not None
 
-    def measured(self, found: Quality) -> float:
+    def read_cost(self, found: Quality) -> float:
         """Read its cost from a program's quality; infinite where that is not known."""
         measure = self.quantity.measure
         assert measure is not None, f"{self} follows from a program"
@@ -375,10 +375,10 @@ class Limit:
 
     def lack(self, measured: Quality, original: Quality) -> float:
         """The shortfall of a measured program, given the unedited model on the same text."""
-        return self.shortfall(self.aspect.measured(measured), self.aspect.measured(original))
+        return self.shortfall(self.aspect.read_cost(measured), self.aspect.read_cost(original))
 
 
-def priced(limits: Iterable[Limit]) -> tuple[Limit, ...]:
+def select_priced(limits: Iterable[Limit]) -> tuple[Limit, ...]:
     """Select the limits on programs; the others are on their quality."""
     return tuple(limit for limit in limits if limit.aspect.is_priced)
 

@@ -42,7 +42,7 @@ from surgeon.searches.quantities import (
     Limit,
     parse_limits,
     parse_objectives,
-    priced,
+    select_priced,
 )
 from surgeon.searches.spaces import DEEPER, Space, parse_spaces, usual_spaces
 
@@ -182,7 +182,7 @@ class Question:
         return GREEDY
 
     @property
-    def recorded(self) -> tuple[Aspect, ...]:
+    def recorded_aspects(self) -> tuple[Aspect, ...]:
         """A study's values of every trial: the objectives, but those measured of the best only, and `along`."""
         if self.draft is not None:
             return self.objectives
@@ -201,7 +201,7 @@ class Question:
         costs = [objective for objective in self.objectives if objective.is_priced]
         if costs:
             return (costs[0],)
-        limited = priced(self.limits)
+        limited = select_priced(self.limits)
         if limited:
             return (limited[0].aspect,) if self.is_between_limits else ()
         spaces = () if self.space is None else parse_spaces(self.space)
@@ -215,7 +215,7 @@ class Question:
     @property
     def is_between_limits(self) -> bool:
         """True if a cost and quality are limited and no cost is an objective."""
-        both = priced(self.limits) and self.of_quality
+        both = select_priced(self.limits) and self.of_quality
         return bool(both) and not any(objective.is_priced for objective in self.objectives)
 
     @property
@@ -314,14 +314,14 @@ class PricedQuestion:
     def has_one_best(self) -> bool:
         return not self.along or bool(self.settings.of_quality) or self.settings.draft is not None
 
-    def valued(self, program: Program, measured: Quality) -> Quality:
+    def add_value(self, program: Program, measured: Quality) -> Quality:
         """Add a program's value as a draft to its quality, where that is asked for."""
         if self.drafting is None:
             return measured
-        return self.drafting.valued(program, measured)
+        return self.drafting.add_value(program, measured)
 
     @property
-    def traded(self) -> tuple[Aspect, ...]:
+    def traded_aspects(self) -> tuple[Aspect, ...]:
         """The axes of the front: objectives, and costs in `along` unless drafts settle them."""
         if self.settings.draft is not None:
             return self.settings.objectives
@@ -334,7 +334,7 @@ class PricedQuestion:
         best = {
             trial.number: trial for one in trades for trial in pareto_front(trials, one, self.pricing)
         }
-        return sorted(best.values(), key=lambda trial: self.pricing.costs(self.traded, trial))
+        return sorted(best.values(), key=lambda trial: self.pricing.costs(self.traded_aspects, trial))
 
     @cached_property
     def goals(self) -> tuple[Goal, ...]:
@@ -366,7 +366,7 @@ class PricedQuestion:
     @property
     def _kept_limits(self) -> list[Limit]:
         between = self.along if self.settings.is_between_limits else ()
-        return [limit for limit in priced(self.settings.limits) if limit.aspect not in between]
+        return [limit for limit in select_priced(self.settings.limits) if limit.aspect not in between]
 
     def shared_out(self, goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
         """Share out a round's trials among goals: evenly along a cost, or near where a limited quality ends.
@@ -382,7 +382,9 @@ class PricedQuestion:
         if not self.along or not self.settings.of_quality:
             return evenly(goals, trials, total)
         good = {trial.level for trial in trials if not any(self.lacks_of_quality(trial.measured))}
-        limited = [limit for limit in priced(self.settings.limits) if limit not in self._kept_limits]
+        limited = [
+            limit for limit in select_priced(self.settings.limits) if limit not in self._kept_limits
+        ]
         most = [limit.most(self.pricing.dense[limit.aspect]) for limit in limited[:1]]
         wanted = [place for place, goal in enumerate(goals) if goal.level in most]
         half = (total + len(trials) % 2) // 2 if wanted else 0

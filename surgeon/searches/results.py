@@ -263,8 +263,10 @@ def write_front(
     rows = []
     for number, trial in enumerate(front, 1):
         name = f"{FRONT_FOLDER}/{number:02d}-recipe.yaml"
-        costs = question.pricing.costs(question.traded, trial)
-        values = {str(one): one.natural(cost) for one, cost in zip(question.traded, costs, strict=True)}
+        costs = question.pricing.costs(question.traded_aspects, trial)
+        values = {
+            str(one): one.natural(cost) for one, cost in zip(question.traded_aspects, costs, strict=True)
+        }
         lines = [f"# Point {number} of {len(front)} of a Pareto front: trial {trial.number}."]
         lines += [f"# {one} {value:.5g}" for one, value in values.items()]
         lines.append(question.mixture.recipe(trial.choice, model, model_hash).to_yaml())
@@ -428,10 +430,10 @@ def found_json(
         found["healing"] = winner.healing.to_json()
     if winner.draft is not None:
         found["draft"] = winner.draft.to_json()
-    if question.mixture.refused:
+    if question.mixture.refusals:
         found["refused"] = [
             {"space": space, "edits": edits, "reason": reason}
-            for space, reasons in question.mixture.refused.items()
+            for space, reasons in question.mixture.refusals.items()
             for reason, edits in reasons.most_common()
         ]
     if curves:

@@ -41,7 +41,7 @@ from surgeon.searches.known import Known, open_factors, read_known
 from surgeon.searches.mixture import NONE, Mixture, Proposal, Trial
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.proposer import Proposer
-from surgeon.searches.quantities import DIVERGENCE, priced
+from surgeon.searches.quantities import DIVERGENCE, select_priced
 from surgeon.searches.question import SURGEON, PricedQuestion, Question, price_question
 from surgeon.words import did_you_mean
 
@@ -241,7 +241,7 @@ class Search:
         level = known[LEVEL] if LEVEL in known else self.question.level(program)
         return Proposal(str(program), known.get(SOURCE, ""), choice, level)
 
-    def finished(self, stored: Sequence[FrozenTrial]) -> list[Trial]:
+    def finished_trials(self, stored: Sequence[FrozenTrial]) -> list[Trial]:
         """A study's finished trials of this search's edits, in order, numbered among those that were not given up.
 
         Of a trial that another objective measured only its first value is known.
@@ -259,9 +259,11 @@ class Search:
             if known not in self._trials:
                 proposal = self.proposal(one.params, one.user_attrs)
                 if MEASURED in one.user_attrs:
-                    read = json.loads(told, parse_float=_rounded)
+                    read = json.loads(told, parse_float=_round)
                     windows = {name: tuple(own) for name, own in read.pop("windows").items()}
-                    measured = self.question.valued(proposal.program, Quality(**read, windows=windows))
+                    measured = self.question.add_value(
+                        proposal.program, Quality(**read, windows=windows)
+                    )
                 else:
                     value = one.values[0] if one.values else math.inf
                     measured = Quality(value, divergence=value)
@@ -276,7 +278,7 @@ class Search:
         proposal = self.proposal(trial.params, trial.storage.get_trial(trial._trial_id).user_attrs)
         with self.lock:
             stored = trial.study.get_trials(deepcopy=False)
-            earlier = self.finished([one for one in stored if one.number != trial.number])
+            earlier = self.finished_trials([one for one in stored if one.number != trial.number])
             before = self.evaluator.sublayers
             measured = self.measure(proposal, earlier, races=proposal.source in SOURCES)
             ran = self.evaluator.sublayers - before
@@ -284,7 +286,7 @@ class Search:
         settings = self.question.settings
         short = self.question.pricing.shortfalls(settings.limits, tried.program)
         lacking = (*short, *self.question.lacks_of_quality(measured))
-        limits = (*priced(settings.limits), *settings.of_quality)
+        limits = (*select_priced(settings.limits), *settings.of_quality)
         attributes = {
             PROGRAM: proposal.key,
             EDITS: proposal.edits,
@@ -296,7 +298,7 @@ class Search:
             trial.set_user_attr(name, value)
         for limit, lack in zip(limits, lacking, strict=True):
             trial.set_constraint(str(limit), min(lack, _WORST))
-        recorded = self.question.pricing.costs(settings.recorded, tried)
+        recorded = self.question.pricing.costs(settings.recorded_aspects, tried)
         # Infinite ones are as bad as can be.
         costs = [cost if math.isfinite(cost) else _WORST_COST for cost in recorded]
         if len(costs) > 1:
@@ -315,7 +317,7 @@ class Search:
         same = next(
             (one.measured for one in earlier if one.key == proposal.key and one.measured.whole), None
         )
-        passed = self.known.measured(program)
+        passed = self.known.find_quality(program)
         drafting = self.question.drafting
         if passed is not None and (drafting is None or passed.knows(drafting.by)):
             same = passed
@@ -333,7 +335,7 @@ class Search:
                 ]
             rival = min(rivals, key=lambda measured: measured.divergence, default=None)
             same = self.evaluator.measure([program], rival)[program]
-        return self.question.valued(program, same)
+        return self.question.add_value(program, same)
 
     @property
     def _is_by_divergence(self) -> bool:
@@ -365,13 +367,13 @@ class Search:
         found = replace(found, goals=found.goals_worth_trying)
         if self.question.drafting is None:
             return found
-        promising = found.promising(self.question.drafting.promise)
+        promising = found.keep_promising(self.question.drafting.promise)
         if question.whole is None and not promising.goals:
             return found
         return promising
 
 
-def _rounded(number: str) -> float:
+def _round(number: str) -> float:
     return float(f"{float(number):.{DIGITS}g}")
 
 
@@ -412,7 +414,7 @@ class SurgerySampler(BaseSampler):
     ) -> dict[str, Any]:
         with self.search.lock:
             stored = [one for one in study.get_trials(deepcopy=False) if one.number != trial.number]
-            finished = self.search.finished(stored)
+            finished = self.search.finished_trials(stored)
             # Of one that was asked for by somebody else just now the parameters are not there yet.
             open_ = [one for one in stored if not one.state.is_finished()]
             running = {one.user_attrs[PROGRAM] for one in open_ if PROGRAM in one.user_attrs}

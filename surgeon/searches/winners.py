@@ -38,7 +38,7 @@ from surgeon.runtime.worker.ranks import Ranks
 from surgeon.searches.drafting import FoundDraft
 from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.pricing import pareto_front
-from surgeon.searches.quantities import DRAFT, HERE, Aspect, Limit, priced, show_seconds
+from surgeon.searches.quantities import DRAFT, HERE, Aspect, Limit, select_priced, show_seconds
 from surgeon.searches.question import PricedQuestion, Question
 from surgeon.searches.workers import say_aside
 from surgeon.words import in_words, join_words
@@ -101,14 +101,14 @@ class HeldOutComparison:
     original: Quality
 
     @property
-    def chosen(self) -> Finalist:
+    def choice(self) -> Finalist:
         """The search's winner, unless runners-up are better on held-out text; then the best of those."""
         ahead = [one for one in self.runners_up if one.verdict == "worse"]
         return min(ahead, key=lambda one: quality_by(one.unseen, self.by), default=self.searched)
 
     @property
-    def overturned(self) -> bool:
-        return self.chosen is not self.searched
+    def is_overturned(self) -> bool:
+        return self.choice is not self.searched
 
     @property
     def finalists(self) -> tuple[Finalist, ...]:
@@ -124,9 +124,9 @@ class HeldOutComparison:
             f"{unseen:.4g} on {first.unseen.tokens:,} held-out tokens ({windows} windows)"
         )
         found = [both, *self.verdicts(lambda one: (one.trial.measured, one.unseen))]
-        if self.overturned:
+        if self.is_overturned:
             found.append(
-                f"HELD-OUT TEXT OVERTURNS THE SEARCH: trial {self.chosen.trial.number} is the winner, not trial "
+                f"HELD-OUT TEXT OVERTURNS THE SEARCH: trial {self.choice.trial.number} is the winner, not trial "
                 f"{first.trial.number}, which was best on the text of the search only"
             )
         return found
@@ -156,8 +156,8 @@ class HeldOutComparison:
             "original": quality_json(self.original),
             "searched": self.searched.to_json(),
             "runners_up": [one.to_json() for one in self.runners_up],
-            "winner": self.chosen.trial.number,
-            "overturned": self.overturned,
+            "winner": self.choice.trial.number,
+            "overturned": self.is_overturned,
             "sentences": self.lines(),
         }
 
@@ -183,8 +183,8 @@ class HealedFinalists:
         return rows
 
     def lines(self) -> list[str]:
-        first = self.before.chosen.trial.number
-        chosen = self.after.chosen.trial.number
+        first = self.before.choice.trial.number
+        chosen = self.after.choice.trial.number
         found = [f"{len(self.before.finalists)} finalists were {self.how}"]
         found += [
             f"healed, {said}"
@@ -210,9 +210,9 @@ class HealedFinalists:
         return {
             "by": self.after.by,
             "candidates": candidates,
-            "winner_before": self.before.chosen.trial.number,
-            "winner": self.after.chosen.trial.number,
-            "changed": self.after.chosen.trial != self.before.chosen.trial,
+            "winner_before": self.before.choice.trial.number,
+            "winner": self.after.choice.trial.number,
+            "changed": self.after.choice.trial != self.before.choice.trial,
             "sentences": self.lines(),
         }
 
@@ -246,7 +246,7 @@ class Winner:
                     one.unseen for one in comparison.finalists if one.trial.number == self.trial.number
                 )
                 missed += [
-                    f"{limit} is not kept on held-out text{when}: {limit.aspect.show(limit.aspect.measured(unseen))}"
+                    f"{limit} is not kept on held-out text{when}: {limit.aspect.show(limit.aspect.read_cost(unseen))}"
                     for limit in of_quality
                     if limit.lack(unseen, comparison.original)
                 ]
@@ -397,12 +397,13 @@ def _nearest(question: PricedQuestion, trials: Sequence[Trial]) -> str:
     distances = {one.number: sum(question.lacks_of_quality(one.measured)) for one in whole}
     best = min(whole, key=lambda trial: (distances[trial.number], trial.number))
     had = ", ".join(
-        limit.aspect.show(limit.aspect.measured(best.measured)) for limit in question.settings.of_quality
+        limit.aspect.show(limit.aspect.read_cost(best.measured))
+        for limit in question.settings.of_quality
     )
     if not math.isfinite(distances[best.number]):
         had = "none that predicts anything"
     if question.settings.is_between_limits:
-        aspects = (limit.aspect for limit in priced(limits))
+        aspects = (limit.aspect for limit in select_priced(limits))
         had += f" and {', '.join(aspect.show(question.pricing.price(aspect, best.program)) for aspect in aspects)}"
     return (
         f"of {len(trials)} trials none is within {budget}; the nearest, trial {best.number}, has {had}; allow more, or "

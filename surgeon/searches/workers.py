@@ -56,7 +56,7 @@ def worker_processes(
 
     def watch(index: int, process: Child) -> None:
         if process.wait() and not ending.is_set():
-            say(f"worker {index} (process {process.pid}) {process.ending()}; the others go on")
+            say(f"worker {index} (process {process.pid}) {process.describe_end()}; the others go on")
 
     def wait(seconds: float) -> None:
         deadline = time.monotonic() + seconds

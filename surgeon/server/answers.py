@@ -352,7 +352,7 @@ async def respond(request: Request, state: ServerState, body: CompletionBody | C
     try:
         # Until here the model might have refused the prompts.
         if body.wanted_logprobs()[1] is not None:
-            located = await asyncio.to_thread(lambda: [*map(state.texts.located, prompts)])
+            located = await asyncio.to_thread(lambda: [*map(state.texts.locate, prompts)])
             for number, answer in enumerate(answers):
                 answer.prompt = located[number // body.choices]
         # Only now is it known whether there will be an answer, so only now can a stream have its status.

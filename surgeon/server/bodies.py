@@ -245,7 +245,7 @@ class Body(BaseModel):
             "max_new_tokens": self._new_tokens(prompt, room),
         }
         own["logprobs"], own["prompt_logprobs"] = self.wanted_logprobs()
-        given = {"temperature": 1.0} | defaults.applied()
+        given = {"temperature": 1.0} | defaults.sampling_fields()
         given |= {name: value for name, value in own.items() if value is not None}
         try:
             return Sampling(**given)
@@ -385,7 +385,7 @@ class Texts:
         _check_text(text, name)
         return self._encoder(text, special)
 
-    def located(self, prompt: Prompt) -> Prompt:
+    def locate(self, prompt: Prompt) -> Prompt:
         """The prompt with its offsets in the given text, or else in that of the tokens.
 
         Where the tokenizer does not write the given text again (special tokens, normalisation), its own offsets count.

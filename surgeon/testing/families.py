@@ -344,7 +344,7 @@ class FamilyContract:
             del widths["A"]
         if family.mixture:
             del widths["F"]
-        narrow = _dense(model).renamed(lambda one: replace(one, width=widths.get(one.kind)))
+        narrow = _dense(model).map_sublayers(lambda one: replace(one, width=widths.get(one.kind)))
         expected = logits_of(edit(model, narrow), ids)
         _export(tmp_path, narrow, "plain")
         stock = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)

@@ -309,13 +309,13 @@ def two_slices(program: Program) -> Program:
 def narrow(program: Program) -> Program:
     """Layer 1 with one KV group, layer 2 with one and with 5 neurons."""
     widths = {Sublayer("A", (1,)): 1, Sublayer("A", (2,)): 1, Sublayer("F", (2,)): 5}
-    return program.renamed(lambda one: replace(one, width=widths.get(one)))
+    return program.map_sublayers(lambda one: replace(one, width=widths.get(one)))
 
 
 def fewer_experts(program: Program) -> Program:
     """Two experts of layer 1's mixture, and three of layer 3's."""
     kept = {Sublayer("F", (1,)): (0, 3), Sublayer("F", (3,)): (0, 1, 3)}
-    return program.renamed(lambda one: replace(one, experts=kept.get(one)))
+    return program.map_sublayers(lambda one: replace(one, experts=kept.get(one)))
 
 
 Edit = tuple[Callable[[Program], Program], Callable[[Sublayers, Tensor], Tensor]]

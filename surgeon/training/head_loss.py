@@ -192,10 +192,10 @@ class LogitsTask:
         size = max(LEAST_ROWS, limit // (4 * logits.shape[1]))
         for start in range(0, len(logits), size):
             block = slice(start, start + size)
-            student = head.finished(logits[block].to(torch.promote_types(logits.dtype, torch.float32)))
+            student = head.finish(logits[block].to(torch.promote_types(logits.dtype, torch.float32)))
             divergence, nll, gradient = self._block(target, block, labels[block], student)
             sums.append(torch.stack([divergence, nll]))
-            logits[block] = head.unfinished(gradient, student)
+            logits[block] = head.unfinish(gradient, student)
         return torch.stack(sums).sum(0)
 
     def _block(

@@ -180,7 +180,7 @@ class Trained:
         seconds: with measurements.
         original, before, after: quality on the held-out text, of the original (None without one), and of the model
             before and after its training.
-        model: edited, trained, with its adapters (`merged` has them in its matrices); None where another process has
+        model: edited, trained, with its adapters (`merge` has them in its matrices); None where another process has
             it.
     """
 
@@ -209,7 +209,7 @@ class Trained:
         }
         return cls(**{**entries, **qualities})
 
-    def merged(self) -> PreTrainedModel:
+    def merge(self) -> PreTrainedModel:
         """Merge the adapters into the model's matrices, in place."""
         for module in self.model.modules():
             base: Any = module.get_base_layer() if isinstance(module, LoraLayer) else None
@@ -277,7 +277,7 @@ class TrainedModel:
             NotProven: if what was written is not the model, or its program not the one that was trained.
             OSError, ValueError: as `surgeon.export`.
         """
-        model = self.whole.merged()
+        model = self.whole.merge()
         racks = self.racks
         if racks is None:
             return export(model, output, **options)

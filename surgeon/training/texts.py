@@ -156,7 +156,7 @@ class TrainTexts:
         training = f"{len(self.training) * window:,} tokens of {self.training.source}"
         what = f"{self.held_out.ids.numel():,} tokens"
         if self.held_out.answers is not None:
-            what = f"{self.held_out.predicted:,} predicted tokens"
+            what = f"{self.held_out.predicted_tokens:,} predicted tokens"
         held_out = f"{what} of {self.held_out.source}"
         if self.behind:
             held_out += f" (held out: {plural(self.behind, 'window')} behind them)"

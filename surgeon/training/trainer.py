@@ -210,7 +210,7 @@ class ModelTrainer(Trainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
         """Compute the mean loss of a micro-batch, in nats per predicted token, with the experts' balance."""
-        with self.balance.watched() as seen:
+        with self.balance.watch() as seen:
             if self.towards is None:
                 parts = {"loss": text_loss(model, inputs)}
             else:
@@ -368,7 +368,7 @@ class ExpertBalance:
             self._logits = layers.family.mixture.logits
 
     @contextmanager
-    def watched(self) -> Iterator[list[Tensor]]:
+    def watch(self) -> Iterator[list[Tensor]]:
         """Collect the router logits of the next forward pass, (tokens, experts) each; nothing where the weight is 0."""
         seen: list[Tensor] = []
 

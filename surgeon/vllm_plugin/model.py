@@ -68,7 +68,7 @@ class CompiledNorm(Norm):
     def __init__(self, norm: Norm) -> None:
         vars(self).update(vars(norm))
 
-    def added(self, stream: Tensor, output: Tensor) -> Tensor:
+    def add(self, stream: Tensor, output: Tensor) -> Tensor:
         """The sum of a stream and what is added to it, (T, h) each."""
         return stream + output
 
@@ -232,12 +232,12 @@ class ProgramForCausalLM(nn.Module):
         were wrong on a CPU used like one without AVX-512.
         """
         if self.plan.ranks == 1:
-            return self.ends.scaled(self.embedding(input_ids))
+            return self.ends.scale(self.embedding(input_ids))
         shard = self.embedding.shard_indices
         first = shard.org_vocab_start_index
         end = shard.org_vocab_end_index
         own = embedded_among(input_ids, self.embedding.weight[: end - first], first)
-        return self.ends.scaled(tensor_model_parallel_all_reduce(own))
+        return self.ends.scale(tensor_model_parallel_all_reduce(own))
 
     def forward(
         self,
@@ -253,7 +253,7 @@ class ProgramForCausalLM(nn.Module):
             if stream is None:
                 assert input_ids is not None
                 stream = self.embed_input_ids(input_ids)
-            state = State(self.ends.placed(stream, positions))
+            state = State(self.ends.add_positions(stream, positions))
         else:
             pending = intermediate_tensors["pending"]
             state = State(intermediate_tensors["stream"], lambda: pending)

@@ -52,7 +52,9 @@ def program_for(family: str, program: str) -> str:
         )
 
     wanted = {(one.kind, one.layers): own(one) for one in Program.parse(program).sublayers()}
-    return str(Program.dense(2, known.steps_per_layer).renamed(lambda one: wanted[one.kind, one.layers]))
+    return str(
+        Program.dense(2, known.steps_per_layer).map_sublayers(lambda one: wanted[one.kind, one.layers])
+    )
 
 
 def style_of(plan: dict[str, str], name: str) -> str:

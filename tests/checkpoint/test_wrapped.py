@@ -227,7 +227,7 @@ def test_a_program_runs_inside(model_type: str, program: str, saved: Any, tmp_pa
         )
     reopened = surgeon.open(tmp_path / "out")
     assert reopened.wrapped.wrapper.model_type == model_type
-    assert str(reopened.program) == str(Program.parse(program).renamed(numbered_anew(program)))
+    assert str(reopened.program) == str(Program.parse(program).map_sublayers(numbered_anew(program)))
     torch.testing.assert_close(logits(load(reopened), input_ids=TEXT), logits(edited, input_ids=TEXT))
     assert torch.equal(reopened.wrapped.files.tensor(reopened.wrapped.around[0]), around_of(folder))
     if model_type == "qwen3_5":

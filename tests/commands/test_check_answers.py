@@ -43,7 +43,7 @@ def works(found: Check, area: str) -> dict[str, str]:
 
 def test_of_a_llama_everything_works(checked: Callable[..., Check]) -> None:
     found = checked("llama", ranks=(1, 2, 3, 100))
-    assert found.refused is None
+    assert found.refusal is None
     for area in ("load", "scan", "search", "export", "vllm", "train"):
         assert set(works(found, area).values()) == {"yes"}, area
     on_ranks = found.of_area("ranks")
@@ -160,13 +160,13 @@ def test_whether_something_can_draft(tiny_checkpoint: Path) -> None:
 
 def test_what_is_refused_altogether(checked: Callable[..., Check]) -> None:
     found = checked("opt", do_layer_norm_before=False, word_embed_proj_dim=32, ffn_dim=48)
-    assert "norms come after the sublayers" in str(found.refused)
+    assert "norms come after the sublayers" in str(found.refusal)
     assert found.table().empty
     assert "it has no final norm" in str(
-        checked("opt", _remove_final_layer_norm=True, ffn_dim=48).refused
+        checked("opt", _remove_final_layer_norm=True, ffn_dim=48).refusal
     )
     unknown = checked("arcee")
-    assert "'arcee' is not supported" in str(unknown.refused)
+    assert "'arcee' is not supported" in str(unknown.refusal)
 
 
 def test_it_is_written_and_read_again(checked: Callable[..., Check], tmp_path: Path) -> None:

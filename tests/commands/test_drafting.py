@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
@@ -208,7 +209,7 @@ def counts_of(folder: Path, options: ServiceOptions) -> dict[str, float]:
     """What /metrics shows of drafts when a text has been written."""
     with Service(folder, options) as service:
         last = list(service.submit([5, 6, 7], Sampling(max_new_tokens=20, ignore_end=True)))[-1]
-        found = text_string_to_metric_families(Meters(service).text().decode())
+        found = text_string_to_metric_families(generate_latest(Meters(service).registry).decode())
         samples = {sample.name: sample.value for family in found for sample in family.samples}
     assert last.usage.accepted <= last.usage.drafted
     assert samples["surgeon_drafted_total"] == last.usage.drafted

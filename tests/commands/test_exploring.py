@@ -289,7 +289,7 @@ def test_the_same_command_goes_on(
     first = Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=1, seconds=10)
     first.ends = {"search"}
     first.go()
-    spent = first.exploring.spent
+    spent = first.exploring.seconds_spent
     assert Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=1, seconds=10).go() == []
     again = Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=2, seconds=10)
     assert again.exploring.before == pytest.approx(spent, abs=3)
@@ -345,7 +345,7 @@ def test_the_whole_way(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -
     minutes, output, start = 1.5, tmp_path / "out", time.monotonic()
     found = explore(tiny_checkpoint, tiny_text, output, minutes=minutes)
     assert time.monotonic() - start <= 60 * 1.1 * minutes
-    assert found.spent <= 60 * 1.1 * minutes
+    assert found.seconds_spent <= 60 * 1.1 * minutes
     assert found.scan is not None
     assert set(found.scan.cells["operation"]) == {
         "shuffle",

@@ -126,10 +126,10 @@ def test_what_is_asked_for_has_to_be_there(tmp_path: Path) -> None:
 
 def test_launches_are_those_of_a_name_of_a_nature_or_of_anything() -> None:
     host = parse_hardware(SHARED).host
-    assert host.launching("norm", "copy", 100) == 5e-6
+    assert host.launch_seconds("norm", "copy", 100) == 5e-6
     # Between 1 and 16 new tokens.
-    assert host.launching("attention", "attention", 4) == pytest.approx(5e-5)
-    assert host.launching("q k v", "product", 1) == 1e-6
+    assert host.launch_seconds("attention", "attention", 4) == pytest.approx(5e-5)
+    assert host.launch_seconds("q k v", "product", 1) == 1e-6
     assert host.forward.at(8) == 0.004
 
 

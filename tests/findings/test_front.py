@@ -39,7 +39,7 @@ def test_a_front_shows_its_points_and_how_many_trials_lie_far(tmp_path: Path) ->
     far = trial(9, pairs(0, 2, 4, 6), [math.inf] * 4), trial(10, pairs(2), [90.0] * 4)
     every = [*TRIALS, *far]
     front = write_front(
-        tmp_path, pareto_front(every, QUESTION.traded, PRICING), QUESTION, "demo", "h" * 64
+        tmp_path, pareto_front(every, QUESTION.traded_aspects, PRICING), QUESTION, "demo", "h" * 64
     )
     found = SearchResult(table(every), front=front, record={"num_layers": 8})
     figure = found.plot("front")

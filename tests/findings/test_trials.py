@@ -48,7 +48,7 @@ LEVELS = trials(
 
 def test_the_best_so_far_is_whole_and_within_the_budget() -> None:
     assert BUDGET.best_so_far.tolist() == [0.4, 0.2, 0.2, 0.2, 0.2]
-    assert BUDGET.ranked == [1, 4, 0]
+    assert BUDGET.by_rank == [1, 4, 0]
     assert BUDGET.good == [1]
     assert not BUDGET.has_levels
     assert BUDGET.tip(3) == "trial 3, depth 5, divergence 0.15 (estimate, stopped early): pair 2:4"
@@ -65,8 +65,8 @@ def test_levels_are_compared_with_themselves_only() -> None:
 
 def test_layers_that_good_trials_change() -> None:
     assert BUDGET.spaces() == ["pair", "drop"]
-    assert BUDGET.touched("drop", 5, BUDGET.good).tolist() == [0, 0, 0, 1, 0]
-    assert BUDGET.touched("pair", 5, range(5)).tolist() == pytest.approx([0.2, 0.8, 0.8, 0.2, 0])
+    assert BUDGET.count_touched("drop", 5, BUDGET.good).tolist() == [0, 0, 0, 1, 0]
+    assert BUDGET.count_touched("pair", 5, range(5)).tolist() == pytest.approx([0.2, 0.8, 0.8, 0.2, 0])
 
 
 def test_edits_in_few_words() -> None:

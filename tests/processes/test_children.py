@@ -70,7 +70,7 @@ def test_what_a_child_is(tmp_path: Path) -> None:
     )
     child = Child(["-c", code, "a", "b"], tmp_path / "log", 3, environment={"OWN": "1"})
     assert child.wait(60) == child.poll() == 0
-    assert child.said() == f"3 1 False ['a', 'b'] True {os.getsid(0)}\n"
+    assert child.read_output() == f"3 1 False ['a', 'b'] True {os.getsid(0)}\n"
 
 
 def test_how_it_ended(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_how_it_ended(tmp_path: Path) -> None:
             assert child.poll() is None
             child.kill()
         child.wait(60)
-        endings[child.ending()] = child.said()
+        endings[child.describe_end()] = child.read_output()
     assert endings == {
         "ended with exit code 1: error: no": "1\nerror: no\n",
         "ended with exit code 3: it wrote nothing": "",
@@ -98,8 +98,8 @@ def test_how_it_ended(tmp_path: Path) -> None:
 
 def test_an_interrupted_one(tmp_path: Path) -> None:
     child = Child(["-c", "print('there', flush=True); import time; time.sleep(60)"], tmp_path / "log", 1)
-    wait_until(lambda: child.said() != "")
+    wait_until(lambda: child.read_output() != "")
     child.interrupt()
     child.wait(60)
-    assert child.ending() == "was ended by SIGINT"
+    assert child.describe_end() == "was ended by SIGINT"
     child.interrupt()  # there is nobody

@@ -33,7 +33,7 @@ def write(folder: Path, text: str) -> str:
 def test_windows_are_the_text_in_order(tokenizer: Any, tmp_path: Path) -> None:
     windows = load_windows(tokenizer, write(tmp_path, TEXT * 20), window=16, tokens=100)
     assert windows.ids.shape == (6, 16)
-    assert windows.predicted == 90
+    assert windows.predicted_tokens == 90
     assert windows.ids.flatten().tolist() == tokenizer(TEXT * 20)["input_ids"][:96]
     assert windows.ids[0, 0] == tokenizer.bos_token_id
     assert not windows.notes

@@ -73,10 +73,10 @@ class MadeUpSearch(Search):
 
 def try_programs(searching: Search, trials: int, sampler: str = SURGEON, seed: int = 0) -> list[Trial]:
     """Run a search in a study in memory."""
-    directions = ["minimize"] * len(searching.question.settings.recorded)
+    directions = ["minimize"] * len(searching.question.settings.recorded_aspects)
     study = optuna.create_study(directions=directions, sampler=make_sampler(searching, sampler, seed))
     run_trials(study, searching.objective, trials, None, lambda _: None)
-    return searching.finished(list_trials(study))
+    return searching.finished_trials(list_trials(study))
 
 
 def search(spaces: str, budget: str | None, objectives: str = "divergence") -> tuple[Search, Any]:

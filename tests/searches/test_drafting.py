@@ -140,7 +140,7 @@ def test_what_slices_send_is_what_ranks_count() -> None:
 
 def test_what_a_draft_is_worth_by_hand() -> None:
     accepted = (0.9, 0.95, 0.85, 0.98)
-    found = drafts().valued(HALF, measured(*accepted))
+    found = drafts().add_value(HALF, measured(*accepted))
     known = drafts().by_quality(HALF, measured(*accepted))
     assert known is not None
     ahead = known.ahead
@@ -161,11 +161,11 @@ def test_what_a_draft_is_worth_by_hand() -> None:
     low, high = interval(found.by_window("draft_time"))
     half = stats.t.ppf(0.975, 3) * float(stats.sem(accepted)) * abs(slope)
     assert (low, high) == pytest.approx((time(mean) - half, time(mean) + half), rel=1e-4)
-    never = drafts().valued(HALF, measured(0.01, 0.02))
+    never = drafts().add_value(HALF, measured(0.01, 0.02))
     assert (never.more["draft_time"], never.more["ahead"]) == (pytest.approx(1.0), 0)
-    assert "draft_time" not in drafts().valued(Program.parse("A0 A0 F0"), measured(0.9)).more
-    assert DRAFT.measured(found) == found.more["draft_time"]
-    assert DRAFT.measured(measured(0.9)) == math.inf
+    assert "draft_time" not in drafts().add_value(Program.parse("A0 A0 F0"), measured(0.9)).more
+    assert DRAFT.read_cost(found) == found.more["draft_time"]
+    assert DRAFT.read_cost(measured(0.9)) == math.inf
 
 
 def test_lines_say_what_is_predicted_and_what_is_measured() -> None:
@@ -258,14 +258,14 @@ def test_edits_that_make_no_draft_are_refused_and_counted() -> None:
     assert "width" not in usual
     assert "drop" in usual
     mixture = replace(settings, space="pair,drop").mixture(small_model(layers=4))
-    assert mixture.refused == {}
+    assert mixture.refusals == {}
     assert {edit.space for edit in mixture.edits} == {"pair", "drop"}
     model, repeats = small_model(layers=4), parse_spaces("repeat", 2)
-    (counted,) = Mixture(repeats, model, draft_obstacle(model, 2)).refused["repeat"].items()
+    (counted,) = Mixture(repeats, model, draft_obstacle(model, 2)).refusals["repeat"].items()
     assert counted[0].startswith("A0 of the draft has no keys and values of the model's to read")
     assert counted[1] == len(Mixture(repeats, model).edits) == 4 + 3
     said = iter(["layer 1 is late", "it is odd", "layer 2 is late", "layer 10 is late"])
-    refused = Mixture(parse_spaces("drop:layers", 2), model, lambda *_: next(said)).refused
+    refused = Mixture(parse_spaces("drop:layers", 2), model, lambda *_: next(said)).refusals
     assert refused == {"drop": {"layer 1 is late": 3, "it is odd": 1}}
 
 
@@ -299,7 +299,7 @@ def test_what_does_not_go_with_drafts(budget: str | None, objective: str, said: 
 def test_a_draft_is_of_this_machine_if_nothing_is_said() -> None:
     assert parse_objectives("draft") == (Aspect("draft", "here"),)
     settings = Question("pair", None, "draft@cpu-2", sampled_acceptance=True)
-    assert settings.recorded == (Aspect("draft", "cpu-2"),)
+    assert settings.recorded_aspects == (Aspect("draft", "cpu-2"),)
     assert settings.aspects == (Aspect("draft_pass", "cpu-2"),)
     assert (settings.acceptance, replace(settings, sampled_acceptance=False).acceptance) == (
         SAMPLED,

@@ -69,9 +69,9 @@ def test_the_front_is_what_nothing_dominates() -> None:
 
 
 def test_points_of_a_front() -> None:
-    front = pareto_front(TRIALS, QUESTION.traded, PRICING)
+    front = pareto_front(TRIALS, QUESTION.traded_aspects, PRICING)
     assert [one.number for one in front] == [1, 6, 3]  # not 5, which was stopped early
-    assert PRICING.costs(QUESTION.traded, front[0]) == (pytest.approx(0.015), 7)
+    assert PRICING.costs(QUESTION.traded_aspects, front[0]) == (pytest.approx(0.015), 7)
 
 
 def test_the_knee_of_known_curves() -> None:
@@ -145,7 +145,7 @@ def test_curves_by_space_and_together() -> None:
 def test_files_of_a_front(tmp_path: Path) -> None:
     (tmp_path / "front").mkdir()
     (tmp_path / "front" / "09-recipe.yaml").write_text("old")
-    front = pareto_front(TRIALS, QUESTION.traded, PRICING)
+    front = pareto_front(TRIALS, QUESTION.traded_aspects, PRICING)
     table = write_front(tmp_path, front, QUESTION, "a model", "0" * 64)
     assert table["divergence"].tolist() == pytest.approx([0.015, 0.02, 0.5])
     assert table["depth"].tolist() == [7, 6, 5]

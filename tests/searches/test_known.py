@@ -51,7 +51,7 @@ def test_what_a_scan_has_measured_is_what_the_search_would_measure(
     pairs = Edit(0, 2, "pair"), Edit(2, 4, "pair")
     assert list(known.choices(mixture)) == [pairs], "the one stretch of two pairs"
     for program, measured in evaluator.measure([*programs, mixture.program(pairs)]).items():
-        found = known.measured(program)
+        found = known.find_quality(program)
         assert found is not None
         assert found.whole
         assert found.windows["divergence"] == pytest.approx(
@@ -65,8 +65,10 @@ def test_what_a_scan_has_measured_is_what_the_search_would_measure(
         assert found.tokens == measured.tokens
     asked = Question("pair", "depth=3")
     question = PricedQuestion(asked, mixture, asked.pricing(subject.opened), Quality(9, divergence=0))
-    assert known.plan(question).known == pytest.approx([known.measured(p).divergence for p in programs])  # type: ignore[union-attr]
-    assert known.measured(Program.parse("A0 F0 A2 F2 A1 F1 A3 F3")) is None
+    assert known.plan(question).known == pytest.approx(
+        [known.find_quality(p).divergence for p in programs]
+    )  # type: ignore[union-attr]
+    assert known.find_quality(Program.parse("A0 F0 A2 F2 A1 F1 A3 F3")) is None
 
 
 def test_a_search_finds_the_same_with_no_more(
@@ -165,7 +167,7 @@ def test_a_spectrum_makes_ranks_those_of_single_matrices_with_its_factors(
     evaluator = Evaluator(subject.model, subject.windows, factors=factors)
     programs = [mixture.program((edit,)) for edit in mixture.edits]
     for program, measured in evaluator.measure(programs).items():
-        found = known.measured(program)
+        found = known.find_quality(program)
         assert found is not None
         assert found.windows["divergence"] == pytest.approx(
             measured.windows["divergence"], rel=1e-4, abs=1e-8
@@ -215,7 +217,7 @@ def test_edits_of_which_a_pass_says_nothing_are_measured_beside_the_better_half_
         left = {str(edit) for edit, runs in zip(mixture.edits, plan.run, strict=True) if not runs}
         assert left == {"desync 6:7", "pair 5:7"}, "8 of 9 of each are measured"
         measured = np.where(plan.run, 0.1 + 0.1 * np.arange(len(plan.run)), np.nan)
-        assert np.isfinite(plan.completed(measured)).all(), "what does not run can be estimated"
+        assert np.isfinite(plan.complete(measured)).all(), "what does not run can be estimated"
     few = Known((KnownPass("similarity", Path("c"), missed={9: 1.0}),)).plan(searching.question)
     assert few.run.all(), "one has no order"
 
@@ -227,7 +229,7 @@ def test_what_is_not_measured_is_a_power_of_what_was_foreseen() -> None:
     plan = replace(
         TermsPlan.whole(mixture), foreseen=foreseen, groups=np.array([0, 0, 0, 0, 1, 1], dtype=np.int64)
     )
-    found = plan.completed(np.array([*true[:3], np.nan, 0.7, np.nan]))
+    found = plan.complete(np.array([*true[:3], np.nan, 0.7, np.nan]))
     assert found == pytest.approx([*true, 0.7, 0.7], rel=1e-9), (
         "of a group of which little is known, the worst"
     )

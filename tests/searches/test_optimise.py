@@ -119,7 +119,9 @@ def test_it_is_the_regression_of_all_weights() -> None:
     weights = np.linalg.solve(precision, phi.T @ noise @ residual)
     asked = [(0, 1), (2, 3, 5), (4,), tuple(range(COUNT))]
     wanted = [prior.of(one) for one in asked] + features(asked, prior, 0.3, 0.1) @ weights
-    assert [surrogate.corrected.of(one) for one in asked] == pytest.approx(wanted.tolist(), rel=1e-6)
+    assert [surrogate.corrected_damage.of(one) for one in asked] == pytest.approx(
+        wanted.tolist(), rel=1e-6
+    )
     row = features(asked, prior, 0.3, 0.1)
     deviation = np.sqrt(np.einsum("cf,fg,cg->c", row, np.linalg.inv(precision), row))
     assert surrogate.uncertainty(asked) == pytest.approx(deviation, rel=1e-5)
@@ -130,10 +132,10 @@ def test_what_was_measured_is_predicted() -> None:
     by_choice = dict(zip(choices, measured, strict=True))
     surrogate = Surrogate.fit(prior, list(by_choice), list(by_choice.values()))
     for choice, value in by_choice.items():
-        assert surrogate.corrected.of(choice) == pytest.approx(value, rel=0.1)
+        assert surrogate.corrected_damage.of(choice) == pytest.approx(value, rel=0.1)
         assert surrogate.uncertainty([choice])[0] < Surrogate.fit(prior, [], []).uncertainty([choice])[0]
 
 
 def test_without_trials_it_is_what_it_was_given() -> None:
     prior, _, _ = drawn()
-    assert Surrogate.fit(prior, [], []).corrected is prior
+    assert Surrogate.fit(prior, [], []).corrected_damage is prior

@@ -53,7 +53,7 @@ def test_less_is_better_of_all() -> None:
 
 def test_what_is_not_known_is_never_best() -> None:
     objectives = parse_objectives("divergence,depth")
-    assert objectives[0].measured(replace(MEASURED, divergence=math.nan)) == math.inf
+    assert objectives[0].read_cost(replace(MEASURED, divergence=math.nan)) == math.inf
     trial = Trial(str(PROGRAM), "window", (), number=3, measured=MEASURED)
     assert pricing("depth").costs(objectives, trial) == (0.03, 3)
 

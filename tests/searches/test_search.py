@@ -212,7 +212,7 @@ def test_a_question_that_names_no_space_has_all_that_lessen_what_it_asks_for(
 def test_the_front_between_two_limits_is_looked_for_on_both_sides() -> None:
     searching, _ = search("pair,drop:layers", "depth=7,divergence<=0.6")
     question, trials = searching.question, [*try_programs(searching, 60)]
-    assert question.traded == (Aspect("divergence"), DEPTH)
+    assert question.traded_aspects == (Aspect("divergence"), DEPTH)
     depths = [question.pricing.price(DEPTH, trial.program) for trial in trials]
     good = [
         depth for depth, trial in zip(depths, trials, strict=True) if trial.measured.divergence <= 0.6
@@ -256,7 +256,7 @@ def test_two_costs_are_looked_along_in_one_search() -> None:
 
 
 def study_of(searching: Search, **options: Any) -> optuna.Study:
-    directions = ["minimize"] * len(searching.question.settings.recorded)
+    directions = ["minimize"] * len(searching.question.settings.recorded_aspects)
     return optuna.create_study(directions=directions, sampler=SurgerySampler(searching), **options)
 
 
@@ -358,7 +358,7 @@ def test_trials_that_others_chose_and_measured_are_learnt_from() -> None:
     study.optimize(searching.objective, n_trials=8)
     assert study.best_trial.number == 0
     assert len({*keys(searching, study.trials)}) == 8
-    (broken,) = searching.finished(study.trials[:1])
+    (broken,) = searching.finished_trials(study.trials[:1])
     assert broken.measured.divergence == study.trials[0].value
 
 

@@ -112,14 +112,14 @@ def test_better_is_rarely_said_of_equals() -> None:
 def test_the_searched_winner_stays_unless_another_is_better_for_sure() -> None:
     apart = compared([0.20, 0.21, 0.22, 0.20], [0.10, 0.11, 0.12, 0.101], [0.05, 0.30, 0.04, 0.02])
     assert [one.verdict for one in apart.runners_up] == ["worse", "not told apart"]
-    assert apart.overturned
-    assert apart.chosen.trial.number == 1  # not trial 2, whose mean is lower but cannot be told
+    assert apart.is_overturned
+    assert apart.choice.trial.number == 1  # not trial 2, whose mean is lower but cannot be told
     assert apart.lines()[-1].startswith(
         "HELD-OUT TEXT OVERTURNS THE SEARCH: trial 1 is the winner, not trial 0"
     )
     close = compared([0.20, 0.21, 0.22, 0.20], [0.19, 0.22, 0.20, 0.21])
-    assert not close.overturned
-    assert close.chosen is close.searched
+    assert not close.is_overturned
+    assert close.choice is close.searched
 
 
 def test_sentences_say_better_only_where_it_is() -> None:

@@ -67,7 +67,7 @@ def test_offsets_after_special_tokens_and_characters_of_several_tokens(echo: boo
         special,
     ]
     for given in (PROMPT, tokenizer(PROMPT).input_ids):
-        prompt = texts.located(texts.prompt(given, 99))
+        prompt = texts.locate(texts.prompt(given, 99))
         style = CompletionFormat("tiny", texts, wants_logprobs=True, echo=echo)
         events = events_of(tokenizer, prompt.tokens, tokens)
         whole, streamed = Reply(prompt=prompt), Reply(prompt=prompt)
@@ -102,7 +102,7 @@ def test_offsets_of_bytes_that_are_shown_one_by_one_until_they_are_a_character()
 def test_prompts_with_special_tokens_in_their_text(text: str) -> None:
     tokenizer = tiny_tokenizer()
     texts = Texts(tokenizer)
-    prompt = texts.located(texts.prompt(text, 99))
+    prompt = texts.locate(texts.prompt(text, 99))
     assert len(prompt.offsets) == len(prompt.tokens)
     assert prompt.offsets == sorted(prompt.offsets)
     for token, offset in list(zip(prompt.tokens, prompt.offsets, strict=True))[1:]:
@@ -154,5 +154,7 @@ def test_chats_have_a_chunk_for_every_token_the_end_token_among_them(wants_logpr
     assert len(pieces) == 1 + len(tokens) + 1
     assert "".join(piece["delta"]["content"] for piece in pieces[:-1]) == "🦊 dog"
     assert (pieces[-1]["delta"], pieces[-1]["finish_reason"]) == ({}, "stop")
-    cancelled = chat.pieces(0, answer, OpenRequest(Request(1, (5,), Sampling()), tokenizer).cancelled())
+    cancelled = chat.pieces(
+        0, answer, OpenRequest(Request(1, (5,), Sampling()), tokenizer).cancelled_event()
+    )
     assert [piece["delta"] for piece in cancelled] == [{}]

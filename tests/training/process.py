@@ -82,7 +82,7 @@ def main(folder: str, sharded: str, family: str, program: str, lora: str, hidden
         )
     if found is not None:
         # What slices share under each of its names.
-        every = found.merged().named_parameters(remove_duplicate=False)
+        every = found.merge().named_parameters(remove_duplicate=False)
         norms = {name: float(parameter.detach().norm()) for name, parameter in every}
         (Path(folder) / "norms.json").write_text(json.dumps(norms))
 

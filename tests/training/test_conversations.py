@@ -73,7 +73,7 @@ def test_conversations_stand_whole_in_windows_and_the_last_are_held_out(tmp_path
     assert len(rows) < len(trained)
     assert found.notes == (f"{data}: left out 1 row without an answer (of 10 rows read)",)
     assert found.record()["data_left_out"] == {"rows_without_answer": 1}
-    answers = found.held_out.predicted
+    answers = found.held_out.predicted_tokens
     assert (
         f"measured on {answers} predicted tokens of {data} (held out: 2 windows behind them)"
         in found.line()
@@ -90,10 +90,10 @@ def test_loose_windows_of_conversations_take_nothing_from_training(tmp_path: Pat
     data = written(tmp_path, rows, "loose.jsonl")
     found = load_texts(tokenizer(), data, window, 16 * window, held_out_tokens=24 * window)
     assert (len(found.training), found.behind, len(found.held_out.ids)) == (16, 24, 24)
-    assert found.held_out.predicted == sum(sum(each.answers) for each in tokens(rows)[16:40])
+    assert found.held_out.predicted_tokens == sum(sum(each.answers) for each in tokens(rows)[16:40])
     default = load_texts(tokenizer(), data, window, 1 << 20)
     assert (len(default.training), default.behind) == (54, 6)
-    assert default.held_out.predicted == sum(sum(each.answers) for each in tokens(rows)[54:])
+    assert default.held_out.predicted_tokens == sum(sum(each.answers) for each in tokens(rows)[54:])
 
 
 def test_a_run_trains_on_answers_and_is_judged_by_answers(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_adapters_over_packed_weights_are_those_over_their_numbers(tmp_path: Pat
         )
         found = train(student, TEXTS, settings, tmp_path / str(packed))
         assert found is not None
-        store = ModuleStore(found.merged())
+        store = ModuleStore(found.merge())
         return {name: store.tensor(name) for name in store.names()}
 
     ours, expected = trained(packed=True), trained(packed=False)
@@ -136,7 +136,7 @@ def test_adapters_are_merged(tmp_path: Path) -> None:
     found = healed(tmp_path, settings, dropout=0.0)
     ids = TEXTS.held_out.ids
     adapted = found.model.eval()(input_ids=ids).logits
-    merged = found.merged()
+    merged = found.merge()
     assert not any("lora" in name for name, _ in merged.named_parameters())
     assert torch.allclose(merged(input_ids=ids).logits, adapted, atol=1e-5)
     assert not torch.allclose(

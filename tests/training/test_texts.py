@@ -113,7 +113,7 @@ def test_held_out_documents_are_measured_each_by_itself(tmp_path: Path, document
             values.append(functional.cross_entropy(logits, ids[1:], reduction="none"))
     wanted = torch.cat(values)
     measured = HeldOutQuality(found.held_out, None).measure(model)
-    assert measured.tokens == len(wanted) == found.held_out.predicted
+    assert measured.tokens == len(wanted) == found.held_out.predicted_tokens
     assert measured.perplexity == pytest.approx(float(wanted.mean().exp()), rel=1e-5)
     again = tmp_path / "racks"
     again.mkdir()

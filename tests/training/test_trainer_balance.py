@@ -123,7 +123,7 @@ def test_logits_of_routers_that_give_them_last() -> None:
     """Llama 4's: scores come before them."""
     model = edit(tiny_model("llama4_text", 2, dropout=0.0, **ASKED), "A0 F0 A1 F1")
     balance = ExpertBalance(model)
-    with balance.watched() as seen:
+    with balance.watch() as seen:
         stock = model(input_ids=IDS, output_router_logits=True, use_cache=False).router_logits
     assert len(seen) == len(stock) == 2
     assert all(torch.equal(one, other) for one, other in zip(seen, stock, strict=True))

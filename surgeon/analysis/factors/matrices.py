@@ -71,7 +71,7 @@ class Matrices:
         return self.weights.matrix(matrix.sublayer, matrix.role).whole()
 
     @contextmanager
-    def replaced(self, matrix: Matrix, values: Tensor) -> Iterator[None]:
+    def replace(self, matrix: Matrix, values: Tensor) -> Iterator[None]:
         """Run with another matrix, (out, in), in place of this one; the model's own parameter is back afterwards."""
         module = self.module(matrix)
         own = module.weight

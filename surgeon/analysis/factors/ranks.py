@@ -399,7 +399,7 @@ def factorise_program(own: Program, ranks: Mapping[Matrix, int | None]) -> Progr
     for matrix, rank in ranks.items():
         if rank is not None:
             by_sublayer.setdefault(matrix.sublayer, []).append((matrix.role, rank))
-    return own.renamed(
+    return own.map_sublayers(
         lambda one: replace(one, ranks=tuple(by_sublayer.get(Sublayer(one.kind, one.layers[:1]), ())))
     )
 

@@ -88,7 +88,7 @@ class FusedPlanner(TensorPlanner):
                 tensors = self._tensors(kind, sublayers) if sublayers else {}
                 for path, compute in tensors.items():
                     name = f"{FUSED_FAMILY.layers}.{index}.{path}"
-                    planned += self.planned(name, compute)
+                    planned += self.plan_tensors(name, compute)
         for part in self.family.norms.parts:
             planned += self._move(f"{FUSED_FAMILY.final_norm}.{part}", self.family.final_norm, part)
         return planned + self._head()
@@ -102,7 +102,7 @@ class FusedPlanner(TensorPlanner):
         return planned
 
     def _move(self, name: str, path: str, part: str = "weight") -> list[PlannedTensor]:
-        return self.planned(name, lambda weights: weights.tensor(f"{path}.{part}"))
+        return self.plan_tensors(name, lambda weights: weights.tensor(f"{path}.{part}"))
 
     def _tensors(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
         """Compute the projections, the norms of heads, and the norm before, which only norms in front of several."""

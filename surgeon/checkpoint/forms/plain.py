@@ -114,7 +114,7 @@ def _experts(layers: tuple[StoredLayer, ...], family: Family, config: Any) -> di
         check_groups(counts[0], routing)
     except ValueError as error:
         raise Inexpressible(str(error)) from error
-    return {mixture.count: counts[0], "num_experts_per_tok": routing.chosen(counts[0])}
+    return {mixture.count: counts[0], "num_experts_per_tok": routing.count_chosen(counts[0])}
 
 
 PLAIN = Plain()

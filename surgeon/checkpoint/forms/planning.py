@@ -121,7 +121,7 @@ class TensorPlanner:
             # One norm may be both's.
             computed = dict(chain.from_iterable(map(self._sublayer_tensors, layer)))
             for path, compute in computed.items():
-                planned += self.planned(f"{self.prefix}{index}.{path}", compute)
+                planned += self.plan_tensors(f"{self.prefix}{index}.{path}", compute)
         return planned + [tensor for name in last for tensor in self._copy(name)]
 
     def _copy(self, name: str) -> list[PlannedTensor]:
@@ -129,7 +129,7 @@ class TensorPlanner:
         embedding = f"{self.family.embedding}.weight"
         names = self.weights.names
         written = names.own(embedding) if name == names.of(embedding) else name
-        return self.planned(written, lambda weights: weights.store.tensor(name))
+        return self.plan_tensors(written, lambda weights: weights.store.tensor(name))
 
     def _sublayer_tensors(self, sublayer: Sublayer) -> Iterator[tuple[str, Compute]]:
         """Yield a sublayer's tensors by path from the layer, and how each is computed."""
@@ -189,7 +189,7 @@ class TensorPlanner:
                 place = f"{own}.second.bias" if factors else f"{own}.bias"
                 yield place, _each(each, sublayer, partial(_bias, role))
 
-    def planned(self, name: str, compute: Compute) -> list[PlannedTensor]:
+    def plan_tensors(self, name: str, compute: Compute) -> list[PlannedTensor]:
         """Plan a tensor of this name; its computation is traced on shapes alone.
 
         A quantised matrix that is copied stays one, in the tensors that hold it. A tensor computed of others is stored
@@ -263,7 +263,7 @@ class TensorPlanner:
     def part(self, sublayer: Sublayer, path: str, weights: ModelWeights) -> Tensor:
         """Return one tensor of an unsliced sublayer as its layers store it; an average in float32."""
         if len(sublayer.layers) == 1:
-            return weights.stored(sublayer, path)
+            return weights.stored_part(sublayer, path)
         tensors = (weights.tensor(f"{self.family.layers}.{layer}.{path}") for layer in sublayer.layers)
         return mean(tensors, averaging_dtype(sublayer))
 

@@ -69,7 +69,7 @@ class ProgramForm(Form):
                 ]
             layers.append(StoredLayer(*((one,) for one in held)))
         require_divisible(program.sublayers(), family, config)
-        renumbered = program.renamed(lambda sublayer: sublayer.stored_in(groups.place(sublayer)))
+        renumbered = program.map_sublayers(lambda sublayer: sublayer.stored_in(groups.place(sublayer)))
         why_plugin = needs_plugin(renumbered, family, config, len(layers))
         why_not = family.apart(program)
         if why_plugin or why_not:

@@ -88,7 +88,7 @@ def experts(
             return sublayer
         return made
 
-    return program.renamed(fewer)
+    return program.map_sublayers(fewer)
 
 
 def _choose_experts(

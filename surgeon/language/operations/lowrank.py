@@ -106,7 +106,7 @@ def lowrank(
     @cache
     def chosen(kind: str, width: int | None, other: int | None = None) -> dict[int, Ranks]:
         own = shapes if other is None else shapes.others[other]
-        left = own if width is None else own.narrowed(kind, width)
+        left = own if width is None else own.narrow(kind, width)
         alike = [layer for layer in layers if shapes.others.get(layer, shapes) == own]
         lacked = shapes.matrices.keys() - own.matrices.keys()  # by layers that differ
         if ranks is not None:
@@ -129,7 +129,7 @@ def lowrank(
         usual = width is None and other is None
         return _truncate(sublayer, layers, for_whole if usual else chosen(kind, width, other))
 
-    return program.renamed(truncate)
+    return program.map_sublayers(truncate)
 
 
 def rank_for(keep: float, out_features: int, in_features: int) -> int | None:

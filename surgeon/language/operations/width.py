@@ -124,7 +124,7 @@ def width(
             return sublayer
         return _narrow(sublayer, count, layers, shapes)
 
-    return program.renamed(narrow)
+    return program.map_sublayers(narrow)
 
 
 def _warn_of_whole(layers: range, widths: Mapping[str, int], shapes: LayerShapes) -> None:

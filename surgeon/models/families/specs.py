@@ -439,7 +439,7 @@ class SublayerSpec:
             return {}
         return {self.head_norm.queries: "q", self.head_norm.keys: "k"}
 
-    def given(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def rename_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Name the decoder's keyword arguments for a layer as the first module does."""
         names = dict(self.renamed)
         called = {names.get(name, name): value for name, value in arguments.items()}

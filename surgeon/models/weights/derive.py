@@ -178,7 +178,7 @@ def stored_tensors(sublayer: Sublayer, weights: ModelWeights) -> Tensors:
     spec = weights.spec(sublayer)
     by_role = weights.by_role(sublayer)
     if sublayer.piece is not None:
-        elsewhere = weights.written(replace(sublayer, piece=(0, sublayer.piece[1])))
+        elsewhere = weights.written_part(replace(sublayer, piece=(0, sublayer.piece[1])))
         biases = {name: tensor for name, tensor in elsewhere.items() if name.endswith(".bias")}
         by_role |= {
             name: torch.zeros_like(tensor) for name, tensor in biases.items() if name not in by_role

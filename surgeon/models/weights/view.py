@@ -153,7 +153,7 @@ class ModelWeights(StoredWeights):
         )
         return mean(found, dtype)
 
-    def stored(self, sublayer: Sublayer, path: str) -> Tensor:
+    def stored_part(self, sublayer: Sublayer, path: str) -> Tensor:
         """Return a tensor of a layer as that stores it, by its path from the layer; of a narrowed sublayer, its part.
 
         Args:
@@ -257,7 +257,7 @@ class ModelWeights(StoredWeights):
             found |= self._projection_tensors(of, projection, dtype)
         return found
 
-    def written(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
+    def written_part(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
         """Return the part of `by_role` that writes to the stream."""
         found: Tensors = {}
         for projection in self.spec(sublayer).projections:

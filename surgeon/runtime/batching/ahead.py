@@ -193,7 +193,7 @@ class PassTimes:
             self._seconds[tokens] += (min(seconds, LONGEST * before) - before) * weight
 
     @property
-    def known(self) -> bool:
+    def is_known(self) -> bool:
         return bool(self._sizes)
 
     def count(self, tokens: int) -> int:
@@ -308,7 +308,7 @@ class Ahead:
         to_lose = self._won + min(0.0, free)
         to_lose += MAY_LOSE * self._spent + MAY_LOSE_PASSES * self._plain
         worth = [0.0] * len(texts)
-        if any(missed) and self.drafting.known:
+        if any(missed) and self.drafting.is_known:
             _, rate = best_ahead(self._chances(texts), most, self.drafting.of, self.verifying.of)
             saved = self.verifying.of(len(texts)) / len(texts) - 1 / rate
             worth = [saved * tokens for tokens in further]
@@ -321,12 +321,12 @@ class Ahead:
             return best
         trial = [min(1, each) for each in self._within(most, missed, [inf] * len(texts), to_make_up)]
         together = self.verifying.at_most(len(texts) + sum(trial))
-        due = not self.drafting.known or (self._alike >= self._wait and not self._drafted)
+        due = not self.drafting.is_known or (self._alike >= self._wait and not self._drafted)
         cost = self._drafting_at_most(sum(trial)) + together - self._plain
         if not due or not any(trial) or to_lose < min(cost, ENOUGH * self._plain):
             self._unasked = ASK_AFTER - 1
             return nothing
-        if self.drafting.known:
+        if self.drafting.is_known:
             self._wait = min(2 * self._wait, LONGEST_WAIT)
         else:
             self._wait = FIRST_WAIT
@@ -334,7 +334,7 @@ class Ahead:
 
     def _best(self, texts: Several[Hits], most: Several[int], to_lose: float) -> list[int]:
         """Maximise tokens per second among choices that lose no more seconds where no draft is right."""
-        if not self.drafting.known:
+        if not self.drafting.is_known:
             return [0] * len(texts)
         chances = self._chances(texts)
         most_seconds = self.verifying.of(len(texts)) + to_lose
@@ -371,7 +371,7 @@ class Ahead:
         return self._plain
 
     def _drafting_at_most(self, texts: int) -> float:
-        if self.drafting.known:
+        if self.drafting.is_known:
             return self.drafting.at_most(texts)
         if self.drafting.first is not None:
             return min(self._plain, self.drafting.first)
@@ -400,7 +400,7 @@ class Ahead:
             self._won += self._plain - min(seconds, LONGEST * usual)
         self.verifying.note(tokens, seconds)
 
-    def verified(self, text: Hits, drafted: int, right: int) -> None:
+    def note_verified(self, text: Hits, drafted: int, right: int) -> None:
         """Add how many drafted tokens of a text were right; of those behind a wrong one nothing is known."""
         if drafted:
             self._won += right * self._plain / self._texts

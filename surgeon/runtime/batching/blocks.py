@@ -330,7 +330,7 @@ class BlockPool:
         self._prefixes.hold(prefix.number)
         return SequenceBlocks(tables, prefix.blocks, prefix.number)
 
-    def lacking(self, own: SequenceBlocks, end: int, whole: int = 0) -> int:
+    def count_lacking(self, own: SequenceBlocks, end: int, whole: int = 0) -> int:
         """Count the blocks that a sequence lacks for its tokens up to `end`."""
         return sum(max(0, length) for length in self._missing_blocks(own, end, whole))
 
@@ -351,12 +351,12 @@ class BlockPool:
     ) -> int:
         """Find the token, from `begin` to `end`, up to which there are blocks for a sequence, its own and free ones."""
         free = self.free if free is None else free
-        while end > begin and self.lacking(own, end, whole) > free:
+        while end > begin and self.count_lacking(own, end, whole) > free:
             end = max(begin, (end - 1) // self.block_tokens * self.block_tokens)
         return end
 
     def grow(self, own: SequenceBlocks, end: int, whole: int = 0) -> None:
-        """Give a sequence the blocks that it is `lacking`; there must be as many free."""
+        """Give a sequence the blocks that it is `count_lacking`; there must be as many free."""
         for table, missing in zip(own.tables, self._missing_blocks(own, end, whole), strict=True):
             new = max(0, missing)
             assert new <= self.free, f"{new} blocks are wanted and {self.free} are free"

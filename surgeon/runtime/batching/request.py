@@ -459,13 +459,13 @@ class Sequence:
     unverified: int = 0
 
     @property
-    def known(self) -> int:
+    def known_tokens(self) -> int:
         """The number of tokens but drafts."""
         return len(self.tokens) - self.unverified
 
     def take_unverified(self) -> list[int]:
         """Take off the drafts, which have not been computed then."""
-        known = self.known
+        known = self.known_tokens
         self.unverified = 0
         drafts = self.tokens[known:]
         del self.tokens[known:]
@@ -582,13 +582,13 @@ class Expectation:
     def __init__(self, share: float) -> None:
         self.share = share
 
-    def ended(self, sequence: Sequence) -> None:
+    def note_end(self, sequence: Sequence) -> None:
         """Note how far a text has come."""
         if limit := sequence.request.sampling.max_new_tokens:
             added = (len(sequence.tokens) - len(sequence.request.prompt)) / limit
             self.share += (added - self.share) * self._WEIGHT
 
-    def failed(self) -> None:
+    def note_failure(self) -> None:
         """Note that texts have become longer than expected."""
         self.share += (1 - self.share) / 2
 

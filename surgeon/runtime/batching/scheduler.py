@@ -262,7 +262,9 @@ class Scheduler:
         texts = [(chunk.sequence, len(chunk.sequence.tokens)) for chunk in chunks]
         most = max(1, min(most, *(1 + self._longest(text) - length for text, length in texts)))
         pool = self.pool
-        while sum(pool.lacking(text.blocks, length + most - 1) for text, length in texts) > pool.free:
+        while (
+            sum(pool.count_lacking(text.blocks, length + most - 1) for text, length in texts) > pool.free
+        ):
             most -= 1
         for text, length in texts:
             pool.grow(text.blocks, length + most - 1)
@@ -271,11 +273,11 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Give a running sequence blocks for its tokens up to `end`; False if it had to be preempted itself."""
         whole = len(sequence.tokens)
-        while self.pool.lacking(sequence.blocks, end, whole) > self.pool.free:
+        while self.pool.count_lacking(sequence.blocks, end, whole) > self.pool.free:
             youngest = self.running.pop()
             self._put_back(youngest)
             self.tally.preempted += 1
-            self.expected.failed()
+            self.expected.note_failure()
             if youngest is sequence:
                 return False
         self.pool.grow(sequence.blocks, end, whole)
@@ -299,7 +301,7 @@ class Scheduler:
         computed = prefix.blocks * size
         length = len(sequence.tokens)
         blocks = pool.open(prefix)
-        own = pool.lacking(blocks, min(length, computed + budget), length)
+        own = pool.count_lacking(blocks, min(length, computed + budget), length)
         own = max(own, pool.still_to_come(blocks, max(length, self.expected.length(sequence))))
         if self.running and own + sum(map(self._to_come, self.running)) > pool.free:
             pool.close(blocks)
@@ -347,7 +349,7 @@ class Scheduler:
             prompt = tuple(next(scored)) if chunk.targets is not None else ()
             choices = list(next(found)) if wanted else []
             if self.ahead is not None and choices:
-                self.ahead.verified(sequence.hits, chunk.drafts, len(choices) - 1)
+                self.ahead.note_verified(sequence.hits, chunk.drafts, len(choices) - 1)
             if chunk.drafts:
                 outputs += self._take_over(chunk, choices)
                 continue
@@ -431,7 +433,7 @@ class Scheduler:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.pool.close(sequence.blocks)
         if sequence.admitted is not None:
-            self.expected.ended(sequence)
+            self.expected.note_end(sequence)
         self.tally.finished += 1
         return _output(sequence, reason, choice, prompt)
 

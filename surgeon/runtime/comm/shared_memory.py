@@ -178,7 +178,7 @@ class SharedMemoryCollectives(Collectives):
             recording.fail(f"more than {SLOTS} exchanges in flight")
         recording.checks.add(self.check)
         recording.note("start_exchange", addressof(self.exchanges), tensor.data_ptr(), count)
-        with recording.paused():
+        with recording.pause():
             wait = exchange(tensor)
         results: list[Tensor] = []
 
@@ -186,7 +186,7 @@ class SharedMemoryCollectives(Collectives):
             if not results:
                 results.append(recording.empty(shape))
                 back = self.exchanges.started - number
-                with recording.paused():
+                with recording.pause():
                     results[0].copy_(wait())
                 recording.note(finishing, addressof(self.exchanges), back, count, results[0].data_ptr())
             return results[0]

@@ -336,7 +336,7 @@ class Kernels:
     def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Routed:
         """Route as `surgeon.models.routing.route`, to experts as int32; logits are (T, E) of one piece."""
         tokens, experts = logits.shape
-        chosen = routing.chosen(experts)
+        chosen = routing.count_chosen(experts)
         numbers = logits.new_empty(tokens, chosen).view(torch.int32)
         weights = logits.new_empty(tokens, chosen)
         self.call(

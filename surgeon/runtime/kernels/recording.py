@@ -43,7 +43,7 @@ class Arena:
         return buffer[:count].view(shape)
 
     @staticmethod
-    def borrowed(tensor: Tensor) -> Tensor:
+    def borrow(tensor: Tensor) -> Tensor:
         """View the numbers without keeping others from being given their memory; as long as the arena lives."""
         if not tensor.numel():  # as a rank's logits where there are fewer tokens than ranks
             return tensor.new_empty(tensor.shape)
@@ -95,7 +95,7 @@ class Recording(TorchDispatchMode):
             yield
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Record nothing inside."""
         with note_calls(None), _disable_current_modes():
             yield
@@ -113,10 +113,10 @@ class Recording(TorchDispatchMode):
 
     def empty(self, shape: Sequence[int]) -> Tensor:
         """Make a tensor, whose memory is kept for it as long as anybody has it."""
-        with self.paused():
+        with self.pause():
             return self._arena.empty(shape)
 
-    def finished(self) -> Replay | None:
+    def finish(self) -> Replay | None:
         """Give the replay; None if something could not be recorded.
 
         Asked to, it says when the first call began and when each ended, in seconds of the monotonic clock.

@@ -63,13 +63,13 @@ class Ends:
             self.positions = read(source, plan, device, path)[family.positions.offset :]
         self.final_norm = final_norm(source, plan, device)
 
-    def scaled(self, embedded: Tensor) -> Tensor:
+    def scale(self, embedded: Tensor) -> Tensor:
         """Scale rows of the embedding, (tokens, hidden)."""
         if self._scale is None:
             return embedded
         return embedded * self._scale
 
-    def placed(self, embedded: Tensor, positions: Index) -> Tensor:
+    def add_positions(self, embedded: Tensor, positions: Index) -> Tensor:
         """Add learned positions to scaled embeddings, (tokens, hidden)."""
         if self.positions is None:
             return embedded
@@ -167,13 +167,13 @@ class Vocabulary:
         padded = own
         if missing:
             padded = F.pad(own, (0, missing))
-        return torch.cat(list(self._gathered(padded)), -1)[..., : self.plan.vocabulary]
+        return torch.cat(list(self._gather(padded)), -1)[..., : self.plan.vocabulary]
 
     def score(self, own: Tensor, targets: list[int], top: int) -> list[TokenLogprob]:
         """Score targets, one of each row of this rank's logits."""
-        return score(own, self.first, self.rows, targets, top, self._gathered)
+        return score(own, self.first, self.rows, targets, top, self._gather)
 
-    def _gathered(self, part: Tensor) -> Tensor:
+    def _gather(self, part: Tensor) -> Tensor:
         return self.peers.collectives.all_gather(part, self.peers.counts.vocabulary)
 
     def best(self, own: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class Vocabulary:
         if self.plan.ranks == 1:
             return at.where(best - best == 0, UNDEFINED)  # `isfinite` is five launches
         # Two float64 numbers per text instead of a vocabulary; a token id is exact in them.
-        candidates = self._gathered(torch.stack([best.double(), (at + self.first).double()], -1))
+        candidates = self._gather(torch.stack([best.double(), (at + self.first).double()], -1))
         highest, winner = candidates[..., 0].max(0)
         return (
             candidates[..., 1]

@@ -169,7 +169,7 @@ class RankEngine:
                 assert draft is not None
                 rank = self.model.peers.rank
                 # Where any rank keeps keys of its own, all ranks compute known tokens again.
-                self._lent[cache] = cache.lent(
+                self._lent[cache] = cache.lend(
                     draft.slots[rank], draft.own[rank] if draft.keeps_own else None
                 )
             return self.drafter._way(rows).step(rows, self._lent[cache])

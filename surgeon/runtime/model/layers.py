@@ -103,11 +103,11 @@ class LatentMaps:
         own = stored["norm.weight"].new_empty(self.heads * latent.width, 0)
         self.tensors: Tensors = {"norm.weight": stored["norm.weight"], "q.weight": own, "k.weight": own}
 
-    def reading(self, roles: list[str]) -> LatentMaps:  # noqa: ARG002 - always all of them
+    def in_projections(self, roles: list[str]) -> LatentMaps:  # noqa: ARG002 - always all of them
         """Queries, keys and values, (T, h) to (T, 3 * H * D)."""
         return self
 
-    def writing(self, role: str) -> Linear:
+    def out_projection(self, role: str) -> Linear:
         """(T, H * D) to (T, h)."""
         return whole_map(self._written, [role], self._scale)
 
@@ -191,7 +191,7 @@ class Norm:
         self._triton = triton_kernels_for(self.gain)
         self._ahead: tuple[Tensor, Tensor] | None = None  # a sum, and its norm
 
-    def added(self, stream: Tensor, output: Tensor) -> Tensor:
+    def add(self, stream: Tensor, output: Tensor) -> Tensor:
         """Add to a stream, (T, h) each.
 
         Kernels for GPUs norm the sum in the same launch, for the call that will ask for the norm of this very tensor.
@@ -224,7 +224,7 @@ class Unnormed:
 
     by_kernels = True
 
-    def added(self, stream: Tensor, output: Tensor) -> Tensor:
+    def add(self, stream: Tensor, output: Tensor) -> Tensor:
         return stream + output
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -276,8 +276,8 @@ class Attention:
             sharing: the ranks that have slices of the same attention, if there are several.
             shares: the slice's parts of all queries and of all keys.
         """
-        self.qkv = maps.reading(["q", "k", "v"])
-        self.o = maps.writing("o")
+        self.qkv = maps.in_projections(["q", "k", "v"])
+        self.o = maps.out_projection("o")
         self.rotary = rotary
         growth = spec.head_stage(Growth)
         grows = growth is not None and not (growth.unturned and rotary is not None)
@@ -415,8 +415,8 @@ class FeedForward:
     def __init__(self, tensors: Tensors, maps: Maps, plan: Plan, norm: Norm | Unnormed) -> None:
         self.norm = norm
         self.gated = any(name.startswith("gate.") for name in tensors)
-        self.up = maps.reading(["gate", "up"] if self.gated else ["up"])
-        self.down = maps.writing("down")
+        self.up = maps.in_projections(["gate", "up"] if self.gated else ["up"])
+        self.down = maps.out_projection("down")
         self.activation = activation(plan.arithmetic.activation)
         like = next(iter(tensors.values()))
         kernels = triton_kernels_for(like) or plan_kernels(plan, like)

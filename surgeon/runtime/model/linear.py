@@ -309,7 +309,7 @@ class Maps:
     shared: Sharing | None = None
     base: Sharing | None = None
 
-    def reading(self, roles: list[str]) -> LinearMap:
+    def in_projections(self, roles: list[str]) -> LinearMap:
         """The projections with these roles, of the normed stream: (T, h) to (T, all out_features)."""
         if self.base is not None:
             each = [
@@ -323,7 +323,7 @@ class Maps:
             return whole_map(self.tensors, roles)
         return LowRank(self.tensors, roles, later=self.later, sharing=self.shared)
 
-    def writing(self, role: str) -> LinearMap:
+    def out_projection(self, role: str) -> LinearMap:
         """The projection to the stream: (T, in_features) to (T, h), or to (T, rank) in rank space."""
         if self.base is not None:
             return LowRank(self._own(role, self.base), [role], self.scale)

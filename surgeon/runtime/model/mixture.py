@@ -164,9 +164,9 @@ class Experts:
         tokens = order // routed.experts.shape[1]
         of = own.clamp(max=self.count - 1)
         sent = x[tokens]
-        gates = self.gate.grouped(sent, ends, of)
-        values = self.up.grouped(sent, ends, of)
-        made = self.down.grouped(self.combine(gates, values), ends, of)
+        gates = self.gate.apply_grouped(sent, ends, of)
+        values = self.up.apply_grouped(sent, ends, of)
+        made = self.down.apply_grouped(self.combine(gates, values), ends, of)
         made = made * routed.weights.flatten()[order][:, None].to(made.dtype)
         here = (own < self.count)[:, None]  # of others there may be anything
         return torch.zeros_like(x).index_add_(0, tokens, made.masked_fill(~here, 0.0))
@@ -193,7 +193,7 @@ class Stacked:
             return x
         return x + self.bias[which][:, None]
 
-    def grouped(self, x: Tensor, ends: Tensor, of: Tensor) -> Tensor:
+    def apply_grouped(self, x: Tensor, ends: Tensor, of: Tensor) -> Tensor:
         """Apply maps to tokens of one expert after the other, (all tokens, in) to (all tokens, out).
 
         Args:

@@ -114,7 +114,7 @@ class PagedCache:
     def tokens(self) -> int:
         return self.stored.shape[1]
 
-    def lent(self, slots: Sequence[int], own: Sequence[int] | None = None) -> PagedCache:
+    def lend(self, slots: Sequence[int], own: Sequence[int] | None = None) -> PagedCache:
         """Lend the room to another program, whose attentions use these slots.
 
         Args:

@@ -182,7 +182,7 @@ class RankProgram:
                 for projection in self._projections(sublayer)
                 if projection.role in WRITING
             )
-            tensors = self._here(source.written(sublayer, torch_dtype(self.plan)))
+            tensors = self._here(source.written_part(sublayer, torch_dtype(self.plan)))
             weight = tensors[f"{role}.second.weight"]
             bias = tensors.get(f"{role}.bias")
             seconds[index] = Linear([weight], [bias], self.plan.arithmetic.output_scale)
@@ -272,7 +272,7 @@ class RankProgram:
             before = self.peers.counts
             self.peers.counts = Phase()  # what measuring sends is no pass's
             with torch.inference_mode():
-                ways = alone.reading(roles), shared.reading(roles)
+                ways = alone.in_projections(roles), shared.in_projections(roles)
                 by_itself, together = (self._repeatable(one, x, one.by_kernels) for one in ways)
                 times = [linear.time_of(one, self.device) for one in (by_itself, together)]
                 # Those of all ranks that share the sublayer, so that they choose alike.
@@ -303,7 +303,7 @@ class RankProgram:
         recording = Recording(kernels, Arena())
         with recording.during():
             compute(x)
-        replay = recording.finished()
+        replay = recording.finish()
         if replay is None:
             return partial(compute, x)
         memory = compute, x  # which the replay reads
@@ -445,7 +445,7 @@ class RankMachine(Machine):
         """Add, and norm in the same launch for the part that comes next, if kernels can."""
         program = self.rank_program
         if self.work and self.work[0].parts:
-            return program.sublayers[program.key(self.work[0].parts[0])].norm.added(stream, output)
+            return program.sublayers[program.key(self.work[0].parts[0])].norm.add(stream, output)
         return stream + output
 
     def reduce(self, partial: Partial) -> Pending:

@@ -183,8 +183,8 @@ class RankModel:
         """The stream before the program, (tokens, hidden), of tokens (tokens,)."""
         if self.arriving is not None:
             return self.arriving[: len(tokens)]
-        embedded = self.ends.scaled(self.vocabulary.embed(tokens))
-        return self.ends.placed(embedded, positions)
+        embedded = self.ends.scale(self.vocabulary.embed(tokens))
+        return self.ends.add_positions(embedded, positions)
 
     def stream_after(self, stream: Tensor, shared: Pass, places: list[int] | None = None) -> Tensor:
         """The stream after the program and its coda, (tokens, hidden); of a stretch both, side by side."""
@@ -204,11 +204,11 @@ class RankModel:
         attend: Attend,
         attend_raw: AttendRaw | None = None,
     ) -> Tensor:
-        """Compute one token (texts,) of each of some texts, to `ended`; nothing waits for a GPU."""
+        """Compute one token (texts,) of each of some texts, to `end`; nothing waits for a GPU."""
         shared = Pass(attend, angles_at(angles, positions), attend_raw, waits=False)
-        return self.ended(self.stream_after(self.embedded(tokens, positions), shared))
+        return self.end(self.stream_after(self.embedded(tokens, positions), shared))
 
-    def ended(self, stream: Tensor) -> Tensor:
+    def end(self, stream: Tensor) -> Tensor:
         """This rank's logits, (tokens, rows), of the stream behind the program; of a stretch that stream."""
         if self.plan.stretch is None:
             return self.own_logits(stream)
@@ -220,7 +220,7 @@ class RankModel:
             return self.coda.logits(stream)
         return self.vocabulary.logits(self.ends.final_norm(stream))
 
-    def chosen(self, own: Tensor, wanted: Sequence[Wanted]) -> tuple[list[int], Tensor | None]:
+    def choose(self, own: Tensor, wanted: Sequence[Wanted]) -> tuple[list[int], Tensor | None]:
         """Choose the `best` and the `logits` of results, by these logits, (tokens, rows)."""
         best, full = (
             [at for at, want in enumerate(wanted) if want == kind]
@@ -281,7 +281,7 @@ class DynamicPasses(Way):
         best: list[int] = []
         logits: Tensor | None = None
         if wanted:
-            best, logits = self.model.chosen(self.model.own_logits(stream[: len(wanted)]), wanted)
+            best, logits = self.model.choose(self.model.own_logits(stream[: len(wanted)]), wanted)
         scores = list[list[TokenLogprob]]()
         start = 0
         for _, targets, top in (row.targets for row in rows if row.targets is not None):
@@ -297,7 +297,7 @@ class DynamicPasses(Way):
         """Compute one pass; this rank's logits of all tokens."""
         tokens, positions, shared = self.laid_out(rows, cache)
         model = self.model
-        return model.ended(model.stream_after(model.embedded(tokens, positions), shared))
+        return model.end(model.stream_after(model.embedded(tokens, positions), shared))
 
     def stream(self, rows: Rows, cache: PagedCache, places: list[int] | None = None) -> Tensor:
         """The stream after the program, (tokens, hidden), of the rows' tokens or of those at some places."""

@@ -137,7 +137,7 @@ class RecordedDecode(Way):
         return all(len(row.tokens) == 1 and row.targets is None for row in rows)
 
     def step(self, rows: Rows, cache: PagedCache) -> Results:
-        return Results(*self._model.chosen(self.logits(rows, cache), [row.wanted for row in rows]), [])
+        return Results(*self._model.choose(self.logits(rows, cache), [row.wanted for row in rows]), [])
 
     def logits(self, rows: Rows, cache: PagedCache) -> Tensor:
         """Compute one pass; this rank's logits of each row, (B, rows of the vocabulary)."""
@@ -160,7 +160,7 @@ class RecordedDecode(Way):
             """Attend over the cache through inputs that a replay finds again."""
             group = cache.group_of[slot]
             pair = cache.pairs[slot]
-            with recording.paused():
+            with recording.pause():
                 read = made.read(rows, (group, weighting.window))
             where = group + (len(rows[0].runs) if slot in cache.borrowed else 0)
             self._kernels.keep(kept, made.numbers[PLACE + where], pair)
@@ -169,12 +169,12 @@ class RecordedDecode(Way):
         with phase.apart() as made.sent, recording.during():
             logits = model.next_logits(made.numbers[TOKEN], made.numbers[POSITION], angles, attend)
         phase.add(made.sent)
-        replay = recording.finished()
+        replay = recording.finish()
         if replay is None:
             self.problems[len(rows)] = str(recording.problem)
         else:
             made.replay = replay
-            made.logits = self._arena.borrowed(logits)
+            made.logits = self._arena.borrow(logits)
             made.spans = recording.spans
             passes[len(rows)] = made
         return logits
@@ -375,7 +375,7 @@ class StaticDecode(Way):
                 end *= 2
 
     def step(self, rows: Rows, cache: PagedCache) -> Results:
-        best, own = self._outputs(self._loaded(rows, cache), cache)
+        best, own = self._outputs(self._load(rows, cache), cache)
         full = [at for at, row in enumerate(rows) if row.wanted == Wanted.LOGITS]
         tokens = best.tolist()  # the one time in a pass that this process waits for a GPU
         wanted = [token for token, row in zip(tokens, rows, strict=False) if row.wanted == Wanted.BEST]
@@ -383,7 +383,7 @@ class StaticDecode(Way):
 
     def several(self, rows: Rows, passes: int, cache: PagedCache) -> list[list[int]]:
         """Compute passes that add a token to each text; tokens stay on the device until all have been computed."""
-        static = self._loaded(rows, cache, passes)
+        static = self._load(rows, cache, passes)
         found = list[Tensor]()
         for _ in range(passes):
             found.append(self._outputs(static, cache).best.clone())
@@ -394,9 +394,9 @@ class StaticDecode(Way):
 
     def logits(self, rows: Rows, cache: PagedCache) -> Tensor:
         """Compute one pass; this rank's logits of each row."""
-        return self._outputs(self._loaded(rows, cache), cache).logits[: len(rows)]
+        return self._outputs(self._load(rows, cache), cache).logits[: len(rows)]
 
-    def _loaded(self, rows: Rows, cache: PagedCache, passes: int = 1) -> StaticPass:
+    def _load(self, rows: Rows, cache: PagedCache, passes: int = 1) -> StaticPass:
         """Load a pass of the rows, and of lines without a text; there is room for those of further passes."""
         blocks = cache.tokens // BLOCK_TOKENS - self.spare_blocks
         most = blocks

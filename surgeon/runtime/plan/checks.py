@@ -123,7 +123,7 @@ def make_plan(
     dtype = chosen["dtype"]
     if dtype == "auto":
         dtype = str(stored.compute_dtype(device)).removeprefix("torch.")
-    if note := stored.dequantised(dtype):
+    if note := stored.describe_dequantising(dtype):
         warnings.warn(note, stacklevel=1)
     vocabulary, hidden = source.shape(f"{family.embedding}.weight")
     arithmetic = arithmetic_of(stored, layers, max_tokens)

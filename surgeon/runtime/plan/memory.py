@@ -177,7 +177,7 @@ class _Held(NamedTuple):
 def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
     """Count what ranks will hold for a plan, by its checkpoint's sizes if no others are given."""
     source = source or open_weights(plan.folder, plan.family, plan.head_dim)
-    held = [_held(*plan.of_rank(rank), source) for rank in range(plan.ranks)]
+    held = [_measure_held(*plan.of_rank(rank), source) for rank in range(plan.ranks)]
     return Footprint(
         tuple(one.weights for one in held),
         tuple(one.kept for one in held),
@@ -187,7 +187,7 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
     )
 
 
-def _held(plan: Plan, rank: int, source: Sizes) -> _Held:
+def _measure_held(plan: Plan, rank: int, source: Sizes) -> _Held:
     matrices = 2
     if plan.tied:
         matrices = 1

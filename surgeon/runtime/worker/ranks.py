@@ -60,7 +60,7 @@ class RankProcess(ABC):
         self.process = f"process {pid}{where}"
 
     @abstractmethod
-    def gone(self) -> RankFailed:
+    def explain_end(self) -> RankFailed:
         """The error to raise when it ended without a word."""
 
     @abstractmethod
@@ -99,7 +99,7 @@ class StartedRank(RankProcess):
             )
         super().__init__(rank, location, self._child.pid, ours)
 
-    def gone(self) -> RankFailed:
+    def explain_end(self) -> RankFailed:
         child = self._child
         try:
             code = child.wait(END_SECONDS)
@@ -107,8 +107,10 @@ class StartedRank(RankProcess):
             message = f"rank {self.rank} ({self.process}) has closed its connection"
         else:
             who = f"rank {self.rank}" + (f" ({self.process})" if code < 0 else "")
-            message = f"{who} {child.ending()}" + (LIKELY_MEMORY if code == -signal.SIGKILL else "")
-        return with_note(RankFailed(message), child.said())
+            message = f"{who} {child.describe_end()}" + (
+                LIKELY_MEMORY if code == -signal.SIGKILL else ""
+            )
+        return with_note(RankFailed(message), child.read_output())
 
     def end(self, reason: str | None) -> None:  # noqa: ARG002 - nobody reads what a child process would say
         self._child.kill()
@@ -125,7 +127,7 @@ class JoinedRank(RankProcess):
         super().__init__(hello.rank, hello.location, hello.pid, connection, hello.host)
         self._lifeline = admitted["lifeline"].connection
 
-    def gone(self) -> RankFailed:
+    def explain_end(self) -> RankFailed:
         who = f"rank {self.rank} ({self.process})"
         return RankFailed(f"{who} has gone: it ended, or the connection broke; see what it wrote there")
 
@@ -280,7 +282,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         try:
             process.connection.send_bytes(pickle.dumps(message))
         except OSError:
-            raise process.gone() from None
+            raise process.explain_end() from None
 
     def _results(self, notify: Callable[[Any], None] | None) -> list[Any]:
         results: dict[int, Any] = {}
@@ -298,14 +300,14 @@ class Ranks(AbstractContextManager["Ranks"]):
     def _explain(self, process: RankProcess, error: RankError | None) -> Exception:
         """The error to raise, given the first report (None of a rank that is gone): another one may have caused it."""
         if error is None:
-            return process.gone()
+            return process.explain_end()
         errors = {process.rank: error}
         deadline = time.monotonic() + GRACE_SECONDS
         while (left := deadline - time.monotonic()) > 0 and len(errors) < len(self._processes):
             silent = [process for process in self._processes if process.rank not in errors]
             for other, kind, value in _messages(silent, left):
                 if kind == "error" and value is None:
-                    return other.gone()
+                    return other.explain_end()
                 if kind == "error":
                     errors[other.rank] = value
         first = min(

@@ -271,7 +271,7 @@ def ids(chunks: Iterable[ScheduledChunk]) -> list[int]:
 
 
 class InFlight(Scheduler):
-    """Open requests whose passes follow one another: `plan` and `sent` are called in turn, `arrived` at any time.
+    """Open requests whose passes follow one another: `plan`, `note_sent` in turn, and `take_next` at any time.
 
     Args:
         drafts: whether a coda drafts.
@@ -299,7 +299,7 @@ class InFlight(Scheduler):
         chunks: list[ScheduledChunk] = []
         for sequence in ready[: -(-len(self.running) // self.limits.stretches)]:
             length = len(sequence.tokens)
-            if sequence.unverified and self.pool.lacking(sequence.blocks, length) > self.pool.free:
+            if sequence.unverified and self.pool.count_lacking(sequence.blocks, length) > self.pool.free:
                 continue  # nobody is preempted for a draft
             if sequence not in self.running or not self._make_room(sequence, length):
                 break
@@ -316,7 +316,7 @@ class InFlight(Scheduler):
         goes_on = len(sequence.tokens) < self._longest(sequence)
         return self.window > 1 and chunk.wanted == Wanted.BEST and goes_on
 
-    def sent(self, chunks: Sequence[ScheduledChunk]) -> list[Output]:
+    def note_sent(self, chunks: Sequence[ScheduledChunk]) -> list[Output]:
         """Note that a planned pass is on its way; texts to which nothing is added end with it."""
         outputs: list[Output] = []
         for chunk in chunks:
@@ -335,9 +335,11 @@ class InFlight(Scheduler):
         """
         end = row.end
         is_open = sequence in self.running or sequence in self.waiting
-        return is_open and end == sequence.known and sequence.tokens[row.start : end] == row.tokens
+        return (
+            is_open and end == sequence.known_tokens and sequence.tokens[row.start : end] == row.tokens
+        )
 
-    def arrived(self, sequence: Text, choice: Choice) -> Output:
+    def take_next(self, sequence: Text, choice: Choice) -> Output:
         """Take the next token of a text."""
         computed = sequence.computed
         drafts = sequence.take_unverified()
@@ -361,7 +363,7 @@ class InFlight(Scheduler):
 
     def _share(self, sequence: Text) -> None:
         """Let others share what is certain of a sequence, and give back what no window of it reaches."""
-        computed = min(sequence.computed, sequence.known)
+        computed = min(sequence.computed, sequence.known_tokens)
         self.pool.learn(sequence.blocks, sequence.tokens, computed)
         self.pool.leave_behind(sequence.blocks, computed)
 
@@ -445,7 +447,7 @@ class StretchEngine(RankEngine):
         return DynamicPasses(self.model).results(stream, rows)
 
     @torch.inference_mode()
-    def drafted(self, behind: Tensor) -> list[int]:
+    def draft_tokens(self, behind: Tensor) -> list[int]:
         """The likeliest tokens by the stream behind the coda, (rows, hidden); any where the logits are not finite."""
         assert self.model.coda is not None, "only a coda drafts"
         best = self.model.coda.vocabulary.best(self.model.coda.logits(behind))
@@ -485,9 +487,9 @@ class PipelineLeader(Leader):
         stream, behind = self.engine.onward(rows, self.cache)
         self._ring.send(rows, stream)
         self._flights.append(([chunk.sequence for chunk in chunks], rows))
-        outputs = self.scheduler.sent(chunks)
+        outputs = self.scheduler.note_sent(chunks)
         if drafting:
-            for sequence, token in zip(drafting, self.engine.drafted(behind[places]), strict=True):
+            for sequence, token in zip(drafting, self.engine.draft_tokens(behind[places]), strict=True):
                 sequence.tokens.append(token)
                 sequence.unverified += 1
         self._note(outputs)
@@ -511,7 +513,7 @@ class PipelineLeader(Leader):
                 if counts:
                     choice = self._sampler.choose([text.request.id], logits)[0]
             if counts and row.wanted != Wanted.NOTHING:
-                outputs.append(self.scheduler.arrived(text, choice))
+                outputs.append(self.scheduler.take_next(text, choice))
         return outputs
 
     def end(self) -> None:

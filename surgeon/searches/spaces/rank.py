@@ -45,7 +45,7 @@ class LowRanks(ShareSpace):
     needless = "two factors with such shares of its matrices' parameters save nothing"
     shares: tuple[float, ...] = (0.8, 0.6, 0.4)
 
-    def kept(self, model: Model, kind: str, share: float) -> tuple[tuple[str, int], ...]:
+    def keep_share(self, model: Model, kind: str, share: float) -> tuple[tuple[str, int], ...]:
         """Ranks of the matrices that two factors are smaller than."""
         shapes = model.layer_shapes.matrices
         ranks = {
@@ -56,7 +56,7 @@ class LowRanks(ShareSpace):
     def of_share(
         self, layers: tuple[range, ...], kind: str, share: float, model: Model
     ) -> AppliedOperation:
-        roles = [role for role, _ in self.kept(model, kind, share)]
+        roles = [role for role, _ in self.keep_share(model, kind, share)]
         return AppliedOperation("lowrank", layers, {"weights": roles, "keep": share})
 
 

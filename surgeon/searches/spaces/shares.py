@@ -54,7 +54,7 @@ class ShareSpace(Space):
         return {"shares": tuple(sorted(set(shares), reverse=True))}
 
     @abstractmethod
-    def kept(self, model: Model, kind: str, share: float) -> Hashable:
+    def keep_share(self, model: Model, kind: str, share: float) -> Hashable:
         """The result of a share of a kind, equal for shares of equal results; false where nothing is saved."""
 
     @abstractmethod
@@ -66,7 +66,7 @@ class ShareSpace(Space):
     def options(self, model: Model) -> Iterator[str]:
         for kind in KEEPING:
             # Of shares that come to the same, the largest.
-            largest = {self.kept(model, kind, share): share for share in reversed(self.shares)}
+            largest = {self.keep_share(model, kind, share): share for share in reversed(self.shares)}
             yield from (f"{kind}:{share!r}" for kept, share in reversed(largest.items()) if kept)
 
     def claims(self, edit: Edit) -> frozenset[Claim]:

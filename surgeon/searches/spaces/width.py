@@ -46,7 +46,7 @@ class Widths(ShareSpace):
             ):
                 yield edit
 
-    def kept(self, model: Model, kind: str, share: float) -> int:
+    def keep_share(self, model: Model, kind: str, share: float) -> int:
         """Number of units kept; 0 for all of them, or if they cannot be told apart."""
         (of,) = HALVES[kind]
         units = model.layer_shapes.units.get(of)
@@ -65,4 +65,6 @@ class Widths(ShareSpace):
             {} if self.text is None else {"calibration": dict(self.text)}
         )
         what = {"attention": "heads", "mlp": "neurons"}[kind]
-        return AppliedOperation("width", layers, {what: self.kept(model, kind, share), **parameters})
+        return AppliedOperation(
+            "width", layers, {what: self.keep_share(model, kind, share), **parameters}
+        )

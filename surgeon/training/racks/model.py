@@ -176,7 +176,7 @@ class ModelTensors:
             if any(name.startswith(f"{path}.") for path in paths)
         }
 
-    def named(self) -> dict[str, Tensor]:
+    def by_name(self) -> dict[str, Tensor]:
         return self.others | named_layers(self.family, self.layers)
 
 
@@ -214,7 +214,7 @@ def renumber_layers(nodes: Sequence[Node], first: int = 0) -> Program:
     def rename(sublayer: Sublayer) -> Sublayer:
         return replace(sublayer, layers=tuple(numbers[layer] for layer in sublayer.layers))
 
-    return Program(tuple(nodes)).renamed(rename)
+    return Program(tuple(nodes)).map_sublayers(rename)
 
 
 def config_for(config: Any, sources: Sequence[int], tied: bool) -> Any:
@@ -311,7 +311,7 @@ def save_rack(rack: RackModel, path: Path) -> None:
         "program": str(found.program),
         "config": found.config.to_dict(),
     }
-    tensors = {name: one.cpu().contiguous() for name, one in found.named().items()}
+    tensors = {name: one.cpu().contiguous() for name, one in found.by_name().items()}
     if found.config.tie_word_embeddings:
         tensors = {
             name: one for name, one in tensors.items() if not name.startswith(f"{found.family.head}.")

@@ -452,9 +452,9 @@ class _Processes:
         found = []
         for who, child in self.children.items():
             if code := child.poll():
-                said = f"{who} {child.ending()}"
+                said = f"{who} {child.describe_end()}"
                 if code > 0:
-                    lines = child.said().splitlines()
+                    lines = child.read_output().splitlines()
                     errors = [line for line in lines if line.startswith("error: ")]
                     said = errors[-1].removeprefix("error: ") if errors else f"{said} (see {child.log})"
                 found.append((said.endswith(OTHERS_ENDED), code, said))

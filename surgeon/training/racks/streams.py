@@ -111,7 +111,7 @@ class RackLog:
         self._computes_since = time.monotonic()
 
     @contextmanager
-    def waiting(self, what: str, key: ItemKey) -> Iterator[None]:
+    def time_wait(self, what: str, key: ItemKey) -> Iterator[None]:
         """Time a wait; before it, the rack has computed."""
         begun = time.monotonic()
         if self._computes_since is not None:
@@ -246,7 +246,7 @@ class RackExchange:
 
     def offer(self, *items: tuple[ItemKey, Tensor]) -> None:
         """Send streams of windows, (tokens, width) each, to the next rack; waits where that is too far behind."""
-        with self.log.waiting("wait_room", items[0][0]):
+        with self.log.time_wait("wait_room", items[0][0]):
             for key, stream in items:
                 while len(self._outgoing) >= _UNDER_WAY:
                     self._end_sending()
@@ -285,7 +285,7 @@ class RackExchange:
 
     def ask(self, key: ItemKey) -> Tensor:
         """Wait for the stream of a window, (tokens, width), from the rack before."""
-        with self.log.waiting("wait_input", key):
+        with self.log.time_wait("wait_input", key):
             sent, stream, due = self._receive()
             self._ask_ahead()
             if sent != key:
@@ -300,7 +300,7 @@ class RackExchange:
     def average(self, step: int, coda: Tensor) -> Tensor:
         """Return the mean of the codas of all racks after a step, (numbers,), the same bits in all of them."""
         others = self.racks - 1
-        with self.log.waiting("wait_input", ItemKey(step, ItemKind.CODA)):
+        with self.log.time_wait("wait_input", ItemKey(step, ItemKind.CODA)):
             due = 0.0
             if self._line is not None:
                 due = self._line.send(others * coda.nbytes)

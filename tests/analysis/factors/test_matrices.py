@@ -89,7 +89,7 @@ def test_every_matrix_of_every_family_can_be_replaced(name: str) -> None:
     before = {matrix: matrices.read(matrix).clone() for matrix in all_of_them}
     for replaced in all_of_them:
         values = torch.randn(before[replaced].shape, dtype=torch.float64)
-        with matrices.replaced(replaced, values):
+        with matrices.replace(replaced, values):
             for matrix in all_of_them:
                 wanted = values.float() if matrix == replaced else before[matrix]
                 assert torch.equal(matrices.read(matrix), wanted)

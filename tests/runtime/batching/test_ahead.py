@@ -27,7 +27,7 @@ Seconds = Callable[[int], float]
 
 def test_times_lie_between_those_that_were_measured() -> None:
     times = PassTimes()
-    assert not times.known
+    assert not times.is_known
     for tokens, seconds in ((4, 9.0), (4, 2.0), (8, 9.0), (8, 4.0), (2, 9.0)):
         times.note(tokens, seconds)
     assert [times.of(tokens) for tokens in (1, 4, 5, 6, 8, 100)] == [2.0, 2.0, 2.5, 3.0, 4.0, 4.0]
@@ -160,7 +160,7 @@ def speedup(
             right = next(
                 (place for place in range(number) if wrong or random.random() >= chance), number
             )
-            ahead.verified(text, number, right)
+            ahead.note_verified(text, number, right)
             tokens += right + 1
     return (
         tokens
@@ -334,7 +334,7 @@ def test_a_text_is_drafted_for_if_what_was_missed_of_it_pays() -> None:
         ahead.choose([Hits()], [0])
         ahead._plain = 1.0
         for _ in range(won):
-            ahead.verified(Hits(), 1, 1)  # a second each
+            ahead.note_verified(Hits(), 1, 1)  # a second each
         if known:
             ahead.note_missed(100, 0.1)
         count = len(missed)

@@ -148,7 +148,7 @@ def test_how_far_free_blocks_reach() -> None:
     tokens = list(range(9))
     pool.close(opened(pool, tokens))
     held = pool.open(pool.match(tokens))  # the two known ones are among the four that are free
-    assert (pool.free, pool.lacking(held, 17)) == (2, 3)
+    assert (pool.free, pool.count_lacking(held, 17)) == (2, 3)
     assert pool.reach(held, 8, 17) == 16
     assert pool.reach(held, 8, 13) == 13
     assert pool.reach(held, 8, 13, whole=17) == 8

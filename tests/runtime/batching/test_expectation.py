@@ -26,13 +26,13 @@ def test_the_newest_text_counts_an_eighth(share: float, texts: list[tuple[int, i
     for age, (_, limit, part) in enumerate(reversed(texts)):
         weighted += round(part * limit) / limit * (7 / 8) ** age / 8
     for prompt, limit, part in texts:
-        expected.ended(text(prompt, limit, round(part * limit)))
+        expected.note_end(text(prompt, limit, round(part * limit)))
     assert expected.share == pytest.approx(weighted, abs=1e-12)
 
 
 def test_texts_that_add_nothing_tell_nothing() -> None:
     expected = Expectation(0.25)
-    expected.ended(text(3, 0))
+    expected.note_end(text(3, 0))
     assert expected.share == 0.25
 
 
@@ -40,7 +40,7 @@ def test_after_a_failure_half_of_what_was_left_out_is_expected_again() -> None:
     expected = Expectation(0.5)
     shares = []
     for _ in range(3):
-        expected.failed()
+        expected.note_failure()
         shares.append(expected.share)
     assert shares == [0.75, 0.875, 0.9375]
 

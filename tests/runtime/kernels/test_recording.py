@@ -50,7 +50,7 @@ def test_done_again_with_other_numbers() -> None:
     with recording.during():
         found = computed(x)
     assert recording.problem is None
-    replay = recording.finished()
+    replay = recording.finish()
     assert replay is not None
     assert torch.equal(found, computed(x))
     for _ in range(3):
@@ -64,7 +64,7 @@ def test_every_number_is_right() -> None:
     recording, x = Recording(own(), Arena()), torch.randn(5, 24)
     with recording.during():
         found = computed(x)
-    replay = recording.finished()
+    replay = recording.finish()
     assert replay is not None
     x.copy_(torch.randn(5, 24))
     replay(False)
@@ -94,7 +94,7 @@ def test_copies(other: Callable[[Tensor], Tensor]) -> None:
     recording, x = Recording(own(), Arena()), torch.randn(3, 24)
     with recording.during():
         found = other(x)
-    replay = recording.finished()
+    replay = recording.finish()
     assert replay is not None, recording.problem
     assert torch.equal(found, other(x))
     x.copy_(torch.randn(3, 24))
@@ -128,7 +128,7 @@ def test_what_cannot_be_recorded_is_computed_all_the_same(other: object) -> None
         found = other(x)
     assert torch.equal(found, expected)
     assert recording.problem is not None
-    assert recording.finished() is None
+    assert recording.finish() is None
 
 
 def test_prompts_are_not_recorded() -> None:
@@ -155,7 +155,7 @@ def test_what_other_threads_compute_is_not_recorded() -> None:
     alone = Recording(own(), Arena())
     with alone.during():
         computed(x)
-    replay = recording.finished()
+    replay = recording.finish()
     assert replay is not None
     assert recording.problem is None
     assert len(recording.calls) == len(alone.calls)
@@ -185,7 +185,7 @@ def test_no_compiler_is_imported_for_a_recording() -> None:
 
 def test_nothing_is_recorded_while_paused() -> None:
     recording, x = Recording(own(), Arena()), torch.randn(3, 24)
-    with recording.during(), recording.paused():
+    with recording.during(), recording.pause():
         computed(x).exp()
     assert recording.problem is None
     assert recording.calls == []
@@ -212,14 +212,14 @@ def test_memory_is_given_to_nobody_who_shares_it(wanted: list[tuple[int, int]]) 
 
 def test_what_is_empty_is_borrowed_too() -> None:
     """As the logits of a rank that has none of a few tokens."""
-    assert Arena.borrowed(torch.empty(3, 0)).shape == (3, 0)
+    assert Arena.borrow(torch.empty(3, 0)).shape == (3, 0)
 
 
 def test_memory_is_used_again() -> None:
     arena = Arena()
     for count in range(1, 100):
         first, second = arena.empty((count, 3)), arena.empty((count,))
-        borrowed = arena.borrowed(first)
+        borrowed = arena.borrow(first)
         borrowed.fill_(count)
         assert first.eq(count).all()
         assert second.shape == (count,)

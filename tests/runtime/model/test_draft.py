@@ -119,7 +119,7 @@ def test_nothing_is_loaded_twice(tmp_path: Path) -> None:
     )
     assert engine.drafter.model.ends is engine.model.ends
     cache = engine.new_cache(2)
-    lent = cache.lent([1, 0])
+    lent = cache.lend([1, 0])
     assert lent.pairs[0].data_ptr() == cache.pairs[1].data_ptr()
 
 

@@ -181,7 +181,7 @@ def test_a_recorded_mixture_goes_by_what_comes_later(plan: Plan) -> None:
     assert not isinstance(made.experts, Experts)
     with recording.during():
         output = made(stream, waits=False)
-    replay = recording.finished()
+    replay = recording.finish()
     assert replay is not None, recording.problem
     for _ in range(5):
         stream.copy_(torch.randn(3, HIDDEN))

@@ -88,7 +88,7 @@ class Beside:
         causal = at[None] <= at[:, None]
         self.mask = torch.cat([causal & (at[None] < begin), causal & (at[None] >= begin)], 1)[None, None]
 
-    def given(self, attention: Sublayer, arguments: dict[str, Any]) -> dict[str, Any]:
+    def replace_arguments(self, attention: Sublayer, arguments: dict[str, Any]) -> dict[str, Any]:
         if attention in self.own:
             return arguments
         joined = _Joined(*self.kept[attention.layers[0]])

@@ -370,7 +370,7 @@ def test_a_rank_that_never_comes_to_a_recorded_sum_is_named() -> None:
         with recording.during():
             total = wait()
         assert total.tolist() == [2, 2]
-        replay = recording.finished()
+        replay = recording.finish()
         assert replay is not None, recording.problem
         own.check()
         own.exchanges.timeout_seconds = 0

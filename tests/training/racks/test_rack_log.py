@@ -20,7 +20,7 @@ class Slow:
         self.log, self.clock, self.waits, self.computes = log, clock, waits, computes
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        with self.log.waiting("wait_input", ItemKey(1, ItemKind.TRAINING)):
+        with self.log.time_wait("wait_input", ItemKey(1, ItemKind.TRAINING)):
             self.clock.sleep(self.waits)
         self.clock.sleep(self.computes)
         return {"loss": model(inputs["x"]).sum()}

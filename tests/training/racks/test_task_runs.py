@@ -68,9 +68,9 @@ def test_racks_in_turn_are_racks_in_step(tmp_path: Path) -> None:
     expected = [rack.tensors() for rack in together]
     own = found.whole.model.state_dict()
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"):
-        assert torch.equal(own[name], expected[0].named()[name])
+        assert torch.equal(own[name], expected[0].by_name()[name])
     for name in ("model.layers.0.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"):
-        assert torch.equal(own[name.replace("layers.0", "layers.3")], expected[2].named()[name])
+        assert torch.equal(own[name.replace("layers.0", "layers.3")], expected[2].by_name()[name])
     assert torch.equal(
         own["model.layers.2.mlp.up_proj.weight"], expected[1].layers[1]["mlp.up_proj.weight"]
     )

@@ -125,7 +125,7 @@ class Scheme(ABC):
             ValueError: if they do not say what shape it has.
         """
 
-    def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:  # noqa: ARG002
+    def derive_tensor(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:  # noqa: ARG002
         """Return a tensor of a whole matrix that follows from the matrix's shape; else None."""
         return None
 
@@ -189,7 +189,7 @@ class Quantised:
                 size = f"{' x '.join(map(str, found.shape))}, by {self.parts[found.by]}"
                 needed = f"{self.scheme.description} needs {wanted} for a matrix of {size}"
                 raise self.fault(ending, f"has the shape {stored}, and {needed}")
-            stated = self.scheme.stated(ending, found.shape)
+            stated = self.scheme.derive_tensor(ending, found.shape)
             if stated is not None and not torch.equal(self.tensor(ending).long(), stated.long()):
                 raise self.fault(ending, f"should hold {part.meaning}")
             if part.below is not None:

@@ -84,7 +84,7 @@ class Gptq(Scheme):
             parts[GROUPS] = PartSpec(INDICES, along, below=count if by_index else None, meaning=meaning)
         return Arrangement((outputs, inputs), WORDS, parts)
 
-    def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:
+    def derive_tensor(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:
         """Number the group of each input, if they lie in order."""
         follows = ending == GROUPS and self.in_order
         if follows:

@@ -165,7 +165,7 @@ class Grouped(Scheme):
             )
         return Arrangement(shape, SHAPE if self.packed else WEIGHT, parts)
 
-    def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:
+    def derive_tensor(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:
         if ending == SHAPE:
             return torch.tensor(shape)
         return None
