@@ -67,7 +67,7 @@ def test_what_a_scan_has_measured_is_what_the_search_would_measure(
     question = PricedQuestion(asked, mixture, asked.pricing(subject.opened), Quality(9, divergence=0))
     assert known.plan(question).known == pytest.approx(
         [known.find_quality(p).divergence for p in programs]
-    )  # type: ignore[union-attr]
+    )
     assert known.find_quality(Program.parse("A0 F0 A2 F2 A1 F1 A3 F3")) is None
 
 
