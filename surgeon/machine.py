@@ -139,11 +139,11 @@ def one_at_a_time(advance: Advance) -> Advance:
     """Let several threads advance, one at a time."""
     lock = Lock()
 
-    def told(amount: float) -> None:
+    def tell(amount: float) -> None:
         with lock:
             advance(amount)
 
-    return told
+    return tell
 
 
 @contextmanager

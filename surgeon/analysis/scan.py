@@ -82,7 +82,7 @@ class Cell:
         return range(self.first, self.last + 1)
 
     @cached_property
-    def measured(self) -> tuple[Program, ...]:
+    def equivalents(self) -> tuple[Program, ...]:
         """Programs that compute the same as these, and are run in their place."""
         return tuple(map(simplify, self.programs))
 
@@ -227,7 +227,7 @@ def selected_cells(
         for layers, value in sorted(wanted, key=lambda place: (place[0].start, place[0].stop)):
             varied: dict[str, Any] = {} if heatmap.varied is None else {heatmap.varied: value}
             apply = partial(heatmap, layers=layers, shapes=shapes, **varied)
-            if heatmap.seeded:
+            if heatmap.is_seeded:
                 changes = [partial(apply, seed=one) for one in seeds]
             else:
                 changes = [apply]
@@ -245,7 +245,7 @@ def selected_cells(
                 for warning in said:
                     warnings.warn(warning.message, stacklevel=2)
                 cell = Cell(name, layers.start, layers.stop - 1, tuple(programs), value=value)
-                cells.append(replace(cell, seeds=seeds) if heatmap.seeded else cell)
+                cells.append(replace(cell, seeds=seeds) if heatmap.is_seeded else cell)
     if not cells and program is not None and not all(callable(HEATMAPS[name].values) for name in names):
         raise ValueError(
             f"the model runs none of these layers whole and in order: its program is {show_value(str(program), 200)}"
@@ -359,7 +359,7 @@ def scan(
         asked = [*journal.finished, selection]
         own = program if is_edited else None
         cells = selected_cells(asked, num_layers, seed, steps, family.layer_shapes(model.config), own)
-        plan = share([program, *(one for cell in cells for one in cell.measured)])
+        plan = share([program, *(one for cell in cells for one in cell.equivalents)])
         at_once = windows_at_once(model, plan, windows.ids, subject.memory, batch)
         if journal.at_once is not None and batch is None:
             at_once = min(at_once, journal.at_once)
@@ -375,7 +375,7 @@ def scan(
         )
         outcomes = list(_outcomes(subject, journal, cells, plan, options, screened, workers, batch))
         missing = len(cells) - len(outcomes)
-        if missing and all(cell.measured[0] == program for cell, *_ in outcomes):
+        if missing and all(cell.equivalents[0] == program for cell, *_ in outcomes):
             raise TimeOver("the time was over before the first cell")
         if not missing:
             journal.finish(selection)
@@ -436,7 +436,7 @@ Outcome = tuple[Cell, Sequence[int], float]
 
 def _values(journal: ScanJournal, cell: Cell, windows: Sequence[int]) -> tuple[Values, Values]:
     """Negative log-likelihood and divergence of a cell, (windows,) each: the means over its permutations."""
-    found = [journal.values(program, windows) for program in cell.measured]
+    found = [journal.values(program, windows) for program in cell.equivalents]
     nll, divergence = zip(*found, strict=True)
     return np.mean(nll, axis=0), np.mean(divergence, axis=0)
 
@@ -455,7 +455,7 @@ def _cells_table(
     values = []
     for cell, windows, ran in outcomes:
         numbers = estimate(*_values(journal, cell, windows), base, windows).estimates.values()
-        every = [journal.acceptances(program, windows) for program in cell.measured]
+        every = [journal.acceptances(program, windows) for program in cell.equivalents]
         accepted = np.mean(every, axis=(0, 2)).tolist()
         known = len(windows) * predicted, ran
         rows.append((cell.operation, cell.first, cell.last, *numbers, *accepted, *known))
@@ -476,7 +476,7 @@ def _permutations_table(
     """One row per random permutation of a cell, with the columns of `permutations.csv`."""
     rows = []
     for cell, windows, _ in outcomes:
-        for seed, program, run in zip(cell.seeds, cell.programs, cell.measured, strict=False):
+        for seed, program, run in zip(cell.seeds, cell.programs, cell.equivalents, strict=False):
             found = estimate(*journal.values(run, windows), base, windows)
             numbers = (found.perplexity, found.divergence, len(windows) * predicted)
             # The program's order of these layers, by their attentions.
@@ -528,7 +528,7 @@ def _outcomes(
     settled_on: dict[Cell, list[int]] = {}
     cost = dict.fromkeys(plan.programs, 0.0)
     for number, added in enumerate(parts, start=1):
-        now = plan.only({dense, *(one for cell in left for one in cell.measured)})
+        now = plan.only({dense, *(one for cell in left for one in cell.equivalents)})
         name = f"scan, round {number} of {len(parts)}" if len(parts) > 1 else "scan"
         try:
             measure_missing(name, subject, journal, now, added, options, workers, batch)
@@ -550,13 +550,13 @@ def _outcomes(
     del cost[dense]
     for cell in cells:
         measured: Sequence[int] = everything
-        if not all(journal.is_done(program, everything) for program in cell.measured):
+        if not all(journal.is_done(program, everything) for program in cell.equivalents):
             measured = settled_on.get(cell) or [
                 one
                 for one in everything
-                if all(journal.is_done(program, [one]) for program in cell.measured)
+                if all(journal.is_done(program, [one]) for program in cell.equivalents)
             ]
-        new = sum(cost.pop(program, 0.0) for program in cell.measured)
+        new = sum(cost.pop(program, 0.0) for program in cell.equivalents)
         if measured:
             yield cell, measured, new
 

@@ -394,13 +394,13 @@ def add_ranks(
     else:
         program = Program.parse(own)
 
-    def ranked(sublayer: Sublayer) -> Sublayer:
+    def add_rank(sublayer: Sublayer) -> Sublayer:
         found = ranks.get((sublayer.kind, sublayer.layers[0]), {})
         return replace(
             sublayer, ranks=tuple((role, found[role]) for role in ROLES[sublayer.kind] if role in found)
         )
 
-    return entries | {PROGRAM_KEY: str(program.map_sublayers(ranked))}
+    return entries | {PROGRAM_KEY: str(program.map_sublayers(add_rank))}
 
 
 def join_blocks(tensors: list[Tensor]) -> Tensor:

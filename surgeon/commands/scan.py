@@ -15,7 +15,7 @@ from surgeon.named import split_values
 if TYPE_CHECKING:
     from surgeon.findings.scan import Scan
 
-_RANDOM = " and ".join(name for name, heatmap in HEATMAPS.items() if heatmap.seeded)
+_RANDOM = " and ".join(name for name, heatmap in HEATMAPS.items() if heatmap.is_seeded)
 _PAPER = ", ".join(name for name, heatmap in HEATMAPS.items() if heatmap.paper)
 _OTHERS = ", ".join(
     describe_name(name, heatmap.note) for name, heatmap in HEATMAPS.items() if not heatmap.paper

@@ -108,7 +108,7 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
             yield "weights", found.recipe.weights
     yield "program", outline_text(program, found.num_layers, steps)
     yield from (("sizes", line) for line in size_lines(program.sublayers()))
-    if not program.attended:
+    if not program.attended_nodes:
         yield "note", "there is no attention, so that no token looks at another"
     if found.training_line is not None:
         yield "trained", found.training_line

@@ -149,11 +149,11 @@ def pass_seconds(program: Program, clocks: list[RankClock], *costs: Costs) -> No
     """Run a program on ranks' clocks."""
     machines = [SimulatedRanks(clocks, tuple(range(len(clocks))), one) for one in costs]
     states = in_turn(
-        program.nodes[: program.attended], [State(torch.zeros(1))] * len(machines), machines
+        program.nodes[: program.attended_nodes], [State(torch.zeros(1))] * len(machines), machines
     )
     for one in costs:
         one.leave_attention()
-    for state in in_turn(program.nodes[program.attended :], states, machines):
+    for state in in_turn(program.nodes[program.attended_nodes :], states, machines):
         land(state)
 
 

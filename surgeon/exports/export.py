@@ -283,7 +283,7 @@ def quantisation(
         before = re.escape(stored(f"{layers}.").removesuffix(f"{layers.rpartition('.')[2]}."))
     number = re.compile(rf"{before}(?<![^.\\^*(:]){layers.rpartition('.')[2]}(\\?\.)(\d+)(?!\d)")
 
-    def renamed(name: str) -> list[str]:
+    def new_names(name: str) -> list[str]:
         """List the new names of a module, whose layer may lie in several, or in none."""
         match = number.search(name)
         if match is None:
@@ -295,7 +295,7 @@ def quantisation(
         ]
 
     followed: dict[str, Any] = _rename_modules(
-        copy.deepcopy(checkpoint.entries.get(QUANTIZATION) or checkpoint.config[QUANTIZATION]), renamed
+        copy.deepcopy(checkpoint.entries.get(QUANTIZATION) or checkpoint.config[QUANTIZATION]), new_names
     )
     dense = list(
         dict.fromkeys(stored(one.name).rpartition(".")[0] for one in tensors if one.dequantised)

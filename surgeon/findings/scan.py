@@ -344,12 +344,12 @@ class Scan(RunResult):
             least = cells.head(count)
             most = cells.tail(count).iloc[::-1]
 
-            def named(rows: pd.DataFrame) -> str:
+            def list_layers(rows: pd.DataFrame) -> str:
                 return join_words(
                     f"layer {int(row['first'])} ({change(row['ratio'])})" for _, row in rows.iterrows()
                 )
 
-            text = f"It costs least perplexity to leave out {named(least)}, and most {named(most)}."
+            text = f"It costs least perplexity to leave out {list_layers(least)}, and most {list_layers(most)}."
             cheapest = cells.iloc[0]
             label = f"perplexity without layer {int(cheapest['first'])}, the cheapest to remove"
             yield Finding("Removing one layer", text, change(cheapest["ratio"]), label)

@@ -144,7 +144,7 @@ class Program:
         return frozenset(layer for sublayer in self.sublayers() for layer in sublayer.layers)
 
     @property
-    def attended(self) -> int:
+    def attended_nodes(self) -> int:
         """Number of nodes up to the last one that has an attention; behind it no token looks at another."""
         kinds = [
             {one.kind for step in steps_of((node,)) for one in step.sublayers} for node in self.nodes

@@ -146,7 +146,7 @@ class OperationContract:
                 f"{name} varies a parameter that has values"
             )
             assert {heatmap.varied} - {None} <= set(operation.parameters.model_fields)
-            seeded: dict[str, Any] = {"seed": 3} if heatmap.seeded else {}
+            seeded: dict[str, Any] = {"seed": 3} if heatmap.is_seeded else {}
             columns: list[dict[str, Any]] = [
                 {heatmap.varied or "": value} for value in heatmap.columns(0, self.shapes)
             ] or [{}]

@@ -406,7 +406,7 @@ def train(
         if trained is None:
             return None
         step = trainer.state.global_step
-        after = trainer.measured(trained)
+        after = trainer.measure_held_out(trained)
         whole: Any = trained.get_base_model() if isinstance(trained, PeftModel) else trained
         whole.config.use_cache = caches  # which the Trainer has turned off
         return Trained(step, step * tokens, log.seconds, task.original, log.before, after, trained)

@@ -280,7 +280,7 @@ class ModelTrainer(Trainer):
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Measure on held-out text, in every process, as sharded models need."""
-        found = self.measured(self.model_wrapped)
+        found = self.measure_held_out(self.model_wrapped)
         known = {
             f"eval_{name}": value for name, value in found.estimates.items() if not math.isnan(value)
         }
@@ -289,7 +289,7 @@ class ModelTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def measured(self, model: nn.Module) -> Quality:
+    def measure_held_out(self, model: nn.Module) -> Quality:
         """Measure the model as it is now on held-out text."""
         step = self.state.global_step
         try:

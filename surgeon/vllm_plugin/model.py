@@ -87,7 +87,7 @@ def _norm(norm: Norm, dtype: torch.dtype) -> Norm:
     return norm
 
 
-def _gated(operation: str, wide: Tensor) -> Tensor:
+def _apply_gate(operation: str, wide: Tensor) -> Tensor:
     """Activated gates times values, (T, width), of both, (T, 2 * width), by vLLM's operation of this name."""
     y = wide.new_empty(wide.shape[0], wide.shape[1] // 2)
     getattr(torch.ops._C, operation)(y, wide.contiguous())
@@ -221,7 +221,7 @@ class ProgramForCausalLM(nn.Module):
                     sublayer.norm = _norm(sublayer.norm, like.dtype)
                 dense = sublayer.shared if isinstance(sublayer, MixtureOfExperts) else sublayer
                 if isinstance(dense, FeedForward) and dense.gated and gate is not None:
-                    dense.gate = partial(_gated, gate)
+                    dense.gate = partial(_apply_gate, gate)
         del self.source
         return {name for name, _ in self.named_parameters()}
 

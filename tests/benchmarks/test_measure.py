@@ -94,7 +94,10 @@ def test_a_pass_sends_what_the_program_says_and_waits_for_it(
 ) -> None:
     result = results[name, batch]
     program = Program.parse(PROGRAMS[name])
-    syncs, behind = program.sync_points(2), Program(program.nodes[program.attended :]).sync_points(2)
+    syncs, behind = (
+        program.sync_points(2),
+        Program(program.nodes[program.attended_nodes :]).sync_points(2),
+    )
     assert len(result.rounds) == 2
     for one in result.rounds:
         assert one.decode_pass is not None

@@ -140,7 +140,7 @@ def test_sync_points_equal_a_walk_of_every_rank(program: Program, ranks: int) ->
     ],
 )
 def test_where_the_last_attention_is(text: str, nodes: int) -> None:
-    assert Program.parse(text).attended == nodes
+    assert Program.parse(text).attended_nodes == nodes
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,12 @@ def resume(
 ) -> SharedPlan:
     """Put kept states in the place of the tasks that lead to them; `is_cached` takes a prefix, and if it is landed."""
 
-    def cached(task: Task) -> Task:
+    def take_kept(task: Task) -> Task:
         if isinstance(task, RunStep | Join) and is_cached(numbers[task.target], task.land):
             return Take(numbers[task.target], task.target, task.land)
         return task
 
-    return plan.rewritten(cached)
+    return plan.rewritten(take_kept)
 
 
 class Place(NamedTuple):

@@ -276,7 +276,7 @@ class _Work:
         sums: dict[Matrix, InputSums] = {}
         others: dict[Matrix, list[Tensor]] = {}
 
-        def seen(matrix: Matrix, inputs: Tensor) -> None:
+        def add_inputs(matrix: Matrix, inputs: Tensor) -> None:
             if matrix not in sums:
                 moment = self.update or any(
                     NEEDS[makings[one].method] == "moment" for one in watched[matrix]
@@ -295,7 +295,7 @@ class _Work:
                     lambda matrix, x: others[matrix].append(x),
                     _without_ranks,
                 )
-            states.append(self.run.see(part, watched, seen, run_as))
+            states.append(self.run.see(part, watched, add_inputs, run_as))
             stay_below(self.memory)
         return sums, states
 

@@ -101,12 +101,12 @@ class ProgramRun:
     ) -> None:
         """Go on behind the next node, and add its matrices' inputs to their sums, which are made when they are new."""
 
-        def seen(matrix: Matrix, inputs: Tensor, *routed: Tensor) -> None:
+        def add_inputs(matrix: Matrix, inputs: Tensor, *routed: Tensor) -> None:
             if matrix not in sums:
                 sums[matrix] = new(matrix, inputs)
             sums[matrix].add(inputs, *routed)
 
-        self.step([self.see(part, matrices, seen) for part in self.parts])
+        self.step([self.see(part, matrices, add_inputs) for part in self.parts])
 
     @torch.inference_mode()
     def rest(self) -> Iterator[tuple[Tensor, Tensor]]:

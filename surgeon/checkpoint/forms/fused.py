@@ -361,7 +361,7 @@ def fused_config(
     growth = family.attention.head_stage(Growth)
     clamp = family.attention.head_stage(Clamp)
 
-    def dropped(attribute: str | None) -> Any:
+    def read_dropout(attribute: str | None) -> Any:
         if attribute is None:
             return 0.0
         return getattr(config, attribute)
@@ -414,10 +414,10 @@ def fused_config(
         "learned_positions": shapes.get(f"{POSITIONS}.weight", (0,))[0],
         "position_offset": positions.offset,
         "positions_from_mask": positions.from_mask,
-        "attention_dropout": dropped(family.dropout.attention),
-        "residual_dropout": dropped(family.dropout.output or family.dropout.module),
-        "mlp_dropout": dropped(family.dropout.mlp),
-        "embedding_dropout": dropped(family.dropout.embedding),
+        "attention_dropout": read_dropout(family.dropout.attention),
+        "residual_dropout": read_dropout(family.dropout.output or family.dropout.module),
+        "mlp_dropout": read_dropout(family.dropout.mlp),
+        "embedding_dropout": read_dropout(family.dropout.embedding),
     }
     widths = {
         str(k): _widths(layer, family, units)

@@ -72,7 +72,7 @@ class Heatmap:
     function: Callable[..., Program] = _refuse_call
 
     @property
-    def seeded(self) -> bool:
+    def is_seeded(self) -> bool:
         """True if the operation draws at random: its cells are then means over several seeds."""
         return "seed" in inspect.signature(self.function).parameters and "seed" not in self.parameters
 

@@ -104,7 +104,7 @@ def lowrank(
         raise ValueError("weights are the keys of ranks; leave one of the two out")
 
     @cache
-    def chosen(kind: str, width: int | None, other: int | None = None) -> dict[int, Ranks]:
+    def choose_ranks(kind: str, width: int | None, other: int | None = None) -> dict[int, Ranks]:
         own = shapes if other is None else shapes.others[other]
         left = own if width is None else own.narrow(kind, width)
         alike = [layer for layer in layers if shapes.others.get(layer, shapes) == own]
@@ -117,7 +117,7 @@ def lowrank(
             named = [role for role in weights if role not in lacked]
         return _choose_ranks(layers, left, named, keep or 0.0)
 
-    for_whole = chosen("", None)
+    for_whole = choose_ranks("", None)
     inside = frozenset(layers)
 
     def truncate(sublayer: Sublayer) -> Sublayer:
@@ -127,7 +127,7 @@ def lowrank(
         width = sublayer.width
         other = next((layer for layer in sublayer.layers if layer in shapes.others), None)
         usual = width is None and other is None
-        return _truncate(sublayer, layers, for_whole if usual else chosen(kind, width, other))
+        return _truncate(sublayer, layers, for_whole if usual else choose_ranks(kind, width, other))
 
     return program.map_sublayers(truncate)
 

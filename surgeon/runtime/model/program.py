@@ -136,7 +136,7 @@ class RankProgram:
         self.outputs: dict[Step, StepOutputs] = {}  # of steps that this rank has slices of
         # Whether first factors of one shape are shared out.
         self._ways: dict[tuple[object, ...], bool] = {}
-        attended = program.attended
+        attended = program.attended_nodes
         before = Program(self.nodes[:attended])
         self.attended = (
             attended,

@@ -168,7 +168,7 @@ def paced_loss(loss: LossParts, pace: RackPace, log: RackLog) -> LossParts:
     def busy() -> float:
         return time.monotonic() - log.waited
 
-    def slowed(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    def slow_down(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         begun = busy()
 
         def rest() -> None:
@@ -181,7 +181,7 @@ def paced_loss(loss: LossParts, pace: RackPace, log: RackLog) -> LossParts:
         parts["loss"].register_hook(lambda _: engine.queue_callback(rest))
         return parts
 
-    return slowed
+    return slow_down
 
 
 # Step, kind, place, dtype, tokens, bytes, nanoseconds until it has arrived over an emulated link: before each stream.

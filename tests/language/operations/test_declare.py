@@ -86,7 +86,7 @@ def test_the_tables_are_as_they_were_before_operations_declared_them() -> None:
         "experts",
     ]
     assert tuple(HEATMAPS)[:5] == SCANNED
-    assert [name for name, heatmap in HEATMAPS.items() if heatmap.seeded] == ["shuffle"]
+    assert [name for name, heatmap in HEATMAPS.items() if heatmap.is_seeded] == ["shuffle"]
     varied = {name: heatmap.varied for name, heatmap in HEATMAPS.items() if heatmap.varied}
     assert varied == {
         "lowrank": "keep",
