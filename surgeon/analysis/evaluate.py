@@ -99,17 +99,17 @@ def on_text(
     loaded = candidate.load(device)
     program = candidate.asked
     model = logits_of(loaded)
-    compared = None
+    reference = None
     draft: DraftOnText | None = None
     if original is not None:
-        compared = logits_of(original.load(device))
+        reference = logits_of(original.load(device))
     elif program is not None:  # the same weights, with and without the program
         edited = program
 
         def model(ids: Any) -> Any:
             return logits_of(edit(loaded, edited, factors=candidate.factors))(ids)
 
-        def compared(ids: Any) -> Any:
+        def reference(ids: Any) -> Any:
             return logits_of(restore(loaded))(ids)
 
         try:
@@ -119,7 +119,7 @@ def on_text(
                 f"acceptance is judged by the program's own keys and values: {error}", stacklevel=1
             )
 
-    found = text_quality(model, windows.ids, compared, draft=draft)
+    found = text_quality(model, windows.ids, reference, draft=draft)
     if found.knows("greedy_acceptance") and draft is None:
         found = replace(found, acceptance_keys=OWN)
     if output is not None:

@@ -185,13 +185,13 @@ class Pricing:
             return whole(program)
         one = whole(_ONE)
 
-        def added(part: Program) -> float:
+        def added_seconds(part: Program) -> float:
             return seconds(_ONE + part) - one
 
         return (
             one
-            - self._sum(f"latency@{what}", _ONE, added)
-            + self._sum(f"latency@{what}", program, added)
+            - self._sum(f"latency@{what}", _ONE, added_seconds)
+            + self._sum(f"latency@{what}", program, added_seconds)
         )
 
     def _adds_up(self, program: Program, hardware: Hardware, sliced: bool) -> bool:

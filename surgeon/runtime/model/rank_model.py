@@ -179,7 +179,7 @@ class RankModel:
         long_texts = self.plan.long_texts
         return long_texts is None or row.prompt <= long_texts.beyond or row.start + 1 >= row.prompt
 
-    def embedded(self, tokens: Tensor, positions: Index) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Index) -> Tensor:
         """The stream before the program, (tokens, hidden), of tokens (tokens,)."""
         if self.arriving is not None:
             return self.arriving[: len(tokens)]
@@ -206,7 +206,7 @@ class RankModel:
     ) -> Tensor:
         """Compute one token (texts,) of each of some texts, to `end`; nothing waits for a GPU."""
         shared = Pass(attend, angles_at(angles, positions), attend_raw, waits=False)
-        return self.end(self.stream_after(self.embedded(tokens, positions), shared))
+        return self.end(self.stream_after(self.embed(tokens, positions), shared))
 
     def end(self, stream: Tensor) -> Tensor:
         """This rank's logits, (tokens, rows), of the stream behind the program; of a stretch that stream."""
@@ -297,12 +297,12 @@ class DynamicPasses(Way):
         """Compute one pass; this rank's logits of all tokens."""
         tokens, positions, shared = self.laid_out(rows, cache)
         model = self.model
-        return model.end(model.stream_after(model.embedded(tokens, positions), shared))
+        return model.end(model.stream_after(model.embed(tokens, positions), shared))
 
     def stream(self, rows: Rows, cache: PagedCache, places: list[int] | None = None) -> Tensor:
         """The stream after the program, (tokens, hidden), of the rows' tokens or of those at some places."""
         tokens, positions, shared = self.laid_out(rows, cache)
-        return self.model.stream_after(self.model.embedded(tokens, positions), shared, places)
+        return self.model.stream_after(self.model.embed(tokens, positions), shared, places)
 
     def laid_out(self, rows: Rows, cache: PagedCache) -> tuple[Tensor, Index, Pass]:
         """Lay out rows: their tokens, (tokens,), positions, and what their attentions share."""
@@ -340,7 +340,7 @@ class HalvedPasses(DynamicPasses):
         self.model.peers.counts.halved += 1
         tokens, _, passes = zip(*(self.laid_out(half, cache) for half in halves), strict=True)
         spans = [slice(row.start, row.end) for row in rows]
-        embedded = self.model.embedded(torch.cat(tokens), as_index(spans, self.model.device))
+        embedded = self.model.embed(torch.cat(tokens), as_index(spans, self.model.device))
         sizes = [len(half) for half in tokens]
         taking_turns = [replace(one, parts=len(passes)) for one in passes]
         if places is None:
