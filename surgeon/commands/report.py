@@ -68,6 +68,11 @@ def report(
     from surgeon.findings.page import write_page
     from surgeon.findings.result import read_record
 
+    page = Path(output)
+    if page.suffix.lower() not in (".html", ".htm"):  # it would replace what somebody else wrote
+        raise ValueError(
+            f"a report is an .html file, and {page} is none; write {page.with_suffix('.html')}"
+        )
     paths: dict[Path, None] = {}
     for folder in map(as_folder, as_several(runs)):
         paths[folder] = None
@@ -76,4 +81,4 @@ def report(
             paths.update(dict.fromkeys(folder / name for name in read_record(record).get("passes", ())))
     if not paths:
         raise ValueError("there are no runs to report on; give the folders that passes wrote")
-    return ReportPage(Path(output), write_page([*paths], Path(output)))
+    return ReportPage(page, write_page([*paths], page))

@@ -139,3 +139,12 @@ def test_a_folder_that_is_not_there(surgeon, tmp_path: Path) -> None:  # type: i
     code, _, err = surgeon("report")
     assert code == 2
     assert "RUN" in err
+
+
+def test_only_a_page_is_replaced(surgeon, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    code, _, err = surgeon("report", tmp_path, "-o", notes)
+    assert code == 1
+    assert err == f"error: a report is an .html file, and {notes} is none; write {tmp_path}/notes.html\n"
+    assert notes.read_text() == "mine"
