@@ -372,7 +372,7 @@ class ModelMachine(Machine):
             slot = self.slot_of(sublayer)
             arguments = self.arguments[slot]
             if self.layers.verified is not None:
-                arguments = self.layers.verified.given(sublayer, arguments)
+                arguments = self.layers.verified.replace_arguments(sublayer, arguments)
             arguments = spec.rename_arguments(arguments)
         call = partial(_through_stages, owner, spec, slot, arguments)
         if self.layers.gradient_checkpointing and self.layers.training:

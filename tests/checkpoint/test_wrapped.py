@@ -113,7 +113,7 @@ def test_the_text_decoder_computes_what_the_whole_does_of_a_text(model_type: str
     streamed: Any = load_streamed(folder)
     assert torch.equal(streamed.lm_head.weight, whole.get_submodule(WRAPPERS[model_type].head).weight)
     place = "feed_forward" if model_type == "llama4" else "mlp"
-    up = streamed.model.layers.weights(8).stored(Sublayer("F", (2,)), f"{place}.up_proj.weight")
+    up = streamed.model.layers.weights(8).stored_part(Sublayer("F", (2,)), f"{place}.up_proj.weight")
     assert torch.equal(up, up_of(decoder_of(whole).layers[2]).weight)
     if len(WRAPPERS[model_type].names) > 1:
         renamed_as_inside(folder)

@@ -227,12 +227,12 @@ def test_another_model_is_not_gone_on_with(train: Any) -> None:
 
 
 def test_a_full_disk_leaves_the_run(train: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    from surgeon.training import checkpoints
+    from surgeon.training import trainer
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "save_file", full)
+    monkeypatch.setattr(trainer, "save_file", full)
     code, _, err = train(LADDER)
     assert code == 1
     assert "filled up at step 2" in err

@@ -73,7 +73,9 @@ def ended(address: str, folder: Path, *lefts: int, seconds: float = 0.0) -> list
 
 def rows(address: str, folder: Path) -> list[tuple[int, str, float]]:
     searching, study = opened(address, folder)
-    return [(one.number, one.key, one.measured.divergence) for one in searching.finished(study.trials)]
+    return [
+        (one.number, one.key, one.measured.divergence) for one in searching.finished_trials(study.trials)
+    ]
 
 
 def test_killed_and_begun_again_one_worker_ends_with_the_same_trials(
@@ -109,7 +111,7 @@ def test_an_error_gives_its_trial_up(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no more room"):
         run_trials(study, failing, 5, None, lambda _: None)
     run_trials(study, failing, 5, None, lambda _: None)
-    assert [one.number for one in searching.finished(study.trials)] == [0, 1, 2, 3, 4]
+    assert [one.number for one in searching.finished_trials(study.trials)] == [0, 1, 2, 3, 4]
 
 
 def test_trials_that_a_notebook_asked_for_are_left_to_it(tmp_path: Path) -> None:

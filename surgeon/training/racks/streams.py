@@ -107,6 +107,11 @@ class RackLog:
         total["bytes"] += size
         total["items"] += items
 
+    def traffic(self) -> dict[str, Any]:
+        """Nest the counts by way and kind, with the process's peak memory in bytes."""
+        unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in kilobytes, macOS in bytes
+        return self._traffic | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+
     def begin_computing(self) -> None:
         self._computes_since = time.monotonic()
 
@@ -135,10 +140,7 @@ class RackLog:
                 csv.writer(file, lineterminator="\n").writerows(
                     (f"{begun:.6f}", f"{ended:.6f}", *others) for begun, ended, *others in self._rows
                 )
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            if sys.platform != "darwin":
-                peak *= 1024  # Linux counts in kilobytes, macOS in bytes
-            write_json(self.folder / TRAFFIC_FILE, self._traffic | {"peak": peak})
+            write_json(self.folder / TRAFFIC_FILE, self.traffic())
         self._rows.clear()
 
 
