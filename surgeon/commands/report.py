@@ -68,11 +68,6 @@ def report(
     from surgeon.findings.page import write_page
     from surgeon.findings.result import read_record
 
-    page = Path(output)
-    if page.suffix.lower() not in (".html", ".htm"):  # it would replace what somebody else wrote
-        raise ValueError(
-            f"a report is an .html file, and {page} is none; write {page.with_suffix('.html')}"
-        )
     paths: dict[Path, None] = {}
     for folder in map(as_folder, as_several(runs)):
         paths[folder] = None
@@ -81,4 +76,9 @@ def report(
             paths.update(dict.fromkeys(folder / name for name in read_record(record).get("passes", ())))
     if not paths:
         raise ValueError("there are no runs to report on; give the folders that passes wrote")
+    page = Path(output)
+    if page.suffix.lower() not in (".html", ".htm"):  # it would replace what somebody else wrote
+        raise ValueError(
+            f"a report is an .html file, and {page} is none; write {page.with_suffix('.html')}"
+        )
     return ReportPage(page, write_page([*paths], page))
