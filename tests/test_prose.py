@@ -46,7 +46,7 @@ PARTICIPLES = {
 }
 ADJECTIVES = {
     *("biased", "debiased", "wrapped", "needed", "described", "limited", "wanted"),
-    *("refused", "exported", "given", "mixed"),
+    *("refused", "exported", "given", "mixed", "averaged", "narrowed"),
 }
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 

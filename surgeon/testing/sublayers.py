@@ -154,7 +154,7 @@ class Sublayers:
         return logits
 
     @torch.no_grad()
-    def average(self, layers: list[int], into: int) -> Sublayers:
+    def averaged(self, layers: list[int], into: int) -> Sublayers:
         """A copy in which one layer has the average of several layers' weights."""
         other = Sublayers(self.model, self.ids)
         parameters = [dict(self.layers[k].named_parameters()) for k in layers]
@@ -163,7 +163,7 @@ class Sublayers:
         return other
 
     @torch.no_grad()
-    def narrow(self, k: int, kind: str, count: int) -> Sublayers:
+    def narrowed(self, k: int, kind: str, count: int) -> Sublayers:
         """A copy in which layer k's attention ("A") or feed-forward ("F") adds nothing of most KV groups or neurons.
 
         Columns of the projection to the stream are zero for all but `count`: of KV groups those of the largest weights,
@@ -330,7 +330,7 @@ EDITS: dict[str, Edit] = {
     ),
     "merge": (
         lambda p: merge(p, range(1, 3)),
-        lambda s, x: sequential(s.average([1, 2], 1), x, [0, 1, 3]),
+        lambda s, x: sequential(s.averaged([1, 2], 1), x, [0, 1, 3]),
     ),
     "lp": (lambda p: pair(p, range(1, 3)), lp),
     "par": (lambda p: parallel(p, range(1, 4)), par),
@@ -341,7 +341,7 @@ EDITS: dict[str, Edit] = {
     "narrow": (
         narrow,
         lambda s, x: sequential(
-            s.narrow(1, "A", 1).narrow(2, "A", 1).narrow(2, "F", 5), x, [0, 1, 2, 3]
+            s.narrowed(1, "A", 1).narrowed(2, "A", 1).narrowed(2, "F", 5), x, [0, 1, 2, 3]
         ),
     ),
     "experts": (
