@@ -108,7 +108,7 @@ def serve(
     from surgeon.runtime.service import Service
     from surgeon.server.bodies import Texts
     from surgeon.server.run import bind, run, url_of
-    from surgeon.server.state import Meters, ServerState, check_origin
+    from surgeon.server.state import ServerState, check_origin
 
     if api_key is not None and not api_key.strip():
         raise ValueError(
@@ -137,14 +137,7 @@ def serve(
         with Service(opened, options, tokenizer) as service:
             name = served_model_name or opened.public_name
             state = ServerState(
-                service,
-                Texts(tokenizer),
-                name,
-                options.most_open,
-                defaults,
-                api_key,
-                origins,
-                Meters(service),
+                service, Texts(tokenizer), name, options.most_open, defaults, api_key, origins
             )
             server = Serving(name, url_of(bound), service.capacity, service.kernels)
             run(state, bound, lambda: on_start(server))

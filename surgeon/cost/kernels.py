@@ -143,14 +143,14 @@ class Wiring:
         if nodes > 1:
             assert self.across is not None
             used.append(self.across)
-            if (
-                operation == "all-gather"
-            ):  # every node's part goes to all others, then around within each
+            if operation == "all-gather":
+                # Every node's part goes to all others, then around within each.
                 ways.append(best(self.across, operation, size, nodes))
                 inside = size * nodes
             else:
                 ways.append(best(self.across, operation, -(-size // local), nodes))
-        if self.within is not None and (nodes == 1 or local > 1):
+        if nodes == 1 or (local > 1 and self.within is not None):
+            assert self.within is not None
             ways.append(best(self.within, operation, inside, local))
         shared, writing, reading = (sum(each) for each in zip(*ways, strict=True))
         starting = self.host.graph if self.graphs else self.host.collective

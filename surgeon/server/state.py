@@ -122,9 +122,12 @@ class ServerState:
     defaults: Defaults
     key: str | None
     origins: tuple[str, ...]
-    meters: Meters
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    meters: Meters = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.meters = Meters(self.service)
 
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model; they need not name one."""

@@ -337,7 +337,7 @@ class BlockPool:
     def _missing_blocks(self, own: SequenceBlocks, end: int, whole: int) -> list[int]:
         ends = [max(end, whole) if window is None else end for window in self.windows]
         needed = (blocks_for(end, self.block_tokens) for end in ends)
-        return [all_ - table.length for all_, table in zip(needed, own.tables, strict=True)]
+        return [count - table.length for count, table in zip(needed, own.tables, strict=True)]
 
     def still_to_come(self, own: SequenceBlocks, tokens: int) -> int:
         """Count the blocks that a sequence will take besides those it has, at most, until it has so many tokens."""
@@ -356,7 +356,7 @@ class BlockPool:
         return end
 
     def grow(self, own: SequenceBlocks, end: int, whole: int = 0) -> None:
-        """Give a sequence the blocks that it is `count_lacking`; there must be as many free."""
+        """Give a sequence the blocks that it lacks (`count_lacking`); there must be as many free."""
         for table, missing in zip(own.tables, self._missing_blocks(own, end, whole), strict=True):
             new = max(0, missing)
             assert new <= self.free, f"{new} blocks are wanted and {self.free} are free"

@@ -51,20 +51,13 @@ POSITION = 1
 PLACE = 2
 
 
-class RecordedPass:
-    """A pass over so many texts, and its changing inputs where the recording reads them.
+class PassInputs:
+    """The changing inputs of passes over as many texts, where recordings read them.
 
     Attributes:
         numbers: (2 + twice the groups of the cache, B).
         reads: of attentions of a group with a window.
-        logits: that `replay` computes, (B, rows of the vocabulary).
-        sent, spans: by and of each replay.
     """
-
-    replay: Replay
-    logits: Tensor
-    sent: Sent
-    spans: list[Span]
 
     def __init__(self, rows: Rows, angles: AllAngles) -> None:
         self.numbers = torch.tensor(_numbers(rows))
@@ -112,6 +105,16 @@ def _numbers(rows: Rows) -> list[list[int]]:
     return [tokens, positions, *places, *newly]
 
 
+class RecordedPass(NamedTuple):
+    """A recorded pass over so many texts, with logits, (B, rows of the vocabulary), and what it sends."""
+
+    inputs: PassInputs
+    replay: Replay
+    logits: Tensor
+    sent: Sent
+    spans: list[Span]
+
+
 class RecordedDecode(Way):
     """Recorded passes, where kernels compute all that takes long.
 
@@ -146,14 +149,14 @@ class RecordedDecode(Way):
         passes = self._passes.setdefault(cache, {})
         angles = model.angles_up_to(1 + max(row.start for row in rows))
         known = passes.get(len(rows))
-        if known is not None and known.load(rows, angles):
+        if known is not None and known.inputs.load(rows, angles):
             times = known.replay(bool(known.spans))
             if times and model.watcher is not None:
                 model.watcher([(what, times[first], times[end]) for what, first, end in known.spans])
             phase.add(known.sent)
             return known.logits
         # Computed as any pass, and recorded if it can be.
-        made = RecordedPass(rows, angles)
+        inputs = PassInputs(rows, angles)
         recording = Recording(self._kernels, self._arena)
 
         def attend(slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
@@ -161,22 +164,20 @@ class RecordedDecode(Way):
             group = cache.group_of[slot]
             pair = cache.pairs[slot]
             with recording.pause():
-                read = made.read(rows, (group, weighting.window))
+                read = inputs.read(rows, (group, weighting.window))
             where = group + (len(rows[0].runs) if slot in cache.borrowed else 0)
-            self._kernels.keep(kept, made.numbers[PLACE + where], pair)
+            self._kernels.keep(kept, inputs.numbers[PLACE + where], pair)
             return self._kernels.attend(queries, pair, read, weighting)
 
-        with phase.apart() as made.sent, recording.during():
-            logits = model.next_logits(made.numbers[TOKEN], made.numbers[POSITION], angles, attend)
-        phase.add(made.sent)
+        with phase.apart() as sent, recording.during():
+            logits = model.next_logits(inputs.numbers[TOKEN], inputs.numbers[POSITION], angles, attend)
+        phase.add(sent)
         replay = recording.finish()
         if replay is None:
             self.problems[len(rows)] = str(recording.problem)
         else:
-            made.replay = replay
-            made.logits = self._arena.borrow(logits)
-            made.spans = recording.spans
-            passes[len(rows)] = made
+            kept = self._arena.borrow(logits)
+            passes[len(rows)] = RecordedPass(inputs, replay, kept, sent, recording.spans)
         return logits
 
 

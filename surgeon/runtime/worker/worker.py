@@ -271,7 +271,7 @@ def ids(chunks: Iterable[ScheduledChunk]) -> list[int]:
 
 
 class InFlight(Scheduler):
-    """Open requests whose passes follow one another: `plan`, `note_sent` in turn, and `take_next` at any time.
+    """Open requests whose passes follow one another: `plan` and `note_sent` in turn, `take_next` at any time.
 
     Args:
         drafts: whether a coda drafts.
