@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.analysis.factors.program_run import EXPERTS, ProgramRun, matrices_in
+from surgeon.analysis.factors.program_run import EXPERTS, InputSums, ProgramRun, matrices_in
 from surgeon.language.operations.width import Criterion
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
@@ -94,27 +94,6 @@ class _Kept(Journal):
         self.found[line["by"], sublayer.parts[0]] = torch.tensor(line["importance"], dtype=torch.float64)
 
 
-class _Inputs:
-    """Sums over the inputs of an output projection, (tokens, units' features).
-
-    Attributes:
-        sizes: of the L2 norms of each head's features, or of |x| of each neuron, (heads or neurons,).
-        squares: of each feature, (in,).
-    """
-
-    def __init__(self, features: int, width: int, device: torch.device) -> None:
-        self.width = width
-        self.samples = 0
-        self.sizes = torch.zeros(features // width, dtype=torch.float64, device=device)
-        self.squares = torch.zeros(features, dtype=torch.float64, device=device)
-
-    def add(self, inputs: Tensor) -> None:
-        rows = inputs.detach().flatten(0, -2).double()
-        self.sizes += rows.unflatten(1, (-1, self.width)).norm(dim=2).sum(0)
-        self.squares += rows.square().sum(0)
-        self.samples += len(rows)
-
-
 def _by_inputs(
     model: PreTrainedModel,
     own: Program,
@@ -135,7 +114,7 @@ def _by_inputs(
         raise ValueError(
             f"the model does not run {kind}{layer} whole, so that its units cannot be told apart by a text"
         )
-    sums: dict[Matrix, _Inputs] = {}
+    sums: dict[Matrix, InputSums] = {}
     run = ProgramRun(model, own, ids, memory=memory)
     weights = run.parts[0].machine.layers.weights()
     with progress("importance", len(places), "sublayers") as ran:
@@ -144,7 +123,9 @@ def _by_inputs(
             run.sum_inputs(
                 matrices,
                 sums,
-                lambda one, x: _Inputs(x.shape[-1], weights.unit_width(one.sublayer.kind), x.device),
+                lambda one, x: InputSums(
+                    x.shape[-1], x.device, width=weights.unit_width(one.sublayer.kind)
+                ),
             )
             stay_below(memory)
             for matrix in matrices:

@@ -244,7 +244,11 @@ class Capabilities:
         for count in self.ranks:
             yield plural(count, "rank"), partial(self._check_sharing, count)
         if self.draft is not None:
-            yield "draft", partial(self._on_each, self._check_drafting)
+            draft = draft_program(self.model, self.draft) or ""
+            drafting = partial(
+                self._on_each, lambda ranks: with_draft(self._plan_on(ranks), self.model, draft)
+            )
+            yield "draft", drafting
         longest = self.model.positions
         yield f"texts of {longest:,} tokens", partial(self._plan_on, self.ranks[0], None, longest)
         if self.model.own is None:
@@ -265,9 +269,6 @@ class Capabilities:
         cache = blocks * max(sizes.block)
         said = f"{show_size(weights)} weights, {show_size(cache)} cache of a text of {plan.max_tokens:,} tokens"
         return f"{said}, {self.dtype}, on each", weights + cache
-
-    def _check_drafting(self, ranks: int) -> Plan:
-        return with_draft(self._plan_on(ranks), self.model, draft_program(self.model, self.draft) or "")
 
     def _variant(self, name: str) -> Verdict:
         every = range(self.model.num_layers)

@@ -284,8 +284,8 @@ class WayFlags(TypedDict, total=False):
     ]
 
 
-class RunFlags(TypedDict, total=False):
-    """A program on ranks, and its draft."""
+class ServiceFlags(WayFlags, total=False):
+    """Options of ranks that answer requests."""
 
     draft: Annotated[
         str | Path | Program | EditedModel | None,
@@ -307,11 +307,6 @@ class RunFlags(TypedDict, total=False):
     ]
     ranks: Ranks
     program: ProgramText
-
-
-class ServiceFlags(RunFlags, WayFlags, total=False):
-    """Options of ranks that answer requests."""
-
     halves: Annotated[
         str,
         option(

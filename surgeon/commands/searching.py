@@ -45,8 +45,8 @@ from surgeon.searches.mixture import Trial
 from surgeon.searches.quantities import ACCURACY, HERE
 from surgeon.searches.question import SURGEON, PricedQuestion, Question, open_question
 from surgeon.searches.results import (
-    SearchWork,
     comment_recipe,
+    describe_work,
     found_json,
     lost_trials,
     quality_curves,
@@ -137,7 +137,7 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
         )
         with worker_processes(1 if worker else options.workers, WORKER, given, output):
             trials = _run_trials(study, searching, options, until)
-        work = SearchWork.of(searching.known_terms, study.trials)
+        work = describe_work(searching.known_terms, study.trials)
     if worker:
         return None
     tables = {"trials": trials_table(question, trials)}
@@ -151,12 +151,12 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
     )
     if known.passes:
         record["using"] = known.record(setup.mixture, trials)
-    record["sublayers_run"] = round(work.alone + work.together, 1)
-    record["work"] = work.to_json()
+    record["sublayers_run"] = round(sum(work["sublayers"].values()), 1)
+    record["work"] = work
     if tasks is not None:
         trials = tasks.of_the_best(trials)
         tables["trials"] = trials_table(question, trials)
-    return end_search(question, trials, tables, setup, unseen, record, work, output)
+    return end_search(question, trials, tables, setup, unseen, record, output)
 
 
 def _require_what_it_takes(options: Question, model: Model) -> None:
@@ -299,7 +299,6 @@ def end_search(
     setup: SearchSetup,
     unseen: Windows | None,
     record: dict[str, Any],
-    work: SearchWork,
     output: Path,
 ) -> SearchResult:
     """Choose the winner, measure it again, and write and draw the result.
@@ -363,7 +362,6 @@ def end_search(
         record=record | found_json(question, winner, curves),
         question=question,
         winner=winner,
-        work=work,
         curves=curves,
     )
     recipe_file = output / RECIPE_FILE

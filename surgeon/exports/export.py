@@ -502,7 +502,22 @@ def write_export(
 
             # Name: the last words, and then the folder becomes the target as the block ends.
             hashing.result()
-            write_report(folder, plan, edits, proof, records)
+            names = sorted(
+                one.relative_to(folder).as_posix() for one in folder.rglob("*") if one.is_file()
+            )
+            companions = plan.companions
+            report = {
+                "surgeon": __version__,
+                "source": source_record(original, companions.folder),
+                **edits,
+                "companions": {"carried": sorted(companions.files), "left_behind": companions.left},
+                "proof": asdict(proof),
+                "files": {
+                    name: asdict(records.get(name) or FileRecord.of(folder / name)) for name in names
+                },
+                "versions": versions(),
+            }
+            write_json(folder / REPORT_FILE, report)
             inherited = write_card(folder, target.absolute().name, measured)
             complete(folder)
     except OSError as error:
@@ -590,19 +605,3 @@ def source_record(original: Model, home: Path | None = None) -> dict[str, Any]:
         "card": inherit(home or original.folder).to_json(),
         **original.gguf,
     }
-
-
-def write_report(
-    folder: Path, plan: ExportPlan, edits: dict[str, Any], proof: Proof, records: dict[str, FileRecord]
-) -> None:
-    """Write surgeon.json."""
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    files = {name: records[name] if name in records else FileRecord.of(folder / name) for name in names}
-    report = {
-        "surgeon": __version__,
-        "source": source_record(plan.original, plan.companions.folder),
-    } | edits
-    companions = {"carried": sorted(plan.companions.files), "left_behind": plan.companions.left}
-    report |= {"companions": companions, "proof": asdict(proof)}
-    report |= {"files": {name: asdict(record) for name, record in files.items()}, "versions": versions()}
-    write_json(folder / REPORT_FILE, report)

@@ -61,7 +61,6 @@ from surgeon.models.edit import (
     edit,
     input_device,
     program_of,
-    save_edited_with,
 )
 from surgeon.models.families import Family, family_of
 from surgeon.models.families.fused import FUSED
@@ -498,7 +497,24 @@ def export_with_adapter(
             ),
         )
         written.save_pretrained(str(partial / ADAPTER))
-        _prove(model, partial)
+        # Load the written base and adapter, and compare logits.
+        read = open_stored(partial / BASE)
+        model_class, base_config = form_of(read.checkpoint).written_class(read)
+        kept = next(model.parameters()).dtype
+        if read.checkpoint.quantised:
+            again: Any = from_files(model_class, read, config=base_config, dtype=kept)
+        else:
+            again = model_class.from_pretrained(partial / BASE, config=base_config, dtype=kept)
+        tokens = random_tokens(read.config)
+        alive: Any = model  # which takes what its base model takes
+        reference = Reference(tokens, logits_of(alive, tokens))
+        adapted: Any = PeftModel.from_pretrained(again, str(partial / ADAPTER))
+        require_close(
+            reference.difference(logits_of(adapted, tokens)),
+            WRITTEN_TOLERANCE.get(kept, EXACT_TOLERANCE),
+            "base and adapter together do not compute what the model does: their logits",
+            ", so nothing was written",
+        )
     return proof
 
 
@@ -563,27 +579,3 @@ def _rename(state: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
             "the adapter lies on no module that the program runs, so there is nothing to keep"
         )
     return found
-
-
-def _prove(model: PeftModel, folder: Path) -> None:
-    """Load the written base and adapter, and compare logits."""
-    written = open_stored(folder / BASE)
-    model_class, config = form_of(written.checkpoint).written_class(written)
-    kept = next(model.parameters()).dtype
-    if written.checkpoint.quantised:
-        base: Any = from_files(model_class, written, config=config, dtype=kept)
-    else:
-        base = model_class.from_pretrained(folder / BASE, config=config, dtype=kept)
-    tokens = random_tokens(written.config)
-    alive: Any = model  # which takes what its base model takes
-    reference = Reference(tokens, logits_of(alive, tokens))
-    adapted: Any = PeftModel.from_pretrained(base, str(folder / ADAPTER))
-    require_close(
-        reference.difference(logits_of(adapted, tokens)),
-        WRITTEN_TOLERANCE.get(kept, EXACT_TOLERANCE),
-        "base and adapter together do not compute what the model does: their logits",
-        ", so nothing was written",
-    )
-
-
-save_edited_with(save_edited)

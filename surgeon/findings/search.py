@@ -58,7 +58,6 @@ class SearchResult(RunResult):
         recipe_text: the winner's recipe, with measurements in comments.
         question: the spaces on the model, the budget, the objectives; this and the following are of a search just made.
         winner: the best trial, with it and its runners-up on held-out text.
-        work: of all workers, in all of its commands.
         curves: quality against each cost along which the search went.
     """
 
@@ -92,7 +91,6 @@ class SearchResult(RunResult):
     recipe_text: str = ""
     question: Any = None
     winner: Any = None
-    work: Any = None
     curves: Sequence[Any] = ()
 
     @classmethod

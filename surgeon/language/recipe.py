@@ -312,43 +312,42 @@ class DocumentReader:
                 self.lines["operations",],
                 'operations must be a list, each entry as in - pair: {layers: "4:30"}',
             )
-        return tuple(
-            self._operation(entry, ("operations", index)) for index, entry in enumerate(entries)
-        )
-
-    def _operation(self, entry: Any, path: tuple[Any, ...]) -> AppliedOperation:
-        line = self.lines[path]
-        if not isinstance(entry, dict) or len(entry) != 1:
-            raise self.error(
-                line,
-                f'an operation is one name with its parameters, as in pair: {{layers: "4:30"}}, not '
-                f"{show_value(entry)}",
-            )
-        ((name, given),) = entry.items()
-        if name not in OPERATIONS:
-            raise self.error(
-                line, f"unknown operation {show_value(name)}; {did_you_mean(str(name), OPERATIONS)}"
-            )
-        if not isinstance(given, dict) or "layers" not in given:
-            raise self.error(line, f'{name} needs layers, as in {name}: {{layers: "4:30"}}')
-        model = OPERATIONS[name].parameters
-        for key in given:
-            if key not in ("layers", *model.model_fields):
-                known = ["layers", *model.model_fields]
+        found = []
+        for index, entry in enumerate(entries):
+            path: tuple[Any, ...] = ("operations", index)
+            line = self.lines[path]
+            if not isinstance(entry, dict) or len(entry) != 1:
                 raise self.error(
-                    self.lines[*path, name, key],
-                    f"{name} has no parameter {show_value(key)}; {did_you_mean(str(key), known)}",
+                    line,
+                    f'an operation is one name with its parameters, as in pair: {{layers: "4:30"}}, not '
+                    f"{show_value(entry)}",
                 )
-        layers = given["layers"]
-        try:
-            stretches = tuple(
-                parse_range(text) for text in (layers if isinstance(layers, list) else [layers])
-            )
-        except ValueError as error:
-            raise self.error(self.lines[*path, name, "layers"], f"{name}: {error}") from error
-        parameters = {key: value for key, value in given.items() if key != "layers"}
-        self.validate(model, parameters, (*path, name))
-        return AppliedOperation(name, stretches, parameters, line)
+            ((name, given),) = entry.items()
+            if name not in OPERATIONS:
+                raise self.error(
+                    line, f"unknown operation {show_value(name)}; {did_you_mean(str(name), OPERATIONS)}"
+                )
+            if not isinstance(given, dict) or "layers" not in given:
+                raise self.error(line, f'{name} needs layers, as in {name}: {{layers: "4:30"}}')
+            model = OPERATIONS[name].parameters
+            for key in given:
+                if key not in ("layers", *model.model_fields):
+                    known = ["layers", *model.model_fields]
+                    raise self.error(
+                        self.lines[*path, name, key],
+                        f"{name} has no parameter {show_value(key)}; {did_you_mean(str(key), known)}",
+                    )
+            layers = given["layers"]
+            try:
+                stretches = tuple(
+                    parse_range(text) for text in (layers if isinstance(layers, list) else [layers])
+                )
+            except ValueError as error:
+                raise self.error(self.lines[*path, name, "layers"], f"{name}: {error}") from error
+            parameters = {key: value for key, value in given.items() if key != "layers"}
+            self.validate(model, parameters, (*path, name))
+            found.append(AppliedOperation(name, stretches, parameters, line))
+        return tuple(found)
 
     def validate(self, model: type[Checked], given: dict[str, Any], path: tuple[Any, ...]) -> Checked:
         """Validate a mapping by a pydantic model; `path` leads to it."""

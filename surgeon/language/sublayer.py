@@ -71,7 +71,17 @@ class Sublayer:
                 "some that have nothing to do with each other; narrow single layers"
             )
         self._check_experts()
-        self._check_ranks()
+        roles = [role for role, _ in self.ranks]
+        for role, rank in self.ranks:
+            if role not in ROLES[self.kind]:
+                known = ", ".join(ROLES[self.kind])
+                raise ValueError(
+                    f"sublayers of kind {self.kind} have no matrix {role!r}; name some of {known}"
+                )
+            if rank < 1:
+                raise ValueError(f"the rank of {role} must be at least 1, not {rank}")
+            if roles.count(role) > 1:
+                raise ValueError(f"the rank of {role} is given twice")
         in_order = sorted(self.ranks, key=lambda entry: ROLES[self.kind].index(entry[0]))
         object.__setattr__(self, "ranks", tuple(in_order))  # one text, and one hash, for equal sublayers
 
@@ -86,19 +96,6 @@ class Sublayer:
             )
         if len(self.layers) > 1:
             raise ValueError(f"{self} cannot be: {NO_AVERAGE}")
-
-    def _check_ranks(self) -> None:
-        roles = [role for role, _ in self.ranks]
-        for role, rank in self.ranks:
-            if role not in ROLES[self.kind]:
-                known = ", ".join(ROLES[self.kind])
-                raise ValueError(
-                    f"sublayers of kind {self.kind} have no matrix {role!r}; name some of {known}"
-                )
-            if rank < 1:
-                raise ValueError(f"the rank of {role} must be at least 1, not {rank}")
-            if roles.count(role) > 1:
-                raise ValueError(f"the rank of {role} is given twice")
 
     def __str__(self) -> str:
         text = "~".join(f"{self.kind}{layer}" for layer in self.layers)
@@ -337,10 +334,18 @@ _IN_ORDER = [name for names in _OF_KIND.values() for name in names]
 
 def size_lines(sublayers: Iterable[Sublayer]) -> list[str]:
     """Describe the groups of layers of equal sizes, "layers 2 to 5: KV groups 3; up 55", but whole ones."""
+    found: dict[tuple[int, ...], dict[str, dict[str, None]]] = {}
+    for sublayer in sublayers:
+        by_name = found.setdefault(sublayer.layers, {})
+        sizes = dict(sublayer.sizes)
+        for name in _OF_KIND[sublayer.kind]:
+            by_name.setdefault(name, {})[str(sizes.get(name) or WHOLE)] = None
     groups: dict[str, list[Layer]] = {}
-    for layers, text in sorted(_by_layers(sublayers).items()):
-        if text != WHOLE:
-            groups.setdefault(text, []).append((layers, 0))
+    for layers, by_name in sorted(found.items()):
+        # Several sizes of one layer are joined.
+        less = {name: " or ".join(sizes) for name, sizes in by_name.items() if [*sizes] != [WHOLE]}
+        if less:
+            groups.setdefault(sizes_text(less), []).append((layers, 0))
     return [f"{layers_text(layers)}: {text}" for text, layers in groups.items()]
 
 
@@ -373,18 +378,3 @@ def layers_text(layers: Iterable[Layer]) -> str:
 
 def _one(layer: Layer) -> str:
     return "+".join(map(str, layer[0])) + " again" * layer[1]
-
-
-def _by_layers(sublayers: Iterable[Sublayer]) -> dict[tuple[int, ...], str]:
-    """Describe the sizes by the layers of the sublayers; several sizes of one layer are joined by "or"."""
-    found: dict[tuple[int, ...], dict[str, dict[str, None]]] = {}
-    for sublayer in sublayers:
-        by_name = found.setdefault(sublayer.layers, {})
-        sizes = dict(sublayer.sizes)
-        for name in _OF_KIND[sublayer.kind]:
-            by_name.setdefault(name, {})[str(sizes.get(name) or WHOLE)] = None
-    texts = {}
-    for layers, by_name in found.items():
-        less = {name: " or ".join(sizes) for name, sizes in by_name.items() if [*sizes] != [WHOLE]}
-        texts[layers] = sizes_text(less) or WHOLE
-    return texts

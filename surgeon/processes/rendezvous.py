@@ -180,8 +180,12 @@ class Rendezvous:
                         self._listener.settimeout(max(0.001, deadline - time.monotonic()))
                         connected, _ = self._listener.accept()
                     except TimeoutError:
+                        names = ", ".join(map(str, sorted({rank for rank, _ in missing})))
+                        where = self._listener.getsockname()[0]
                         raise TimeoutError(
-                            self._describe_missing({rank for rank, _ in missing})
+                            f"rank{'s' * (', ' in names)} {names} of {self.torchrun.ranks} did not join rank 0 at "
+                            f"{where} within {self.torchrun.patience:g} s; see what they say, and whether they reach "
+                            "that address"
                         ) from None
                     if (entrant := self._admit(connected)) is None:
                         continue
@@ -231,18 +235,6 @@ class Rendezvous:
         if hello.version != __version__:
             return f"{who} runs surgeon {hello.version}, and rank 0 {__version__}; install the same"
         return None
-
-    def _describe_missing(self, ranks: set[int]) -> str:
-        names = ", ".join(map(str, sorted(ranks)))
-        what = "rank"
-        if len(ranks) > 1:
-            what = "ranks"
-        torchrun = self.torchrun
-        where = self._listener.getsockname()[0]
-        return (
-            f"{what} {names} of {torchrun.ranks} did not join rank 0 at {where} within {torchrun.patience:g} s; see "
-            "what they say, and whether they reach that address"
-        )
 
 
 @cache

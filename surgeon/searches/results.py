@@ -372,44 +372,25 @@ def comment_recipe(
     return "\n".join([*map(comment.fill, lines), recipe.to_yaml()])
 
 
-@dataclass(frozen=True)
-class SearchWork:
-    """The effort of all workers of a search, in all of its commands.
-
-    Attributes:
-        edits: measured alone, or estimated; 0 where a sampler does not go by that.
-        tokens: of the text, that each was measured on.
-        alone, together: sublayers run for single edits, and for trials, in passes over all of the text.
-    """
-
-    edits: int
-    tokens: int
-    alone: float
-    together: float
-
-    @classmethod
-    def of(cls, terms: Terms | None, stored: Iterable[FrozenTrial]) -> SearchWork:
-        together = math.fsum(one.user_attrs.get(SUBLAYERS, 0.0) for one in stored)
-        if terms is None:
-            return cls(0, 0, 0.0, together)
-        return cls(len(terms.divergence), terms.tokens, terms.sublayers, together)
-
-    @property
-    def line(self) -> str:
-        total = self.alone + self.together
-        if not self.edits or not total:
-            return f"{total:,.0f} sublayers over the text"
-        edits = f"{plural(self.edits, 'single edit')} on {self.tokens:,} tokens each"
-        return f"{total:,.0f} sublayers over the text, {self.alone / total:.0%} for {edits}"
-
-    def to_json(self) -> dict[str, Any]:
-        ran = {"single_edits": round(self.alone, 1), "trials": round(self.together, 1)}
-        return {
-            "edits": self.edits,
-            "tokens_of_edits": self.tokens,
-            "sublayers": ran,
-            "sentence": self.line,
-        }
+def describe_work(terms: Terms | None, stored: Iterable[FrozenTrial]) -> dict[str, Any]:
+    """Record the sublayers that all workers of a search ran over the text, for single edits and for trials."""
+    together = math.fsum(one.user_attrs.get(SUBLAYERS, 0.0) for one in stored)
+    edits = tokens = 0  # where a sampler does not go by single edits
+    alone = 0.0
+    if terms is not None:
+        edits = len(terms.divergence)
+        tokens = terms.tokens
+        alone = terms.sublayers
+    total = alone + together
+    sentence = f"{total:,.0f} sublayers over the text"
+    if edits and total:
+        sentence += f", {alone / total:.0%} for {plural(edits, 'single edit')} on {tokens:,} tokens each"
+    return {
+        "edits": edits,
+        "tokens_of_edits": tokens,
+        "sublayers": {"single_edits": round(alone, 1), "trials": round(together, 1)},
+        "sentence": sentence,
+    }
 
 
 def found_json(

@@ -158,14 +158,6 @@ Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(fail_fast=True)]
 
 
-class StreamOptions(BaseModel):
-    """Options of a stream."""
-
-    model_config = ConfigDict(strict=True)
-
-    include_usage: bool | None = None
-
-
 class Body(BaseModel):
     """The fields that both kinds of requests have; null is the same as nothing.
 
@@ -194,7 +186,7 @@ class Body(BaseModel):
     stop: str | Several[str] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, bool | None] | None = None
 
     def check(self) -> None:
         """Refuse fields that would matter and are not followed."""
@@ -222,7 +214,7 @@ class Body(BaseModel):
     @property
     def wants_usage(self) -> bool:
         """True if the last chunk of a stream counts the tokens."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        return self.stream_options is not None and bool(self.stream_options.get("include_usage"))
 
     def wanted_logprobs(self) -> tuple[int | None, int | None]:
         """Numbers of log-probabilities for the answer's and for the prompt's tokens, as in `Sampling`."""

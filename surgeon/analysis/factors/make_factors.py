@@ -32,7 +32,7 @@ from surgeon.analysis.factors.factor_plan import (
     with_units,
 )
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.analysis.factors.program_run import ProgramRun, Renaming, matrices_in
+from surgeon.analysis.factors.program_run import InputSums, ProgramRun, Renaming, matrices_in
 from surgeon.analysis.importance import unit_importance
 from surgeon.analysis.subject import calibration_entry, load_for_analysis, load_recorded
 from surgeon.checkpoint.factor_cache import FactorCache, write_factors
@@ -48,7 +48,6 @@ from surgeon.models.weights import Factors, FactorSource, ScoredUnits, UnitsByLa
 from surgeon.models.weights.decompose import (
     NEEDS,
     Decomposer,
-    SecondMoment,
     Statistics,
     decomposer,
     factors_by,
@@ -109,36 +108,6 @@ def make_factors(
         matrices = {str(matrix): vars(found) for matrix, found in journal.facts.items()}
         write_json(folder / RECORD, (record or {}) | identity | {"matrices": matrices, "notes": notes})
         return source, notes
-
-
-class InputSums:
-    """Sums over the inputs of one matrix, or of several that read the same.
-
-    Attributes:
-        moment: Z'Z, Z the inputs; None if it is not asked for.
-        cross: X'Z, X the inputs of the same tokens in another run; None if there is none.
-        size: of each input, summed over tokens, (in,), float64.
-        samples: tokens.
-    """
-
-    def __init__(self, features: int, device: torch.device, moment: bool, cross: bool) -> None:
-        self.moment = SecondMoment(features, device) if moment else None
-        self.cross = (
-            torch.zeros(features, features, dtype=torch.float64, device=device) if cross else None
-        )
-        self.size = torch.zeros(features, dtype=torch.float64, device=device)
-        self.samples = 0
-
-    def add(self, inputs: Tensor, others: Tensor | None = None) -> None:
-        """Take in a batch, (..., in), and the other run's."""
-        rows = inputs.detach().flatten(0, -2).double()
-        self.size += rows.abs().sum(0)
-        self.samples += len(rows)
-        if self.moment is not None:
-            self.moment.add(inputs)
-        if self.cross is not None:
-            assert others is not None
-            self.cross.addmm_(others.detach().flatten(0, -2).to(rows).T, rows)
 
 
 @dataclass(eq=False)
@@ -210,7 +179,7 @@ class _Work:
                 if making not in ways:
                     statistics = Statistics()
                     if known is not None:
-                        statistics = Statistics(known.moment, known.size / known.samples)
+                        statistics = Statistics(known.moment, known.sizes / known.samples)
                     ways[making] = decomposer(making.method, statistics, making.alpha)
                 stored = weights.matrix(replace(matrix.sublayer, ranks=()), matrix.role)
                 values = stored.whole(torch.promote_types(stored.dtype, torch.float32))

@@ -23,6 +23,7 @@ from surgeon.language.program import Node, Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import ModelMachine
 from surgeon.models.weights import FactorSource
+from surgeon.models.weights.decompose import SecondMoment
 from surgeon.quality.head import OutputHead, join_measures
 from surgeon.quality.summary import Values
 
@@ -32,6 +33,47 @@ Seen = Callable[..., None]
 # The role under which a mixture's experts together receive their inputs.
 EXPERTS = "experts"
 S = TypeVar("S", bound=Any)  # sums over inputs, with a method `add`
+
+
+class InputSums:
+    """Sums over the inputs of one matrix, or of several that read the same.
+
+    Attributes:
+        moment: Z'Z, Z the inputs; None if it is not asked for.
+        cross: X'Z, X the inputs of the same tokens in another run; None if there is none.
+        sizes: L2 norms of so many features beside each other (`width`), summed over tokens, (in / width,), float64.
+        squares: of each feature, summed over tokens, (in,), float64.
+        samples: tokens.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        device: torch.device,
+        moment: bool = False,
+        cross: bool = False,
+        width: int = 1,
+    ) -> None:
+        self.width = width
+        self.moment = SecondMoment(features, device) if moment else None
+        self.cross = (
+            torch.zeros(features, features, dtype=torch.float64, device=device) if cross else None
+        )
+        self.sizes = torch.zeros(features // width, dtype=torch.float64, device=device)
+        self.squares = torch.zeros(features, dtype=torch.float64, device=device)
+        self.samples = 0
+
+    def add(self, inputs: Tensor, others: Tensor | None = None) -> None:
+        """Take in a batch, (..., in), and the other run's."""
+        rows = inputs.detach().flatten(0, -2).double()
+        self.sizes += rows.unflatten(1, (-1, self.width)).norm(dim=2).sum(0)
+        self.squares += rows.square().sum(0)
+        self.samples += len(rows)
+        if self.moment is not None:
+            self.moment.add(inputs)
+        if self.cross is not None:
+            assert others is not None
+            self.cross.addmm_(others.detach().flatten(0, -2).to(rows).T, rows)
 
 
 @dataclass

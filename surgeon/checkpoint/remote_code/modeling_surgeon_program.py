@@ -779,16 +779,6 @@ class RunsProgram(nn.Module):
                 )
 
 
-class KeepsProgram:
-    """Mixin before a stock configuration class: written out, per-layer entries describe the stored layers."""
-
-    def to_dict(self) -> dict[str, Any]:
-        written: dict[str, Any] = super().to_dict()  # type: ignore[misc]
-        for entries in [written, *(one for one in written.values() if isinstance(one, dict))]:
-            entries.update(entries.pop("surgeon_stored", {}))
-        return written
-
-
 def describe_slots(config: Any, running: ProgramLayers) -> None:
     """Make the config's per-layer entries describe the program's attentions."""
     used = running.slot_layers
@@ -809,12 +799,21 @@ def define_classes(stock: type) -> dict[str, type]:
     The configuration has a model type of its own, so that no stock class loads the checkpoint and ignores the program.
     """
     name = f"Program{stock.__name__.removesuffix('Config')}"
-    own_type = {"__module__": __name__, "model_type": f"surgeon_{stock.model_type}"}  # type: ignore[attr-defined]
-    config = type(f"{name}Config", (KeepsProgram, stock), own_type)
+
+    def to_dict(config: Any) -> dict[str, Any]:
+        """Describe the stored layers by the per-layer entries."""
+        written: dict[str, Any] = stock.to_dict(config)  # type: ignore[attr-defined]
+        for entries in [written, *(one for one in written.values() if isinstance(one, dict))]:
+            entries.update(entries.pop("surgeon_stored", {}))
+        return written
+
+    model_type = f"surgeon_{stock.model_type}"  # type: ignore[attr-defined]
+    own = {"__module__": __name__, "model_type": model_type, "to_dict": to_dict}
+    config = type(f"{name}Config", (stock,), own)
     body: Any = {"__module__": __name__, "config_class": config}
     names = {f"{name}{suffix}": mapping[stock] for suffix, mapping in STOCK.items() if stock in mapping}
     return {f"{name}Config": config} | {
-        own: type(own, (RunsProgram, model), body) for own, model in names.items()
+        named: type(named, (RunsProgram, model), body) for named, model in names.items()
     }
 
 

@@ -132,21 +132,18 @@ def parts_of(nodes: tuple[Node, ...], steps_per_layer: int) -> Iterator[range | 
     """The nodes, with runs of neighbouring layers that are whole and in order in one."""
     place = 0
     while place < len(nodes):
-        run = _run_at(nodes, place, steps_per_layer)
-        yield run or nodes[place]
-        place += len(run) * steps_per_layer or 1
-
-
-def _run_at(nodes: tuple[Node, ...], place: int, steps_per_layer: int) -> range:
-    """The run that begins with this node; empty if none does."""
-    node = nodes[place]
-    if isinstance(node, Fork):
-        return range(0)
-    first = stop = node.sublayers[0].layers[0]
-    while nodes[place : place + steps_per_layer] == layer_nodes(stop, steps_per_layer):
-        place = place + steps_per_layer
-        stop = stop + 1
-    return range(first, stop)
+        node = nodes[place]
+        first = stop = 0
+        if not isinstance(node, Fork):
+            first = stop = node.sublayers[0].layers[0]
+            while nodes[place : place + steps_per_layer] == layer_nodes(stop, steps_per_layer):
+                place += steps_per_layer
+                stop += 1
+        if stop > first:
+            yield range(first, stop)
+        else:
+            yield node
+            place += 1
 
 
 def _steps_per_layer(own: Program) -> int:

@@ -27,20 +27,6 @@ def is_variant(name: str) -> bool:
     return name in (DENSE, *RUN_OTHERWISE) or _find_declared(name) is not None
 
 
-def middle_layers(num_layers: int) -> range:
-    """All layers but the first and last two.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    if num_layers <= 2 * SPARED:
-        raise ValueError(
-            f"the model has {num_layers} layers, and variants leave the first and last {SPARED} alone; "
-            f"say which to change, as in layers 0:{num_layers}"
-        )
-    return range(SPARED, num_layers - SPARED)
-
-
 def variant(name: str, dense: Program, layers: range, ranks: int) -> Program:
     """The program of that name.
 
@@ -76,7 +62,12 @@ def variant_of(
     Raises:
         ValueError: if there are no such layers; when it is called, as `variant`.
     """
-    stretch = range(0) if name == DENSE else layers or middle_layers(num_layers)
+    stretch = layers or range(SPARED, num_layers - SPARED)
+    if name != DENSE and not stretch:
+        raise ValueError(
+            f"the model has {num_layers} layers, and variants leave the first and last {SPARED} alone; "
+            f"say which to change, as in layers 0:{num_layers}"
+        )
     return partial(variant, name, Program.dense(num_layers, steps_per_layer), stretch)
 
 

@@ -108,11 +108,6 @@ class ModelWeights(StoredWeights):
         features = None if sublayer.piece is None else torch.arange(*self._bounds(sublayer, projection))
         return Factorised(self.factors, sublayer, role, of, features, not projection.reads_stream)
 
-    def is_taken_apart(self, sublayer: Sublayer, role: str) -> bool:
-        """Tell whether a sublayer's (first) layer stores a matrix elsewhere than its architecture does."""
-        projection = self.spec(sublayer).projection(role)
-        return self.own_matrix(sublayer.layers[0], sublayer.kind, projection) is not None
-
     def stored_rank(self, sublayer: Sublayer, role: str) -> int | None:
         """Return the rank of the two factors that a layer stores in place of a matrix; None where it is whole."""
         projection = self.spec(sublayer).projection(role)

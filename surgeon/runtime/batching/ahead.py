@@ -339,10 +339,13 @@ class Ahead:
         chances = self._chances(texts)
         most_seconds = self.verifying.of(len(texts)) + to_lose
 
-        def may_be_lost(drafted: float, tokens: int) -> bool:
-            return drafted + self.verifying.at_most(tokens) <= most_seconds
-
-        return best_ahead(chances, most, self.drafting.of, self.verifying.of, may_be_lost)[0]
+        return best_ahead(
+            chances,
+            most,
+            self.drafting.of,
+            self.verifying.of,
+            lambda drafted, tokens: drafted + self.verifying.at_most(tokens) <= most_seconds,
+        )[0]
 
     def _chances(self, texts: Several[Hits]) -> list[float]:
         prior = self._all.chance(FIRST_CHANCE)

@@ -225,8 +225,8 @@ class Event:
 
 
 @dataclass
-class Tally:
-    """A scheduler's counts so far.
+class Stats:
+    """A service's counts: since it started, and now.
 
     Attributes:
         prompt_tokens: of requests let in.
@@ -236,6 +236,12 @@ class Tally:
         preempted: how often a request was put back into the queue.
         drafted: tokens that were drafted.
         accepted: of these, how many were added.
+        running: requests that are let in.
+        waiting: requests in the queue, those preempted among them.
+        blocks: of the cache.
+        free_blocks: that no request uses; later requests may still share some of them.
+        passes: forward passes.
+        drafting_passes: of these, those that drafted.
     """
 
     prompt_tokens: int = 0
@@ -245,21 +251,6 @@ class Tally:
     preempted: int = 0
     drafted: int = 0
     accepted: int = 0
-
-
-@dataclass
-class Stats(Tally):
-    """A service's counts: now, and since it started.
-
-    Attributes:
-        running: requests that are let in.
-        waiting: requests in the queue, those preempted among them.
-        blocks: of the cache.
-        free_blocks: that no request uses; later requests may still share some of them.
-        passes: forward passes.
-        drafting_passes: of these, those that drafted.
-    """
-
     running: int = 0
     waiting: int = 0
     blocks: int = 0

@@ -45,7 +45,7 @@ from surgeon.runtime.batching.request import (
     Request,
     ScheduledChunk,
     Sequence,
-    Tally,
+    Stats,
     TokenLogprob,
     Wanted,
 )
@@ -125,7 +125,7 @@ class Scheduler:
         self.catches_up = catches_up and not limits.looked_up
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.tally = Tally()
+        self.tally = Stats()
         self.expected = Expectation(limits.expected_share)
         self.ahead = Ahead() if limits.as_pays and limits.draft_tokens else None
         self._refused_at = -1  # the pool's releases when the first in the queue did not fit

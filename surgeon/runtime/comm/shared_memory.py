@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from ctypes import Structure, addressof, c_char, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from typing import Any
@@ -363,22 +363,24 @@ def by_bytes(ways: Sequence[SymmetricSum], ranks: int) -> list[SymmetricSum]:
     return [replace(one_shot, most=ONE_SHOT_BYTES), others[-1]]
 
 
-class SideStream:
-    """A stream of a GPU beside the current one, before it where both have work."""
+def side_stream(
+    device: torch.device, cuda: Any = torch.cuda
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """A stream of a GPU beside the current one, before it where both have work.
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self._device = device
-        self._cuda = cuda
-        self._stream = cuda.Stream(device, priority=-1)
+    Returns:
+        Computes something behind all that the current stream has to do so far, and returns what joins it.
+    """
+    stream = cuda.Stream(device, priority=-1)
 
-    def start(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Compute something behind all that the current stream has to do so far; returns what joins it."""
-        self._stream.wait_stream(self._cuda.current_stream(self._device))
-        within: AbstractContextManager[None] = self._cuda.stream(self._stream)
-        with within:
+    def start(compute: Callable[[], None]) -> Callable[[], None]:
+        stream.wait_stream(cuda.current_stream(device))
+        with cuda.stream(stream):
             compute()
-            event = self._stream.record_event()
-        return lambda: self._cuda.current_stream(self._device).wait_event(event)
+            event = stream.record_event()
+        return lambda: cuda.current_stream(device).wait_event(event)
+
+    return start
 
 
 class BySize(Around):
@@ -388,12 +390,12 @@ class BySize(Around):
         self,
         inner: Collectives,
         chosen: Sequence[SymmetricSum],
-        side: SideStream,
+        aside: Callable[[Callable[[], None]], Callable[[], None]],
         connect: Callable[[Collectives], Collectives] = lambda inner: inner,
     ) -> None:
         super().__init__(inner)
         self.chosen = chosen
-        self._side = side
+        self._aside = aside
         self._wrapped = connect
 
     def __str__(self) -> str:
@@ -411,7 +413,7 @@ class BySize(Around):
         if at_once:
             way(tensor, False)
             return lambda: tensor
-        join = self._side.start(lambda: way(tensor, True))
+        join = self._aside(lambda: way(tensor, True))
 
         def wait() -> Tensor:
             join()
@@ -445,7 +447,7 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
             return with_symmetric_memory(some, device)
         return some
 
-    found = BySize(inner, by_bytes(ways, len(group)), SideStream(device), connect)
+    found = BySize(inner, by_bytes(ways, len(group)), side_stream(device), connect)
     if inner.rank == group[0]:
         print(f"sums of ranks {', '.join(map(str, group))}: {found}", file=sys.stderr, flush=True)
     return found

@@ -127,10 +127,22 @@ class Experts:
 
     def __call__(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:
         """Compute the weighted sum of their outputs, (T, h); 0 of tokens that none of them gets."""
-        if waits and self.groups:
-            return self._group_tokens(x, routed)
         own = routed.experts - self.first
         here = (own >= 0) & (own < self.count)
+        if waits and self.groups:  # tokens sorted by expert, those that go elsewhere behind all others
+            own, order = own.where(here, self.count).flatten().sort(stable=True)
+            ends = torch.searchsorted(
+                own, torch.arange(self.count, device=own.device), right=True, out_int32=True
+            )
+            tokens = order // routed.experts.shape[1]
+            of = own.clamp(max=self.count - 1)
+            sent = x[tokens]
+            gates = self.gate.apply_grouped(sent, ends, of)
+            values = self.up.apply_grouped(sent, ends, of)
+            made = self.down.apply_grouped(self.combine(gates, values), ends, of)
+            made = made * routed.weights.flatten()[order][:, None].to(made.dtype)
+            elsewhere = (own == self.count)[:, None]  # of which there may be anything
+            return torch.zeros_like(x).index_add_(0, tokens, made.masked_fill(elsewhere, 0.0))
         if waits:  # one expert after the other
             output = torch.zeros_like(x)
             for expert in own[here].unique().tolist():
@@ -153,23 +165,6 @@ class Experts:
     def _compute_experts(self, x: Tensor, which: Which) -> Tensor:
         """Apply some experts to tokens of their own, (E, tokens, h)."""
         return self.down(self.combine(self.gate(x, which), self.up(x, which)), which)
-
-    def _group_tokens(self, x: Tensor, routed: Routed) -> Tensor:
-        """Sort tokens by expert, those that go elsewhere behind all others."""
-        own = (routed.experts - self.first).flatten()
-        own, order = own.where((own >= 0) & (own < self.count), self.count).sort(stable=True)
-        ends = torch.searchsorted(
-            own, torch.arange(self.count, device=own.device), right=True, out_int32=True
-        )
-        tokens = order // routed.experts.shape[1]
-        of = own.clamp(max=self.count - 1)
-        sent = x[tokens]
-        gates = self.gate.apply_grouped(sent, ends, of)
-        values = self.up.apply_grouped(sent, ends, of)
-        made = self.down.apply_grouped(self.combine(gates, values), ends, of)
-        made = made * routed.weights.flatten()[order][:, None].to(made.dtype)
-        here = (own < self.count)[:, None]  # of others there may be anything
-        return torch.zeros_like(x).index_add_(0, tokens, made.masked_fill(~here, 0.0))
 
 
 class Stacked:

@@ -162,7 +162,23 @@ class RankProgram:
                     tensors = self._here(source.norms(sublayer, torch_dtype(self.plan)))
                     self.norms[sublayer] = Norm(tensors, "post_norm", self.plan)
             if not work.whole and work.step not in self.outputs:
-                self.outputs[work.step] = self._step_outputs(work.step, source)
+                step = work.step
+                norms = {
+                    index: self.norms[one]
+                    for index, one in enumerate(step.sublayers)
+                    if one in self.norms
+                }
+                # The second factors that sums in rank space go through.
+                seconds: dict[int, Linear] = {}
+                for index in self._in_rank_space(step):
+                    sublayer = step.sublayers[index]
+                    (role,) = (one.role for one in self._projections(sublayer) if one.role in WRITING)
+                    tensors = self._here(source.written_part(sublayer, torch_dtype(self.plan)))
+                    weight = tensors[f"{role}.second.weight"]
+                    bias = tensors.get(f"{role}.bias")
+                    seconds[index] = Linear([weight], [bias], self.plan.arithmetic.output_scale)
+                widths = summed_apart(step, self.plan.hidden, frozenset(seconds), bool(norms))
+                self.outputs[step] = StepOutputs(widths, seconds, norms)
             for part in work.parts:
                 key = self.key(part)
                 if key not in self.sublayers:
@@ -170,24 +186,6 @@ class RankProgram:
 
     def _here(self, tensors: Tensors) -> Tensors:
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
-
-    def _step_outputs(self, step: Step, source: ModelWeights) -> StepOutputs:
-        """The segments of a step, with the second factors that sums in rank space go through."""
-        norms = {index: self.norms[one] for index, one in enumerate(step.sublayers) if one in self.norms}
-        seconds: dict[int, Linear] = {}
-        for index in self._in_rank_space(step):
-            sublayer = step.sublayers[index]
-            (role,) = (
-                projection.role
-                for projection in self._projections(sublayer)
-                if projection.role in WRITING
-            )
-            tensors = self._here(source.written_part(sublayer, torch_dtype(self.plan)))
-            weight = tensors[f"{role}.second.weight"]
-            bias = tensors.get(f"{role}.bias")
-            seconds[index] = Linear([weight], [bias], self.plan.arithmetic.output_scale)
-        widths = summed_apart(step, self.plan.hidden, frozenset(seconds), bool(norms))
-        return StepOutputs(widths, seconds, norms)
 
     def _in_rank_space(self, step: Step) -> frozenset[int]:
         if self.plan.low_rank == "base":

@@ -306,7 +306,7 @@ def _expected_shapes(
             }
             for projection in spec.projections:
                 shape = (hidden, None) if projection.divided_dim else (None, hidden)
-                if not source.is_taken_apart(sublayer, projection.role):
+                if source.own_matrix(sublayer.layers[0], sublayer.kind, projection) is None:
                     shapes[f"{prefix}{projection.weight}"] = (
                         (None, *shape) if projection.stacked else shape
                     )
@@ -349,7 +349,30 @@ def rotaries_by_layer(config: Any, family: Family, layers: int, max_tokens: int)
     if not any(rotates):
         return [None] * layers
     kinds = of_each("layer_types", rope_kinds(family, config))
-    found = {kind: _rotary(config, family, max_tokens, kind) for kind in set(kinds)}
+    found = {}
+    for kind in set(kinds):
+        rope = rope_of(family, config, kind)
+        scaling = rope["rope_type"]
+        if scaling not in ROPE_TYPES:
+            raise ValueError(
+                f"rope_type in config.json must be known, not {show_value(scaling)}; "
+                f"{did_you_mean(str(scaling), ROPE_TYPES)}"
+            )
+        described = (
+            f"config.json describes no rotary positions: rope_parameters are {show_value(rope, 200)}"
+        )
+        try:
+            rotary = Rotary(*rotary_angles(family, config, kind))
+            longer = long_rotary_angles(family, config, kind)
+        except Exception as error:  # whatever it trips over is a fault of the file
+            raise ValueError(f"{described} ({type(error).__name__}: {first_line(error)})") from error
+        if longer is not None and longer[0] < max_tokens:
+            beyond, frequencies, stretch = longer
+            rotary = replace(rotary, beyond=beyond, longer_frequencies=frequencies, stretch=stretch)
+        numbers = [*rotary.inverse_frequencies, rotary.scale, *rotary.longer_frequencies, rotary.stretch]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError(f"{described} (an angle is infinite, or no number)")
+        found[kind] = rotary
     return [found[kind] if turns else None for kind, turns in zip(kinds, rotates, strict=True)]
 
 
@@ -372,29 +395,6 @@ def _softcap(config: Any, attribute: str | None) -> float | None:
     if bound <= 0:
         raise ValueError(f"{attribute} must be above 0, not {bound}")
     return float(bound)
-
-
-def _rotary(config: Any, family: Family, max_tokens: int, kind: str | None) -> Rotary:
-    rope = rope_of(family, config, kind)
-    scaling = rope["rope_type"]
-    if scaling not in ROPE_TYPES:
-        raise ValueError(
-            f"rope_type in config.json must be known, not {show_value(scaling)}; "
-            f"{did_you_mean(str(scaling), ROPE_TYPES)}"
-        )
-    described = f"config.json describes no rotary positions: rope_parameters are {show_value(rope, 200)}"
-    try:
-        rotary = Rotary(*rotary_angles(family, config, kind))
-        longer = long_rotary_angles(family, config, kind)
-    except Exception as error:  # whatever it trips over is a fault of the file
-        raise ValueError(f"{described} ({type(error).__name__}: {first_line(error)})") from error
-    if longer is not None and longer[0] < max_tokens:
-        beyond, frequencies, stretch = longer
-        rotary = replace(rotary, beyond=beyond, longer_frequencies=frequencies, stretch=stretch)
-    numbers = [*rotary.inverse_frequencies, rotary.scale, *rotary.longer_frequencies, rotary.stretch]
-    if not all(map(math.isfinite, numbers)):
-        raise ValueError(f"{described} (an angle is infinite, or no number)")
-    return rotary
 
 
 def _end_tokens(folder: Path, config: Any) -> tuple[int, ...]:

@@ -177,7 +177,31 @@ class _Held(NamedTuple):
 def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
     """Count what ranks will hold for a plan, by its checkpoint's sizes if no others are given."""
     source = source or open_weights(plan.folder, plan.family, plan.head_dim)
-    held = [_measure_held(*plan.of_rank(rank), source) for rank in range(plan.ranks)]
+    held = []
+    for own, rank in map(plan.of_rank, range(plan.ranks)):
+        matrices = 2
+        if own.tied:
+            matrices = 1
+        if own.stretch:
+            matrices = 0
+        rows = -(-own.vocabulary // own.ranks) * matrices + source.position_rows
+        whole = _program_held(own, rank, source, rows)
+        if own.draft is not None:
+            draft = own.draft.plan
+            known = _read_by(own, rank)
+            new = (
+                part for part in _read_by(draft, rank) if part not in known or draft.exchanges(part[0])
+            )
+            weights = sum(numbers_of(draft, source, part) for part in new) * own.dtype_bytes
+            beside = _program_held(draft, rank, source, 0)._replace(weights=weights)
+            if draft.coda is not None:
+                beside = beside.beside(_coda_held(draft.coda, rank))
+            whole = whole.beside(
+                beside._replace(kept=tuple(beside.kept[number] for number in own.draft.own[rank]))
+            )
+        if own.coda is not None:
+            whole = whole.beside(_coda_held(own.coda, rank))
+        held.append(whole)
     return Footprint(
         tuple(one.weights for one in held),
         tuple(one.kept for one in held),
@@ -185,29 +209,6 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
         tuple(one.copies for one in held),
         cache_groups(plan),
     )
-
-
-def _measure_held(plan: Plan, rank: int, source: Sizes) -> _Held:
-    matrices = 2
-    if plan.tied:
-        matrices = 1
-    if plan.stretch:
-        matrices = 0
-    rows = -(-plan.vocabulary // plan.ranks) * matrices + source.position_rows
-    whole = _program_held(plan, rank, source, rows)
-    if plan.draft is not None:
-        draft = plan.draft.plan
-        known = _read_by(plan, rank)
-        new = (part for part in _read_by(draft, rank) if part not in known or draft.exchanges(part[0]))
-        weights = sum(numbers_of(draft, source, part) for part in new) * plan.dtype_bytes
-        beside = _program_held(draft, rank, source, 0)._replace(weights=weights)
-        if draft.coda is not None:
-            beside = beside.beside(_coda_held(draft.coda, rank))
-        own = tuple(beside.kept[number] for number in plan.draft.own[rank])
-        whole = whole.beside(beside._replace(kept=own))
-    if plan.coda is not None:
-        whole = whole.beside(_coda_held(plan.coda, rank))
-    return whole
 
 
 def _read_by(plan: Plan, rank: int) -> set[tuple[Sublayer, int]]:

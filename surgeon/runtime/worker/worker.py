@@ -250,16 +250,14 @@ class Leader:
         figures = self.engine.figures
         scheduler = self.scheduler
         phases = figures.prefill, figures.decode, figures.drafting
-        stats = (  # the fields of `Stats`, in their order; to make one would take as long as all of this
-            *vars(scheduler.tally).values(),
-            len(scheduler.running),
-            len(scheduler.waiting),
-            scheduler.pool.blocks,
-            scheduler.pool.free,
-            sum(phase.passes for phase in phases),
-            figures.drafting.passes,
-        )
-        return Progress(outputs, stats)
+        tally = scheduler.tally
+        tally.running = len(scheduler.running)
+        tally.waiting = len(scheduler.waiting)
+        tally.blocks = scheduler.pool.blocks
+        tally.free_blocks = scheduler.pool.free
+        tally.passes = sum(phase.passes for phase in phases)
+        tally.drafting_passes = figures.drafting.passes
+        return Progress(outputs, tuple(vars(tally).values()))  # a copy, in the shortest form
 
     def end(self) -> None:
         self.sender.send(None)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surgeon.runtime.comm import shared_memory as symmetric_memory
 from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts, TorchCollectives
-from surgeon.runtime.comm.shared_memory import BySize, SideStream, ways_through_memory
+from surgeon.runtime.comm.shared_memory import BySize, side_stream, ways_through_memory
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
@@ -113,7 +113,7 @@ class GlooWay:
 
 
 class Streams:
-    """What `SideStream` takes for torch.cuda, on a CPU: it notes what it is asked to do."""
+    """What `side_stream` takes for torch.cuda, on a CPU: it notes what it is asked to do."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -150,7 +150,7 @@ def sums_by_size(rank: Rank, sizes: list[int], dtype: torch.dtype) -> Sums:
     inner, streams = rank.collectives, Streams()
     assert isinstance(inner, TorchCollectives)
     small, middle = GlooWay("small", 64, inner), GlooWay("middle", 256, inner)
-    side = SideStream(torch.device("cpu"), streams)
+    side = side_stream(torch.device("cpu"), streams)
     by_size = BySize(inner, [small, middle], side)
     counts = Counts()
     found = [by_size.all_reduce(part(rank.rank, size, dtype), counts, at_once=True)() for size in sizes]

@@ -48,7 +48,12 @@ def quantised_matrices(store: Store, config: Any) -> dict[str, Quantised]:
     rules = rules_of(config) if config else []
     schemes = dict.fromkeys(rule.scheme for rule in rules)
     # Of modules that no rule names: that of the first rule for whole classes, or the only one.
-    other = next((rule.scheme for rule in rules if rule.of_classes), None)
+    of_classes = (
+        rule.scheme
+        for rule in rules
+        if not rule.targets or any("." not in one and not one.startswith("re:") for one in rule.targets)
+    )
+    other = next(of_classes, None)
     if other is None and len(schemes) == 1:
         (other,) = schemes
     for scheme in schemes:

@@ -38,13 +38,6 @@ class Rule(NamedTuple):
             for target in self.targets
         )
 
-    @property
-    def of_classes(self) -> bool:
-        """Tell whether a pattern is of modules by their class, whatever they are called."""
-        return not self.targets or any(
-            "." not in one and not one.startswith("re:") for one in self.targets
-        )
-
 
 class Method(NamedTuple):
     """A `quant_method`.
