@@ -244,11 +244,15 @@ class Capabilities:
         for count in self.ranks:
             yield plural(count, "rank"), partial(self._check_sharing, count)
         if self.draft is not None:
-            draft = draft_program(self.model, self.draft) or ""
-            drafting = partial(
-                self._on_each, lambda ranks: with_draft(self._plan_on(ranks), self.model, draft)
+            yield (
+                "draft",
+                partial(
+                    self._on_each,
+                    lambda ranks: with_draft(
+                        self._plan_on(ranks), self.model, draft_program(self.model, self.draft) or ""
+                    ),
+                ),
             )
-            yield "draft", drafting
         longest = self.model.positions
         yield f"texts of {longest:,} tokens", partial(self._plan_on, self.ranks[0], None, longest)
         if self.model.own is None:

@@ -61,6 +61,7 @@ from surgeon.models.edit import (
     edit,
     input_device,
     program_of,
+    save_edited_with,
 )
 from surgeon.models.families import Family, family_of
 from surgeon.models.families.fused import FUSED
@@ -579,3 +580,6 @@ def _rename(state: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
             "the adapter lies on no module that the program runs, so there is nothing to keep"
         )
     return found
+
+
+save_edited_with(save_edited)
