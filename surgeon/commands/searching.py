@@ -424,8 +424,8 @@ def heal_finalists(
                 separator=unseen.separator,
                 eval_tokens=window,  # little: all are judged by the search's held-out text
             )
-        values = judge.values(load(target).float())
-        compared = {name: values[name] for name in ("nll", "divergence")}
+        healed = judge.measure(load(target).float())
+        compared = {name: healed.by_window(name) for name in ("nll", "divergence")}
         after.append(replace(one, unseen=quality_of(compared, unseen.predicted_tokens)))
     how = f"healed for {steps:,} steps ({settings.method}) on {data}, in {folder / HEALED}"
     return HealedFinalists(before, compare(after[0], after[1:], before.original, before.by), how)

@@ -26,7 +26,7 @@ from surgeon.models.verified import DraftOnText
 from surgeon.models.weights import Tensors
 from surgeon.progress import progress
 from surgeon.quality.data import Windows
-from surgeon.quality.summary import ACCEPTANCES, METRICS, Quality, Values, pool_windows, quality_of
+from surgeon.quality.summary import ACCEPTANCES, METRICS, Quality, pool_windows, quality_of
 
 # A block of logits stays in a CPU's cache: computing 4,096 tokens at once took 1.7 times as long.
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -354,6 +354,7 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+@torch.inference_mode()
 def text_quality(
     model: Logits,
     ids: Tensor,
@@ -362,26 +363,9 @@ def text_quality(
     answers: Tensor | None = None,
     draft: DraftOnText | None = None,
 ) -> Quality:
-    """Measure a model on windows of text, one at a time; arguments and errors as `text_values`."""
-    tokens = ids.shape[0] * (ids.shape[1] - 1)
-    if answers is not None:
-        tokens = int(answers[:, 1:].sum())
-    found = quality_of(text_values(model, ids, original, bar, answers, draft), tokens)
-    return replace(found, acceptance_keys=None if draft is None else VERIFIED, windows={})
+    """Measure a model on windows of text, one at a time.
 
-
-@torch.inference_mode()
-def text_values(
-    model: Logits,
-    ids: Tensor,
-    original: Logits | None = None,
-    bar: bool = True,
-    answers: Tensor | None = None,
-    draft: DraftOnText | None = None,
-) -> dict[str, Values]:
-    """Measure each window: means over its predicted tokens, (windows,), by name as in `Quality`, and `nll` in nats.
-
-    Where windows have different counts, they are weighted (`surgeon.quality.summary.pool_windows`).
+    Where windows have different counts, their values are weighted (`surgeon.quality.summary.pool_windows`).
 
     Args:
         ids: (windows, tokens); every token but a window's first is predicted.
@@ -411,10 +395,13 @@ def text_values(
         raise ValueError(
             f"the model's predictions are not finite in window {where}; are its weights damaged?"
         )
+    tokens = ids.shape[0] * (ids.shape[1] - 1)
     if answers is not None:
-        counts = answers[:, 1:].sum(1).double().numpy()
-        columns = [pool_windows(column, counts) for column in columns]
-    return dict(zip(("nll", *METRICS[1:]), columns, strict=False))
+        counts = answers[:, 1:].sum(1)
+        tokens = int(counts.sum())
+        columns = [pool_windows(column, counts.double().numpy()) for column in columns]
+    found = quality_of(dict(zip(("nll", *METRICS[1:]), columns, strict=False)), tokens)
+    return replace(found, acceptance_keys=None if draft is None else VERIFIED)
 
 
 def _predicting(logits: Tensor, counted: Tensor | slice) -> Tensor:
@@ -495,9 +482,3 @@ class HeldOutQuality:
         """Measure by a function of windows that calls the model, in the order of the windows."""
         with in_evaluation_mode(model):
             return text_quality(logits, self.ids, self._reference, bar=False, answers=self.answers)
-
-    def values(self, model: nn.Module) -> dict[str, Values]:
-        with in_evaluation_mode(model):
-            return text_values(
-                logits_of(model), self.ids, self._reference, bar=False, answers=self.answers
-            )

@@ -83,7 +83,8 @@ class Quality:
         acceptance_keys: whose keys and values of earlier tokens acceptance rests on: "verified", the original's, as for
             drafts, or the program's "own"; None if unknown.
         windows: values of the windows that were run, in the order of the text, by name: "nll", "divergence",
-            acceptances; and "blocks", the divergence of smaller parts, where windows are few.
+            acceptances; and "blocks", the divergence of smaller parts, where windows are few. Records have none, so that
+            they do not count when qualities are compared.
         whole: whether these are all windows; else the numbers are estimates.
         more: further numbers by name: a task's accuracy, say.
     """
@@ -102,7 +103,7 @@ class Quality:
     sampled_acceptance_low: float = math.nan
     sampled_acceptance_high: float = math.nan
     acceptance_keys: str | None = None
-    windows: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    windows: Mapping[str, tuple[float, ...]] = field(default_factory=dict, compare=False)
     whole: bool = True
     more: Mapping[str, float] = field(default_factory=dict)
 

@@ -23,7 +23,7 @@ from surgeon.models.edit import program_of, restore
 from surgeon.models.verified import NoVerifiedKeys, draft_on_text
 from surgeon.opened import Model, streamed_layers
 from surgeon.processes.files import finite
-from surgeon.quality.head import OWN, VERIFIED, logits_of, text_values
+from surgeon.quality.head import OWN, VERIFIED, logits_of, text_quality
 from surgeon.quality.summary import ACCEPTANCES, Quality
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.pricing import Pricing
@@ -124,10 +124,10 @@ def by_verified_keys(
         for program in [one for one in measured if one != dense]:
             draft = draft_on_text(model, program, evaluator.factors)
             own = measured[program]
-            values = text_values(logits_of(model), evaluator.windows.ids, draft=draft)
-            accepted = {name: values[name] for name in ACCEPTANCES if own.knows(name)}
-            windows = {**own.windows, **{name: tuple(each.tolist()) for name, each in accepted.items()}}
-            means: dict[str, Any] = {name: float(each.mean()) for name, each in accepted.items()}
+            verified = text_quality(logits_of(model), evaluator.windows.ids, draft=draft)
+            known = [name for name in ACCEPTANCES if own.knows(name)]
+            windows = {**own.windows, **{name: verified.windows[name] for name in known}}
+            means: dict[str, Any] = {name: float(verified.by_window(name).mean()) for name in known}
             found[program] = replace(own, windows=windows, **means)
     except NoVerifiedKeys as error:
         return measured, str(error)

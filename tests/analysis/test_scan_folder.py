@@ -28,7 +28,7 @@ from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of
 from surgeon.progress import TimeOver
 from surgeon.quality.data import Windows
-from surgeon.quality.head import logits_of, text_values
+from surgeon.quality.head import logits_of, text_quality
 from tests import warm
 from tests.analysis.scanning import LAYERS, Stopped, plain_nll, run, scan_cells, stopping
 from tests.selection import one_in
@@ -245,8 +245,8 @@ def test_sampled_acceptance_is_measured_where_it_is_asked_for(windows: Windows, 
     original, changed = tiny_model("llama", LAYERS), tiny_model("llama", LAYERS)
     edit(changed, prune(program_of(changed), range(1, 2)))
     (cell,) = cells[(cells["first"] == 1) & (cells["last"] == 1)].to_dict("records")
-    wanted = text_values(logits_of(changed), windows.ids, logits_of(original), bar=False)
-    assert cell["sampled_acceptance"] == pytest.approx(wanted["sampled_acceptance"].mean(), rel=1e-5)
+    wanted = text_quality(logits_of(changed), windows.ids, logits_of(original), bar=False)
+    assert cell["sampled_acceptance"] == pytest.approx(wanted.sampled_acceptance, rel=1e-5)
     again = run(tmp_path, windows, operations=["prune"]).cells
     pd.testing.assert_series_equal(again["sampled_acceptance"], cells["sampled_acceptance"])
 
