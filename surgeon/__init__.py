@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from surgeon.named import demo_model
     from surgeon.opened import Model
     from surgeon.opened import open_model as open
+    from surgeon.runtime.worker.rank import RankOptions
     from surgeon.searches.search import SurgerySampler
     from surgeon.training.racks.run import RackOptions
     from surgeon.training.settings import Distillation, TrainSettings
@@ -57,6 +58,7 @@ _ELSEWHERE = {
     "Model": "surgeon.opened",
     "Program": "surgeon.language.program",
     "RackOptions": "surgeon.training.racks.run",
+    "RankOptions": "surgeon.runtime.worker.rank",
     "Recipe": "surgeon.language.recipe",
     "SearchProblem": "surgeon.commands.search_problem",
     "Step": "surgeon.language.program",
@@ -79,6 +81,7 @@ __all__ = [
     "Model",
     "Program",
     "RackOptions",
+    "RankOptions",
     "Recipe",
     "SearchProblem",
     "Step",

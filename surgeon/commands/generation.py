@@ -136,7 +136,7 @@ class Generation:
             agrees = f"{calls - expected:g} of them between factors"
         packed = ""
         if compression and "all-gather" in layers:
-            packed = f" of {compression} integers"
+            packed = f" in {compression}"
         return [
             f"sync     {layers}{packed} per {unit}, {agrees}; {sent} bytes per token and rank",
             f"vocab    {ends} per {unit}; {sent_at_ends} bytes per token and rank",

@@ -22,8 +22,8 @@ from surgeon.runtime.plan.placement import (
     Part,
     Work,
     computed_of,
+    in_rank_space,
     summed_apart,
-    summed_in_rank_space,
 )
 from surgeon.runtime.plan.specification import Plan
 
@@ -339,31 +339,19 @@ class RankWork:
         """
         if isinstance(node, Fork) or whole:
             return self.plan.hidden
-        return sum(self._summed_apart(node).values()) or self.plan.hidden
+        return sum(summed_apart(self.plan, node).values()) or self.plan.hidden
 
     def finish(self, step: Step, forward: Forward) -> list[Kernel]:
         """Kernels on the sum of a step that ranks have slices of."""
         found = []
-        in_rank_space = self.in_rank_space(step)
-        for index, width in self._summed_apart(step).items():
-            if index in in_rank_space:
+        before_second = in_rank_space(self.plan, step)
+        for index, width in summed_apart(self.plan, step).items():
+            sublayer = step.sublayers[index]
+            if index in before_second:
                 found.append(self.product("second", forward.tokens, self.plan.hidden, width))
-            if self._all_normed(step):
+            if self.plan.family.spec(sublayer.kind, sublayer.layers[0]).norms_output:
                 found.append(self.copy("norm", 2 * forward.tokens * self.plan.hidden))
         return found
-
-    def _summed_apart(self, step: Step) -> dict[int, int]:
-        return summed_apart(step, self.plan.hidden, self.in_rank_space(step), self._all_normed(step))
-
-    def in_rank_space(self, step: Step) -> frozenset[int]:
-        """The sublayers of a step that are summed before their second factor."""
-        if self.plan.low_rank == "base":
-            return frozenset()
-        return summed_in_rank_space(step, self.plan.hidden, self._all_normed(step), self.plan.mixtures)
-
-    def _all_normed(self, step: Step) -> bool:
-        family = self.plan.family
-        return all(family.spec(one.kind, one.layers[0]).norms_output for one in step.sublayers)
 
 
 @dataclass(frozen=True)
@@ -433,7 +421,7 @@ class _Maps:
         yield self.product(f"{role} first", first, inputs)
         summed_first = not self.work.whole and len(self.of.sharers) > 1
         if self.is_base or not (
-            summed_first and self.of.index in self.rank_work.in_rank_space(self.work.step)
+            summed_first and self.of.index in in_rank_space(self.rank_work.plan, self.work.step)
         ):
             yield self.product(f"{role} second", outputs, first)
 

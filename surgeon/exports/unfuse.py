@@ -201,7 +201,7 @@ def _values(
 def _part(name: str, tensor: Tensor, index: int, count: int, blocks: int) -> Tensor:
     """Return one sublayer's part of a fused tensor, by role."""
     role, _, what = name.partition(".")
-    if role in ("norm", "post_norm"):
+    if role == "norm":
         return tensor
     if role in ("q_norm", "k_norm"):
         return tensor[index]

@@ -83,8 +83,8 @@ class Quality:
         acceptance_keys: whose keys and values of earlier tokens acceptance rests on: "verified", the original's, as for
             drafts, or the program's "own"; None if unknown.
         windows: values of the windows that were run, in the order of the text, by name: "nll", "divergence",
-            acceptances; and "blocks", the divergence of smaller parts, where windows are few. Records have none, so that
-            they do not count when qualities are compared.
+            acceptances; and "blocks", the divergence of smaller parts, where windows are few. Records have none, and
+            equal qualities may differ in them.
         whole: whether these are all windows; else the numbers are estimates.
         more: further numbers by name: a task's accuracy, say.
     """

@@ -315,10 +315,16 @@ class PricedQuestion:
         return not self.along or bool(self.settings.of_quality) or self.settings.draft is not None
 
     def add_value(self, program: Program, measured: Quality) -> Quality:
-        """Add a program's value as a draft to its quality, where that is asked for."""
-        if self.drafting is None:
-            return measured
-        return self.drafting.add_value(program, measured)
+        """Add to a program's quality its value as a draft, and what else is asked for that quality has no field of."""
+        if self.drafting is not None:
+            measured = self.drafting.add_value(program, measured)
+        asked = [*self.settings.objectives, *(limit.aspect for limit in self.settings.of_quality)]
+        more = {
+            str(one): one.natural(one.read_cost(measured))
+            for one in asked
+            if not (one.is_priced or one.name in (ACCURACY, DRAFT) or hasattr(measured, one.name))
+        }
+        return replace(measured, more={**measured.more, **more})
 
     @property
     def traded_aspects(self) -> tuple[Aspect, ...]:

@@ -386,8 +386,11 @@ def _dense(model: PreTrainedModel) -> Program:
 
 
 def _can_be_sliced(model: PreTrainedModel) -> bool:
-    attention = family_of(model.config).attention
-    return not attention.norms_output and not attention.joins_heads and attention.kept is None
+    family = family_of(model.config)
+    return not any(
+        spec.norms_output or spec.joins_heads or spec.kept is not None
+        for spec in (family.attention, family.mlp)
+    )
 
 
 def _edit(model: PreTrainedModel, name: str) -> PreTrainedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -15,7 +16,8 @@ from surgeon.commands.command import declared_options
 from surgeon.commands.export import export
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
-from surgeon.models.families import family_of
+from surgeon.models.families import FAMILIES, family_of
+from surgeon.models.families.gemma import GEMMA2
 from tests.selection import NORMED_BEHIND
 from tests.tiny_models import DENSE_FAMILIES, tiny_model
 
@@ -112,6 +114,13 @@ def test_models_that_cannot_be_fused_exactly_get_the_program_form(
     with pytest.raises(ValueError, match=why):
         layout("A0 F0 [A1 A2] [F1 F2]", config, form="fused")
     assert layout("A0 F0 A2 F2", config).form.name == "plain"
+
+
+def test_a_norm_behind_mlps_alone_keeps_layers_from_being_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = replace(GEMMA2.attention, stages=GEMMA2.attention.stages[:-1])
+    monkeypatch.setitem(FAMILIES, "gemma2", replace(GEMMA2, attention=attention))
+    config = tiny_model("gemma2", num_layers=4).config
+    assert layout("A0 F0 [A1 A3] [F1 F3]", config).form.name == "program"
 
 
 @pytest.mark.parametrize("family", sorted(set(DENSE_FAMILIES) - set(NORMED_BEHIND)))

@@ -294,8 +294,7 @@ def test_a_slow_link_and_compressed_reductions(endless: Path, capfd: pytest.Capt
     # 32 features: one exact (4 bytes) and its place (2), a scale (4), 32 integers.
     said = " ".join(err.split())
     assert (
-        f"8 all-gathers of int8 integers per token, as the program has; {8 * 42} bytes per token and rank"
-        in said
+        f"8 all-gathers in int8 per token, as the program has; {8 * 42} bytes per token and rank" in said
     )
     assert "vocab    1 all-reduce and 1 all-gather per token" in err
     rate = re.search(r"decode   12 tokens at ([\d.]+) tokens/s", err)

@@ -15,7 +15,8 @@ from surgeon.cost.deployment import Deployment, plan_on_paper
 from surgeon.cost.predict import PredictedRanks
 from surgeon.cost.work import Forward
 from surgeon.language.program import Program
-from surgeon.models.families import family_of
+from surgeon.models.families import FAMILIES, family_of
+from surgeon.models.families.gemma import GEMMA2
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights, NamedTensors
 from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts, Peers
@@ -146,6 +147,15 @@ def test_norms_behind_sublayers_keep_the_sums_of_a_step_apart() -> None:
     assert check("A0 F0 [A1 A2] [F1 F2]", 2, model="gemma2").bytes == 4 * TOKENS * 64 * 4
     # Of attention || MLP every rank has a slice of each, and both sums are needed whole.
     assert check("[A0 F0]", 2, model="gemma2").bytes == 4 * TOKENS * 2 * 64
+
+
+def test_a_norm_behind_one_kind_of_sublayer_keeps_its_steps_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attention = replace(GEMMA2.attention, stages=GEMMA2.attention.stages[:-1])
+    monkeypatch.setitem(FAMILIES, "gemma2", replace(GEMMA2, attention=attention))
+    assert check("[A0 F0]", 2, model="gemma2").bytes == 4 * TOKENS * 2 * 64
+    assert check("A0 F0 [A1 A2]", 2, model="gemma2").bytes == 4 * TOKENS * 3 * 64
 
 
 @pytest.mark.parametrize("compress", [None, "int8"])

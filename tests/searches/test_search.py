@@ -17,7 +17,7 @@ from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.searches.mixture import Trial
 from surgeon.searches.pricing import pareto_front
-from surgeon.searches.quantities import DEPTH, SIZE, Aspect
+from surgeon.searches.quantities import DEPTH, QUANTITIES, SIZE, Aspect, Quantity
 from surgeon.searches.question import Question
 from surgeon.searches.results import TOGETHER, quality_curves
 from surgeon.searches.search import BATCH, MIXTURE, SAMPLERS, Search, SurgerySampler, make_sampler
@@ -104,6 +104,16 @@ def test_what_is_measured_by_other_objectives_is_not_raced() -> None:
     searching, evaluator = search("pair", "depth=8", "perplexity")
     assert len([*try_programs(searching, 12)]) == 12
     assert set(evaluator.raced) == {None}
+
+
+def test_a_measured_quantity_of_ones_own_is_told_with_each_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    doubled = Quantity("doubled", float, "{:g}".format, measure=lambda found, _: 2 * found.divergence)
+    monkeypatch.setitem(QUANTITIES, "doubled", doubled)
+    searching, _ = search("pair", "depth=8", "doubled")
+    for trial in try_programs(searching, 3):
+        assert trial.measured.more == {"doubled": 2 * trial.measured.divergence}
 
 
 def test_what_is_running_is_not_proposed_again_and_what_was_proposed_first_comes_first() -> None:

@@ -257,7 +257,7 @@ class Fused(Form):
                 f"layers of {family.name} are mixtures of experts, and two mixtures are not one: each router weighs "
                 "its own experts, which one softmax over those of both would weigh otherwise"
             )
-        if family.attention.norms_output:
+        if any(spec.norms_output for spec in family.specs()):
             raise Inexpressible(
                 f"{family.name} norms what a sublayer adds to the stream, and the norm of a sum is not the sum of norms"
             )

@@ -51,9 +51,9 @@ from surgeon.runtime.plan.placement import (
     assigned_branches,
     computed_of,
     groups_within,
+    in_rank_space,
     rank_work,
     summed_apart,
-    summed_in_rank_space,
     work_of,
 )
 from surgeon.runtime.plan.specification import Plan
@@ -66,7 +66,7 @@ class StepOutputs:
     Attributes:
         widths: by number in the step, of sublayers that have a segment of their own; none where all are one sum.
         seconds: second factors of sublayers that are summed in rank space.
-        norms: behind all sublayers or none.
+        norms: behind those sublayers that have one.
     """
 
     widths: Mapping[int, int]
@@ -170,15 +170,14 @@ class RankProgram:
                 }
                 # The second factors that sums in rank space go through.
                 seconds: dict[int, Linear] = {}
-                for index in self._in_rank_space(step):
+                for index in in_rank_space(self.plan, step):
                     sublayer = step.sublayers[index]
                     (role,) = (one.role for one in self._projections(sublayer) if one.role in WRITING)
                     tensors = self._here(source.written_part(sublayer, torch_dtype(self.plan)))
                     weight = tensors[f"{role}.second.weight"]
                     bias = tensors.get(f"{role}.bias")
                     seconds[index] = Linear([weight], [bias], self.plan.arithmetic.output_scale)
-                widths = summed_apart(step, self.plan.hidden, frozenset(seconds), bool(norms))
-                self.outputs[step] = StepOutputs(widths, seconds, norms)
+                self.outputs[step] = StepOutputs(summed_apart(self.plan, step), seconds, norms)
             for part in work.parts:
                 key = self.key(part)
                 if key not in self.sublayers:
@@ -186,12 +185,6 @@ class RankProgram:
 
     def _here(self, tensors: Tensors) -> Tensors:
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
-
-    def _in_rank_space(self, step: Step) -> frozenset[int]:
-        if self.plan.low_rank == "base":
-            return frozenset()
-        normed = all(one in self.norms for one in step.sublayers)
-        return summed_in_rank_space(step, self.plan.hidden, normed, self.plan.mixtures)
 
     def _projections(self, sublayer: Sublayer) -> tuple[Projection, ...]:
         return self.plan.family.spec(sublayer.kind, sublayer.layers[0]).projections
@@ -253,7 +246,7 @@ class RankProgram:
         sharing = Sharing(self.peers, part.sharers)
         if based:
             return Maps(tensors, scale, later, base=sharing)
-        if part.index in self._in_rank_space(work.step):
+        if part.index in in_rank_space(self.plan, work.step):
             later |= frozenset(WRITING)
         alone = Maps(tensors, scale, later)
         shared = Maps(tensors, scale, later, shared=sharing)

@@ -283,7 +283,7 @@ def summed_in_rank_space(
 
     Args:
         hidden: the stream's width.
-        normed: whether a norm stands behind each of the sublayers, so that they are summed apart in any case.
+        normed: whether they are summed apart in any case.
         mixtures: whose experts have a second factor each, so that they are summed behind it.
     """
     ranks = [
@@ -299,14 +299,27 @@ def summed_in_rank_space(
     return frozenset()
 
 
-def summed_apart(step: Step, hidden: int, in_rank_space: frozenset[int], normed: bool) -> dict[int, int]:
+def in_rank_space(plan: Plan, step: Step) -> frozenset[int]:
+    """The sublayers of a step, by their numbers in it, that a plan's ranks sum before their second factor."""
+    if plan.low_rank == "base":
+        return frozenset()
+    return summed_in_rank_space(step, plan.hidden, has_norms_behind(plan, step), plan.mixtures)
+
+
+def summed_apart(plan: Plan, step: Step) -> dict[int, int]:
     """Sublayers of a step that are summed by themselves, and how many values of a token; none for one sum of all."""
     ranks = {
         index: next(rank for role, rank in step.sublayers[index].ranks if role in WRITING)
-        for index in in_rank_space
+        for index in in_rank_space(plan, step)
     }
+    apart = has_norms_behind(plan, step)
     return {
-        index: ranks.get(index, hidden)
+        index: ranks.get(index, plan.hidden)
         for index in range(len(step.sublayers))
-        if normed or index in ranks
+        if apart or index in ranks
     }
+
+
+def has_norms_behind(plan: Plan, step: Step) -> bool:
+    """Tell whether a norm stands behind some sublayer of a step, so that all of them are summed apart."""
+    return any(plan.family.spec(one.kind, one.layers[0]).norms_output for one in step.sublayers)
