@@ -22,7 +22,7 @@ from surgeon.models.weights import TruncatedSVD
 from surgeon.opened import EditedModel
 from surgeon.processes.files import write_json
 from surgeon.quality.data import Windows
-from surgeon.quality.head import OWN, logits_of, text_quality
+from surgeon.quality.head import OWN, logits_of, require_one_vocabulary, text_quality
 from surgeon.quality.summary import Quality
 from surgeon.words import hang_indent, plural
 
@@ -96,6 +96,8 @@ def on_text(
     """
     for note in windows.notes:
         warnings.warn(note, stacklevel=1)
+    if original is not None:
+        require_one_vocabulary(*(one.model.shapes.vocabulary for one in (original, candidate)))
     loaded = candidate.load(device)
     program = candidate.asked
     model = logits_of(loaded)

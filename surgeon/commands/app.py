@@ -43,7 +43,7 @@ from surgeon.commands.spectrum import spectrum
 from surgeon.commands.train import train
 from surgeon.errors import is_out_of_memory
 from surgeon.machine import avoid_cudnn_attention, wait_asleep
-from surgeon.processes.files import full_place, is_full_disk
+from surgeon.processes.files import full_place, is_full_disk, is_too_large
 from surgeon.version import __version__
 
 # In the order in which they are used. These modules are light: what a command needs, it imports when it runs.
@@ -259,6 +259,9 @@ def explain(error: BaseException, output: str | None = None) -> tuple[str, int]:
                 disk = f" on {mount}"
         line = f"error: no space left for {place or 'the output'}; free some space{disk} and run the same command again"
         return line, MENDABLE
+    if is_too_large(error):
+        what = f"{output or full_place(error) or 'a file'} would be larger than files may be here (ulimit -f)"
+        return f"error: {what}; raise that limit and run the same command again", MENDABLE
     if is_out_of_memory(error):
         advice = "use a smaller model or a smaller limit, or close other programs"
         return f"error: out of memory ({_text(error)}); {advice}", MENDABLE

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial, wraps
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
 from typing import (
@@ -275,7 +275,7 @@ def _takes(kind: Any, value: object) -> bool:
     if isinstance(kind, ForwardRef):
         return not isinstance(value, _PLAIN)
     if kind in (int, float):
-        return isinstance(value, Real)
+        return isinstance(value, Integral if kind is int else Real)
     if kind is Sequence and isinstance(value, str):
         return False
     return isinstance(value, kind)

@@ -163,7 +163,7 @@ class SearchFlags(ProblemFlags, total=False):
             default="surgeon",
         ),
     ]
-    seed: Annotated[int, option("For Optuna's samplers.", default=0)]
+    seed: Annotated[int, option("For Optuna's samplers.", least=0, default=0)]
     holdout: Annotated[
         int | None,
         option(

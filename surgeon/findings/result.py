@@ -39,6 +39,9 @@ SHORT_HASH = 12
 Record = dict[str, Any]  # a JSON object that a command has written
 
 
+ROWS = "rows"  # of a record: how many each of its tables has
+
+
 @dataclass(frozen=True)
 class TableFile:
     """A CSV file of a result.
@@ -205,6 +208,7 @@ class RunResult:
                 f"{folder} has no {file.name}; give the output folder of a finished surgeon {cls.COMMAND}"
             )
         record = read_record(file)
+        stated = record.pop(ROWS, {})
         made = cls.provenance(record)
         if "command" in made and made.get("format") != FORMAT:
             raise ValueError(
@@ -223,7 +227,13 @@ class RunResult:
         found: Record = {}
         for name, table in cls.TABLES.items():
             if (folder / table.name).is_file():
-                found[name] = table.read(folder)
+                found[name] = rows = table.read(folder)
+                least = stated.get(table.name, 0)
+                if len(rows) < least:
+                    raise ValueError(
+                        f"{folder / table.name} has {len(rows)} of the {least} rows that {file.name} tells of; run "
+                        f"surgeon {cls.COMMAND} again on its folder"
+                    )
             elif not table.optional:
                 raise FileNotFoundError(
                     f"{folder} has {file.name} but no {table.name}; run surgeon {cls.COMMAND} to its end"
@@ -274,11 +284,12 @@ class RunResult:
         return str(self.record["heading"])
 
     def write(self, folder: Path) -> list[Path]:
-        found = ((table, getattr(self, name)) for name, table in self.TABLES.items())
+        found = [(table, getattr(self, name)) for name, table in self.TABLES.items()]
         written = [
             table.write(folder, rows) for table, rows in found if not (table.optional and rows.empty)
         ]
-        write_json(folder / self.RECORD, self.record)
+        rows = {table.name: len(rows) for table, rows in found if len(rows)}
+        write_json(folder / self.RECORD, {**self.record, ROWS: rows})
         return written
 
     def table(self) -> pd.DataFrame:

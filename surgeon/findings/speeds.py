@@ -325,11 +325,12 @@ def drafts_picture(found: dict[str, pd.DataFrame]) -> Picture:
 def _uneven_shares(speeds: pd.DataFrame) -> Iterator[Table]:
     """Table the share of a pass on the busiest rank, where ranks have unequal parts of a program."""
     if "imbalance" in speeds:  # not in older files
-        uneven = speeds[speeds["imbalance"] >= LEAST_IMBALANCE].drop_duplicates(["program", "imbalance"])
+        about = [name for name in ("program", "ranks") if name in speeds]
+        uneven = speeds[speeds["imbalance"] >= LEAST_IMBALANCE].drop_duplicates([*about, "imbalance"])
         if len(uneven):
-            rows = [[row["program"], f"{row['imbalance']:.2f}"] for _, row in uneven.iterrows()]
+            rows = [[*map(str, row[about]), f"{row['imbalance']:.2f}"] for _, row in uneven.iterrows()]
             caption = "Weights that the busiest rank reads, which others wait for; 1 is an even share"
-            yield Table(caption, ["program", "times an even share"], rows)
+            yield Table(caption, [*about, "times an even share"], rows)
 
 
 def passes_table(

@@ -288,6 +288,14 @@ def is_full_disk(error: BaseException) -> bool:
     )
 
 
+def is_too_large(error: BaseException) -> bool:
+    """Tell whether an error, or one that it comes from, is of a file that would be larger than files may be."""
+    return any(
+        (isinstance(link, OSError) and link.errno == errno.EFBIG) or "os error 27" in str(link)
+        for link in _chain(error)
+    )
+
+
 @contextmanager
 def name_file(place: str | Path) -> Iterator[None]:
     """Name the file in errors that lack it, as those of writing to an open file do.

@@ -109,6 +109,13 @@ class Journal(ABC):
         lines = [
             (number, line) for number, line in enumerate(content[:whole].splitlines(), 1) if line.strip()
         ]
+        if (
+            self.identity is not None
+            and len(lines) == 1
+            and lines[0][1].startswith(b'{"%s":{' % self.work.encode())
+        ):
+            os.ftruncate(self._file.fileno(), 0)  # begun by a command that measured nothing
+            lines.clear()
         if self.identity is not None and lines:
             self._check(*lines.pop(0), self.identity)
         elif self.identity is not None:

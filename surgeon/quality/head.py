@@ -416,11 +416,7 @@ def _compare(logits: Tensor, wanted: Tensor, drafted: Tensor) -> list[float]:
         drafted: of the model as its draft.
     """
     wanted, drafted = (each.to(logits.device) for each in (wanted, drafted))
-    if wanted.shape != logits.shape:
-        raise ValueError(
-            f"the models have vocabularies of {wanted.shape[-1]:,} and {logits.shape[-1]:,} tokens; "
-            "divergence is told between models of one vocabulary"
-        )
+    require_one_vocabulary(wanted.shape[-1], logits.shape[-1])
     log_p = wanted.log_softmax(-1).double()
     log_q = logits.log_softmax(-1).double()
     q = log_q.exp() if drafted is logits else drafted.softmax(-1).double()
@@ -431,6 +427,15 @@ def _compare(logits: Tensor, wanted: Tensor, drafted: Tensor) -> list[float]:
         torch.minimum(p, q).sum(-1).clamp(max=1),  # rounding can make it more
     )
     return [float(values.mean()) for values in by_token]
+
+
+def require_one_vocabulary(original: int, other: int) -> None:
+    """Refuse to compare models whose vocabularies have different sizes."""
+    if original != other:
+        raise ValueError(
+            f"the models have vocabularies of {original:,} and {other:,} tokens; "
+            "divergence is told between models of one vocabulary"
+        )
 
 
 def split_windows(ids: Tensor, answers: Tensor | None) -> Iterator[tuple[Tensor, Tensor | slice]]:

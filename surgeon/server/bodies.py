@@ -186,7 +186,7 @@ class Body(BaseModel):
     stop: str | Several[str] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    stream_options: dict[str, bool | None] | None = None
+    stream_options: dict[str, Any] | None = None
 
     def check(self) -> None:
         """Refuse fields that would matter and are not followed."""
@@ -200,6 +200,12 @@ class Body(BaseModel):
                 )
             if value not in UNSUPPORTED[name]:
                 raise invalid(f"{name} is not supported; leave it out (it is {short(value)})", name)
+        usage = (self.stream_options or {}).get("include_usage")
+        if not isinstance(usage, bool | None):
+            raise invalid(
+                f"stream_options.include_usage must be true or false, not {short(usage)}",
+                "stream_options",
+            )
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options needs stream to be true", "stream_options")
         if not 1 <= self.choices <= MOST_CHOICES:
@@ -214,7 +220,7 @@ class Body(BaseModel):
     @property
     def wants_usage(self) -> bool:
         """True if the last chunk of a stream counts the tokens."""
-        return self.stream_options is not None and bool(self.stream_options.get("include_usage"))
+        return bool((self.stream_options or {}).get("include_usage"))
 
     def wanted_logprobs(self) -> tuple[int | None, int | None]:
         """Numbers of log-probabilities for the answer's and for the prompt's tokens, as in `Sampling`."""

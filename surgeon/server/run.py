@@ -101,7 +101,11 @@ def _add_errors(app: FastAPI) -> None:
         """Errors of the framework: unknown paths, wrong methods, bodies that are too large or no text."""
         path = request.url.path
         status = error.status_code
-        words = {404: f"there is no {path} here", 405: f"{path} does not take {request.method}"}
+        words = {
+            400: "the body is no JSON that can be read: it is no UTF-8, is nested too deeply, or has a number too long",
+            404: f"there is no {path} here",
+            405: f"{path} does not take {request.method}",
+        }
         refused = ApiError(status, words.get(status, str(error.detail)), headers=error.headers)
         return (too_large() if status == 413 else refused).response()
 

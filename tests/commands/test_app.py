@@ -90,6 +90,14 @@ def test_success(run: Callable[..., tuple[int, str, str]]) -> None:
         ),
         (OSError(errno.ENOSPC, "No space left"), "error: no space left for the output; free some space"),
         (
+            OSError(errno.EFBIG, "File too large", "out/a.csv"),
+            "error: out/a.csv would be larger than files may be here (ulimit -f); raise that limit",
+        ),
+        (
+            RuntimeError("Error while serializing: I/O error: File too large (os error 27)"),
+            "error: a file would be larger than files may be here (ulimit -f); raise that limit",
+        ),
+        (
             RuntimeError("I/O error: No space left on device (os error 28)"),
             "error: no space left for the output",
         ),

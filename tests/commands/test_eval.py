@@ -212,6 +212,12 @@ def test_divergence_from_another_model(run: Run, tiny_text: Path, tiny_checkpoin
     assert float(said.split("divergence ")[1].split()[0]) < 1e-8
 
 
+def test_models_of_other_vocabularies_are_not_compared(run: Run, tiny_text: Path) -> None:
+    code, _, err = run("--data", tiny_text, "--tokens", 64, "--window", 32, "--against", "demo")
+    assert code == 1
+    assert "divergence is told between models of one vocabulary" in err
+
+
 def test_a_program_is_compared_with_that_of_the_checkpoint(
     surgeon_says: Run, tiny_text: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pandas as pd
 import pytest
 
@@ -36,6 +39,16 @@ def scan_of(operations: tuple[str, ...], num_layers: int) -> Scan:
     numbers = [name for name in table.columns if name != "operation"]
     table = table.astype(dict.fromkeys(numbers, float)).astype({"first": int, "last": int})
     return Scan(table, BASE, record={"sublayers_run": {"base": 2 * num_layers}})
+
+
+def test_a_table_that_was_cut_is_refused(tmp_path: Path) -> None:
+    scan = scan_of(("prune",), 4)
+    replace(scan, record={**scan.record, "base_perplexity": BASE}).write(tmp_path)
+    assert len(Scan.read(tmp_path).table()) == 10
+    cells = tmp_path / "cells.csv"
+    cells.write_text("".join(cells.read_text().splitlines(keepends=True)[:-2]))
+    with pytest.raises(ValueError, match=r"cells.csv has 8 of the 10 rows that scan.json tells of"):
+        Scan.read(tmp_path)
 
 
 def test_a_model_with_a_program_of_its_own_has_no_depths() -> None:

@@ -94,8 +94,17 @@ def test_two_at_a_time_are_refused(path: Path) -> None:
     Count(path).close()
 
 
-def test_what_belongs_to_something_else_is_refused(path: Path) -> None:
+def test_a_folder_in_which_nothing_was_measured_is_free(path: Path) -> None:
     Count(path).close()
+    with Count(path, SHEEP | {"seed": 4}) as count:
+        count.keep({"number": 1})
+    with pytest.raises(ValueError, match="another seed: 4, now 3"):
+        Count(path)
+
+
+def test_what_belongs_to_something_else_is_refused(path: Path) -> None:
+    with Count(path) as count:
+        count.keep({"number": 1})
     before = path.read_bytes()
     with pytest.raises(
         ValueError, match="holds a count of another seed: 3, now 4; use another output folder"

@@ -144,6 +144,12 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     ),
     (
         COMPLETIONS,
+        {"prompt": "a", "stream": True, "stream_options": {"include_usage": "x", "of_others": 1}},
+        "stream_options",
+        "stream_options.include_usage must be true or false, not 'x'",
+    ),
+    (
+        COMPLETIONS,
         {"prompt": "a", "stream_options": {}},
         "stream_options",
         "stream_options needs stream",
