@@ -111,6 +111,7 @@ class Journal(ABC):
         ]
         if (
             self.identity is not None
+            and not result.is_file()
             and len(lines) == 1
             and lines[0][1].startswith(b'{"%s":{' % self.work.encode())
         ):

@@ -102,6 +102,14 @@ def test_a_folder_in_which_nothing_was_measured_is_free(path: Path) -> None:
         Count(path)
 
 
+@pytest.mark.filterwarnings("ignore:.*is cut short")
+def test_a_folder_with_a_result_is_not_free_whatever_is_lost_of_its_journal(path: Path) -> None:
+    Count(path).close()
+    (path.parent / "count.json").write_text("{}")
+    with pytest.raises(ValueError, match="another seed: 3, now 4"):
+        Count(path, SHEEP | {"seed": 4})
+
+
 def test_what_belongs_to_something_else_is_refused(path: Path) -> None:
     with Count(path) as count:
         count.keep({"number": 1})
