@@ -484,7 +484,7 @@ def write_export(
                 (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, folder / name)
             if (shipped := plan.layout.form.shipped) is not None:
-                shutil.copyfile(shipped.file, folder / shipped.file.name)
+                (folder / shipped.file_name).write_text(shipped.text())
                 keep_tokenizer_class(folder, original.config)
 
             # Write, and read back what was written, while the original runs with the program.

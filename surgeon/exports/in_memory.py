@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -225,7 +224,7 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
     saved = StoredModel(str(folder), Checkpoint(folder), model.config)
     entries = PROGRAM.class_entries(saved, Layout(PROGRAM, "", (), stock.program))
     write_json(folder / CONFIG, saved.checkpoint.entries | entries)
-    shutil.copyfile(PROGRAM.shipped.file, folder / PROGRAM.shipped.file.name)
+    (folder / PROGRAM.shipped.file_name).write_text(PROGRAM.shipped.text())
     keep_tokenizer_class(folder, model.config)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +22,11 @@ from surgeon.language.operations.applied import require_whole_layers
 from surgeon.language.program import Fork, Node, Program, Step, steps_of
 from surgeon.language.recipe import Recipe
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
-from surgeon.models.families import Family, SublayerSpec, family_of
+from surgeon.models.families import Family, family_of
+from surgeon.models.replacements import FactoredLinear, LayerSlots, set_at, through_stages
 from surgeon.models.routing import check_kept
 from surgeon.models.shapes import check_layers
 from surgeon.models.weights import (
-    FactoredLinear,
     FactorSource,
     Groups,
     ModelWeights,
@@ -42,21 +41,13 @@ from surgeon.models.weights import (
 if TYPE_CHECKING:  # takes seconds, and who has no model yet does without
     from transformers import PreTrainedModel
 
-# What releases of transformers and their architectures call the keys and values of tokens before.
-CACHES = ("cache", "past_key_values", "layer_past")
 # The entry by which stock classes balance the experts of mixtures.
 ASKS_FOR_ROUTERS = "output_router_logits"
 
 
-class EditedLayers(nn.Module):
-    """Stands in a decoder for its list of layers.
+class EditedLayers(LayerSlots):
+    """Stands in a decoder for its list of layers, with derived sublayers beside them, under names of their own."""
 
-    The original layers are registered under their own names (and derived sublayers under theirs), so that parameter
-    names do not change. Iteration yields slots, one per attention of the program: the decoder calls them in turn with
-    the arguments it has for that layer (its kind of mask, say); the last one runs the program.
-    """
-
-    gradient_checkpointing = False
     # The `VerifiedKeys` that attentions read of earlier tokens, where those are not their own.
     verified: Any = None
     # Behind which node a pass begins, with which stream; None at the start.
@@ -71,17 +62,12 @@ class EditedLayers(nn.Module):
         factors: FactorSource | None = None,
         keeps_derived: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(layers, family.arguments, family.returns_tuple)
         self.keeps_derived = keeps_derived  # or derives a sublayer anew whenever it runs
-        for index, layer in enumerate(layers):
-            self.add_module(str(index), layer)
         self.original = [layers]  # in a list, so that it is not registered a second time
         self.config = config
         self.family = family
         self.output_scale = family.scales.output(config)
-        # Layers without attention weights to return, as GPT-J's from transformers 5.24 on, return the stream alone.
-        asked = signature(type(layers[0]).forward).parameters
-        self.returns_tuple = family.returns_tuple and "output_attentions" in asked
         self.program = program
         self.factors = factors
         self._weights: ModelWeights | None = None
@@ -109,10 +95,8 @@ class EditedLayers(nn.Module):
                     setattr(
                         owner, path, norms.setdefault(groups.place(sublayer), owner.get_submodule(path))
                     )
-        # The layer that each slot is of; one more counts tokens in the cache where no attention does.
         attended = [one.layers[0] for one in program.sublayers() if one.kind == ATTENTION]
-        self.counts_apart = all(family.spec(ATTENTION, layer).counted_by for layer in attended)
-        self.slot_layers = [*attended, *(attended[:1] or [0])] if self.counts_apart else attended
+        self.give_slots(attended, all(family.spec(ATTENTION, layer).counted_by for layer in attended))
         self.config_before: dict[str, Any] = {}
         # PyTorch makes every new module a training one.
         self.training = self.stream_tap.training = layers.training
@@ -250,45 +234,10 @@ class EditedLayers(nn.Module):
         for index, layer in enumerate(layers):
             spec = self.family.spec(ATTENTION, index)
             if hasattr(layer, spec.cache_slot.partition(".")[0]):  # or it has no attention
-                _set_cache_slot(layer, spec, index)
+                set_at(layer, spec.cache_slot, index)
         return layers
 
-    def __len__(self) -> int:
-        return len(self.slot_layers)
-
-    def __iter__(self) -> Iterator[Any]:
-        arguments: list[dict[str, Any]] = []
-        last = len(self) - 1
-        return iter([partial(self.slot, arguments, runs=i == last) for i in range(len(self))])
-
-    def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
-
-    def slot(
-        self,
-        collected: list[dict[str, Any]],
-        hidden_states: Tensor,
-        *given: Any,
-        runs: bool,
-        **arguments: Any,
-    ) -> Tensor | tuple[Tensor, None]:
-        """Stand for a layer: all slots keep their arguments, the last one runs the program."""
-        collected.append(dict(zip(self.family.arguments, given, strict=False)) | arguments)
-        if runs:
-            stream = self.run(hidden_states, collected)
-        else:
-            stream = hidden_states
-        if self.returns_tuple:
-            return (stream, None)
-        return stream
-
     def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
-        """Run the program; `arguments` are the decoder's keyword arguments for each attention."""
-        cache = next((arguments[-1][name] for name in CACHES if name in arguments[-1]), None)
-        # The decoder asks this cache at which position the next token stands.
-        if self.counts_apart and cache is not None:
-            nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
-            cache.update(nothing, nothing, len(arguments) - 1)
         machine = ModelMachine(self, arguments)
         first = 0
         if self.begins is not None:
@@ -366,15 +315,15 @@ class ModelMachine(Machine):
     def sublayer(self, sublayer: Sublayer, stream: Tensor) -> Tensor:
         owner = self.owner(sublayer)
         spec = self.layers.family.spec(sublayer.kind, sublayer.layers[0])
-        slot = None
+        slot: tuple[str, int] | None = None
         arguments: dict[str, Any] = {}
         if sublayer.kind == ATTENTION:
-            slot = self.slot_of(sublayer)
-            arguments = self.arguments[slot]
+            slot = spec.cache_slot, self.slot_of(sublayer)
+            arguments = self.arguments[slot[1]]
             if self.layers.verified is not None:
                 arguments = self.layers.verified.replace_arguments(sublayer, arguments)
             arguments = spec.rename_arguments(arguments)
-        call = partial(_through_stages, owner, spec, slot, arguments)
+        call = partial(through_stages, owner, spec.stages, spec.module, slot, arguments)
         if self.layers.gradient_checkpointing and self.layers.training:
             checkpointed: Any = self.layers._gradient_checkpointing_func
             output: Tensor = checkpointed(call, stream)
@@ -386,30 +335,6 @@ class ModelMachine(Machine):
         if dropout is not None and self.layers.training:
             output = nn.functional.dropout(output, getattr(self.layers.config, dropout))
         return output
-
-
-def _through_stages(
-    owner: nn.Module, spec: SublayerSpec, slot: int | None, arguments: dict[str, Any], stream: Tensor
-) -> Tensor:
-    if slot is not None:
-        _set_cache_slot(owner, spec, slot)
-    for path in spec.stages:
-        module = owner.get_submodule(path)
-        if slot is not None and path == spec.module:
-            output = module(hidden_states=stream, **arguments)
-        else:
-            output = module(stream)
-        # A mixture may give its router's choice, too, and tokens without their texts.
-        if isinstance(output, tuple):
-            stream = output[0].view(stream.shape)
-        else:
-            stream = output
-    return stream
-
-
-def _set_cache_slot(owner: nn.Module, spec: SublayerSpec, slot: int) -> None:
-    path, _, name = spec.cache_slot.rpartition(".")
-    setattr(owner.get_submodule(path), name, slot)
 
 
 PROGRAM_KEY = "surgeon_program"  # in config.json of a checkpoint that runs an edited program

@@ -22,10 +22,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, Sublayer
-from surgeon.models.edit import CACHES, EditedLayers, edit, input_device, restore
+from surgeon.models.edit import EditedLayers, edit, input_device, restore
 from surgeon.models.families import family_of
 from surgeon.models.families.base import attention_windows
 from surgeon.models.families.specs import unit_bounds
+from surgeon.models.replacements import CACHES
 from surgeon.models.weights import FactorSource
 
 ROUND = 4  # tokens

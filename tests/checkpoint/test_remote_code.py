@@ -93,7 +93,7 @@ def test_modeling_files_load_and_generate_where_there_is_no_surgeon(tmp_path: Pa
 
 @pytest.mark.parametrize("form", list(SHIPPED))
 def test_modeling_files_need_torch_and_transformers_only(form: str) -> None:
-    tree = ast.parse(SHIPPED[form].file.read_text())
+    tree = ast.parse(SHIPPED[form].text())
     imported = {
         (node.module if isinstance(node, ast.ImportFrom) else alias.name).partition(".")[0]  # type: ignore[union-attr]
         for node in ast.walk(tree)
@@ -106,7 +106,7 @@ def test_modeling_files_need_torch_and_transformers_only(form: str) -> None:
 
 @pytest.mark.parametrize("form", list(SHIPPED))
 def test_modeling_files_name_no_architecture(form: str) -> None:
-    nodes = ast.walk(ast.parse(SHIPPED[form].file.read_text()))
+    nodes = ast.walk(ast.parse(SHIPPED[form].text()))
     assert not {node.value for node in nodes if isinstance(node, ast.Constant)} & set(FAMILIES)
 
 

@@ -67,7 +67,7 @@ def style_of(plan: dict[str, str], name: str) -> str:
 
 def on_ranks(module: Any, name: str, plan: dict[str, str], inputs: list[Tensor]) -> list[Tensor]:
     """What every rank has after a projection of which it has a share."""
-    if isinstance(module, shipped.Factored):
+    if isinstance(module, shipped.FactoredLinear):
         between = on_ranks(module.first, f"{name}.first", plan, inputs)
         return on_ranks(module.second, f"{name}.second", plan, between)
     assert isinstance(module, nn.Linear)
@@ -111,7 +111,7 @@ def check_projection(projection: Any, name: str, model: Any, place: str) -> None
             check_projection(one, f"{name}.{role}", model, place)
         return
     reads = place in model.family.reads
-    first = projection.first if isinstance(projection, shipped.Factored) else projection
+    first = projection.first if isinstance(projection, shipped.FactoredLinear) else projection
     x = torch.randn(3, first.in_features)
     found = on_ranks(projection, name, model.tp_plan, [x, x] if reads else list(x.chunk(2, 1)))
     expected = projection(x)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import importlib
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -31,6 +33,7 @@ from surgeon.words import did_you_mean, layer_list
 if TYPE_CHECKING:  # takes seconds, and ranks do without
     from transformers import PreTrainedModel
 
+FUTURE = "from __future__ import annotations\n"  # begins a module, behind its docstring
 FAMILY_KEY = "surgeon_family"  # in config.json, beside the program
 AROUND = "ForImageTextToText"  # ends names of classes around a text decoder
 NOT_ON_VLLM = "vLLM runs no program"
@@ -52,9 +55,25 @@ class RemoteCode:
     prefix: str = ""
 
     @property
-    def file(self) -> Path:
-        """The file, as it lies in this package."""
-        return Path(__file__).parents[1] / "remote_code" / f"{self.module}.py"
+    def file_name(self) -> str:
+        """The file's name in a checkpoint."""
+        return f"{self.module}.py"
+
+    def text(self) -> str:
+        """Return the file as it lies in a checkpoint, with the text of modules of this package that it imports."""
+        text = (Path(__file__).parents[1] / "remote_code" / self.file_name).read_text()
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("surgeon."):
+                lines = text.splitlines(keepends=True)
+                own_imports = {line for line in lines if line.startswith(("import ", "from "))}
+                inside = inspect.getsource(importlib.import_module(str(node.module)))
+                moved = inside.partition(FUTURE)[2].lstrip().splitlines(keepends=True)
+                lines[node.lineno - 1 : node.end_lineno] = [
+                    *(line for line in moved if line not in own_imports),
+                    "\n",
+                ]
+                text = "".join(lines)
+        return text
 
     def class_name(self, model_type: str) -> str:
         """Return the name of the class with a language-model head, of an architecture or a wrapper."""
@@ -86,8 +105,8 @@ class RemoteCode:
             # Under a name of its own, and without a __pycache__ beside it, which would be a part of the checkpoint.
             module = ModuleType(f"surgeon_shipped_{self.module}")
             sys.modules[module.__name__] = module  # transformers looks classes' modules up there
-            module.__file__ = str(folder / self.file.name)
-            exec(compile((folder / self.file.name).read_bytes(), module.__file__, "exec"), vars(module))
+            module.__file__ = str(folder / self.file_name)
+            exec(compile((folder / self.file_name).read_bytes(), module.__file__, "exec"), vars(module))
         loaded: type[PreTrainedModel] = getattr(module, self.class_name(model_type))
         return loaded
 

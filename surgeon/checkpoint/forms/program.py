@@ -221,15 +221,12 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
     mixture = None
     if family.mixture is not None:
         rows = family.mixture.whole.items()
-        stacked = [one for one in family.mlp.projections if one.stacked]
         mixture = {
             "experts": family.mixture.experts,
             "rows": [path for name, path in rows if not name.startswith("shared")],
             "counts": list(family.mixture.counts),
             "top_k": list(family.mixture.top_k),
-            "roles": [[one.role, one.path.rpartition(".")[2]] for one in stacked],
-            "transposed": stacked[0].transposed,
-            "turns": stacked[0].interleaved,
+            **family.mlp.stack_layout,
         }
     counts = [f"{spec.module}.{path}" for spec in specs for path in spec.counts if spec.mixture is None]
     return {

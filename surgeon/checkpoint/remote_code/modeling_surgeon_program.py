@@ -23,12 +23,13 @@ Where the program is one layer after the other, as in "A0@q64 F0 A1 F1@up64", th
 nothing of the last paragraph holds. Unmodified vLLM runs such a model on its ranks, by the plan that `plan_of` makes.
 """
 
+from __future__ import annotations
+
 import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from inspect import signature
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -43,13 +44,24 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 from transformers.pytorch_utils import Conv1D
 
+from surgeon.models.replacements import (
+    CACHES,
+    ExpertMaps,
+    FactoredLinear,
+    LayerSlots,
+    ReplacementExperts,
+    TakenApart,
+    part,
+    set_at,
+    stock_map,
+    through_stages,
+)
+
 STOCK: Any = {
     "Model": MODEL_MAPPING,
     "ForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING,
     "ForImageTextToText": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 }
-# What releases of transformers and their architectures call the keys and values of tokens before.
-CACHES = ("cache", "past_key_values", "layer_past")
 
 
 class Family(NamedTuple):
@@ -197,20 +209,6 @@ def in_stock_order(nodes: list[Any], steps: int, layers: int) -> bool:
     ]
 
 
-def part(
-    features: Tensor, piece: tuple[int, int], shares: tuple[int, ...] = (1,), dim: int = -1
-) -> Tensor:
-    """Return a slice's features of projections that lie side by side, whose widths are to each other as shares."""
-    index, count = piece
-    width = features.shape[dim] // sum(shares)
-    parts = [
-        each.chunk(count, dim)[index]
-        for each in features.split([width * share for share in shares], dim)
-    ]
-    joined: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-    return joined
-
-
 class SlicedProjection(nn.Module):
     """Stands in for a projection while a slice of its sublayer runs; a bias added to the stream belongs to slice 0.
 
@@ -243,164 +241,6 @@ class SlicedProjection(nn.Module):
         if index:
             output = output - whole(torch.zeros_like(padded[..., :1, :]))
         return output
-
-
-class Factored(nn.Module):
-    """Stands for a projection by two factors."""
-
-    def __init__(self, inputs: int, outputs: int, rank: int, bias: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(inputs, rank, bias=False)
-        self.second = nn.Linear(rank, outputs, bias=bias)
-
-    @property
-    def weight(self) -> Tensor:  # stock classes ask linear maps for theirs
-        return self.second.weight @ self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.second(self.first(x))
-        return output
-
-
-class TakenApart(nn.Module):
-    """Stands for a module that several projections are packed in, side by side or group of heads by group."""
-
-    def __init__(self, parts: dict[str, nn.Module], head: int | None) -> None:
-        super().__init__()
-        for role, projection in parts.items():
-            self.add_module(role, projection)
-        self.head = head
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = [projection(x) for projection in self.children()]
-        if self.head is None:
-            return torch.cat(outputs, -1)
-        groups = min(output.shape[-1] for output in outputs) // self.head
-        return torch.cat([output.unflatten(-1, (groups, -1)) for output in outputs], -1).flatten(-2)
-
-
-class Experts(nn.Module):
-    """Stands for a mixture's experts: by their own matrices, by two factors in place of some, or a slice of each.
-
-    Without ranks it has no weights, and takes those of the module that it stands for.
-    """
-
-    def __init__(
-        self,
-        whole: Any,
-        mixture: dict[str, Any],
-        ranks: Any = None,
-        piece: tuple[int, int] | None = None,
-    ) -> None:
-        super().__init__()
-        self.mixture = mixture
-        self.piece = piece
-        for role, _ in mixture["roles"] if ranks is not None else ():
-            weight, bias = stock_map(whole, mixture, role, slice(None))
-            self.add_module(role, Stack(weight, bias, ranks.get(role)))
-        bare = copy.copy(whole)
-        bare._parameters = {} if ranks is not None else whole._parameters
-        self.whole = [bare]  # in a list, so that it is not registered
-
-    def maps(self, role: str, expert: int) -> list[tuple[Tensor, Tensor | None]]:
-        """Return an expert's map, or two maps one after the other: matrices (out, in), biases."""
-        own: Any = self._modules.get(role)
-        if own is not None:
-            return own.maps(expert)  # type: ignore[no-any-return]
-        whole = self.whole[0]
-        if isinstance(whole, Experts):
-            return whole.maps(role, expert)
-        return [stock_map(whole, self.mixture, role, expert)]
-
-    def forward(
-        self, hidden_states: Tensor, top_k_index: Any = None, top_k_weights: Any = None
-    ) -> Tensor:
-        if top_k_index is None:  # tokens of one expert after the other, as many of each
-            own = hidden_states.view(self.count(), -1, hidden_states.shape[-1])
-            return torch.cat([self.made(expert, tokens) for expert, tokens in enumerate(own)])
-        total = torch.zeros_like(hidden_states)
-        for expert in top_k_index.unique().tolist():
-            tokens, place = torch.where(top_k_index == expert)
-            made = self.made(expert, hidden_states[tokens]) * top_k_weights[tokens, place, None]
-            total = total.index_add(0, tokens, made.to(total.dtype))
-        return total
-
-    def count(self) -> int:
-        """Number of experts."""
-        of = self if self._modules else self.whole[0]
-        if isinstance(of, Experts) and of is not self:
-            return of.count()
-        return len(next(of.parameters()))
-
-    def made(self, expert: int, x: Tensor) -> Tensor:
-        """Compute one expert's output of tokens."""
-        *reading, writing = (role for role, _ in self.mixture["roles"])
-        read = []
-        for role in reading:
-            *first, (weight, bias) = self.maps(role, expert)
-            if self.piece is not None:
-                weight = part(weight, self.piece, dim=0)
-                bias = None if bias is None else part(bias, self.piece)
-            inner = nn.functional.linear(x, first[0][0]) if first else x
-            read.append(nn.functional.linear(inner, weight, bias))
-        together = torch.stack(read, -1).flatten(-2) if self.mixture["turns"] else torch.cat(read, -1)
-        output: Tensor = gate_of(self.whole[0])(together)
-        maps = self.maps(writing, expert)
-        for place, (weight, bias) in enumerate(maps):
-            own = weight if place or self.piece is None else part(weight, self.piece)
-            output = nn.functional.linear(
-                output, own, None if self.piece is not None and self.piece[0] else bias
-            )
-        return output
-
-
-class Stack(nn.Module):
-    """The stacked matrices of one role, (experts, out, in), or two stacked factors of each."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, rank: int | None) -> None:
-        super().__init__()
-        experts, outputs, inputs = weight.shape
-        if rank is None:
-            self.weight = nn.Parameter(weight.new_empty(weight.shape))
-        else:
-            self.first = Stack(weight.new_empty(experts, rank, inputs), None, None)
-            self.second = Stack(weight.new_empty(experts, outputs, rank), bias, None)
-        self.bias = (
-            None if bias is None or rank is not None else nn.Parameter(bias.new_empty(bias.shape))
-        )
-
-    def maps(self, expert: int) -> list[tuple[Tensor, Tensor | None]]:
-        if hasattr(self, "first"):
-            return self.first.maps(expert) + self.second.maps(expert)
-        return [(self.weight[expert], None if self.bias is None else self.bias[expert])]
-
-
-def stock_map(
-    whole: Any, mixture: dict[str, Any], role: str, which: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Return a matrix (out, in) and a bias of an expert, or of all, as the stock module has them."""
-    name = dict(mixture["roles"])[role]
-    packed = [one for one, place in mixture["roles"] if place == name]
-    weight = getattr(whole, name)[which]
-    bias = getattr(whole, f"{name}_bias", None)
-    weight = weight.mT if mixture["transposed"] else weight
-    bias = None if bias is None else bias[which]
-    if len(packed) == 1:
-        return weight, bias
-    count = len(packed)
-    place = packed.index(role)
-    if mixture["turns"]:
-        return weight[..., place::count, :], None if bias is None else bias[..., place::count]
-    return weight.chunk(count, -2)[place], None if bias is None else bias.chunk(count, -1)[place]
-
-
-def gate_of(whole: Any) -> Any:
-    """Return the stock module's function of gates and values."""
-    if isinstance(whole, Experts):
-        return gate_of(whole.whole[0])
-    if hasattr(whole, "_apply_gate"):
-        return whole._apply_gate
-    return lambda both: both.chunk(2, -1)[1] * whole.act_fn(both.chunk(2, -1)[0])
 
 
 def leave_experts(layer: nn.Module, mixture: dict[str, Any], count: int) -> None:
@@ -489,13 +329,17 @@ def factorise(layer: nn.Module, family: Family, sublayer: Sublayer) -> None:
         and sublayer.ranks
     ):
         own = layer.get_submodule(mixture["experts"])
-        if not isinstance(own, Experts):
-            set_at(layer, mixture["experts"], Experts(own, mixture, sublayer.ranks))
+        if not isinstance(own, ReplacementExperts):
+            maps = {}
+            for role, _ in mixture["roles"]:
+                weight, bias = stock_map(own, mixture, role, slice(None))
+                maps[role] = expert_maps(weight, bias, sublayer.ranks.get(role))
+            set_at(layer, mixture["experts"], ReplacementExperts(own, mixture, maps))
     for path in dict.fromkeys(
         path for role, path in family.roles if role in sublayer.ranks and has(layer, path)
     ):
         whole: Any = layer.get_submodule(path)
-        if isinstance(whole, (Factored, TakenApart)):
+        if isinstance(whole, FactoredLinear | TakenApart):
             continue  # another slice of the sublayer was here
         roles = [role for role, place in family.roles if place == path]
         shares = family.packed.get(path, [1] * len(roles))
@@ -515,7 +359,20 @@ def linear(inputs: int, outputs: int, rank: int | None, bias: bool) -> nn.Module
     """Make a projection, as two factors if it has a rank."""
     if rank is None:
         return nn.Linear(inputs, outputs, bias=bias)
-    return Factored(inputs, outputs, rank, bias)
+    first = nn.Linear(inputs, rank, bias=False)
+    return FactoredLinear(first, nn.Linear(rank, outputs, bias=bias))
+
+
+def expert_maps(weight: Tensor, bias: Tensor | None, rank: int | None) -> ExpertMaps:
+    """Make room for one matrix of each expert, (experts, out, in), or for two factors of a rank; numbers come later."""
+    experts, outputs, inputs = weight.shape
+    second = "" if rank is None else "second."
+    made = {f"{second}weight": weight.new_empty(experts, outputs, inputs if rank is None else rank)}
+    if rank is not None:
+        made["first.weight"] = weight.new_empty(experts, rank, inputs)
+    if bias is not None:
+        made[f"{second}bias"] = bias.new_empty(bias.shape)
+    return ExpertMaps(made)
 
 
 CLASSES: dict[Any, type] = {}  # of modules that have factors, by the stock class and by which
@@ -528,7 +385,7 @@ def give_own_class(module: nn.Module) -> None:
     """
     stock = type(module)
     factored = tuple(
-        name for name, child in module.named_children() if isinstance(child, (Factored, TakenApart))
+        name for name, child in module.named_children() if isinstance(child, FactoredLinear | TakenApart)
     )
     if factored:
         own = type(stock.__name__, (stock,), {"__module__": stock.__module__})
@@ -565,64 +422,29 @@ def is_plain(module: Any) -> bool:
     return linear and not changed and not module.weight.is_meta
 
 
-class ProgramLayers(nn.Module):
-    """Stands in for the decoder's list of layers, whose parameters keep their names.
-
-    The decoder iterates over it and calls what it gets with the arguments it has for that layer. What it gets is one
-    slot per attention of the program; each has a cache of its own. The last slot runs the program.
-    """
-
-    gradient_checkpointing = False
+class ProgramLayers(LayerSlots):
+    """Runs the program, with the weights of the stored layers."""
 
     def __init__(self, layers: nn.ModuleList, config: Any, family: Family, nodes: list[Any]) -> None:
-        super().__init__()
-        for index, layer in enumerate(layers):
-            self.add_module(str(index), layer)
+        super().__init__(layers, family.arguments, family.returns_tuple)
         self.config = config
         self.family = family
         self.nodes = nodes
-        # Layers without attention weights to return, as GPT-J's from transformers 5.24 on, return the stream alone.
-        asked = signature(type(layers[0]).forward).parameters
-        self.returns_tuple = family.returns_tuple and "output_attentions" in asked
         # What is packed head by head is one stretch of a slice.
         self.shares = {
             path: tuple(shares) for path, shares in family.packed.items() if path not in family.turns
         }
         attended = [sublayer.layer for sublayer in sublayers(nodes) if sublayer.kind == "A"]
-        # One slot more counts the cache's tokens where no attention of the program does.
-        self.counts_apart = all(self.attention(layer)["counted_by"] for layer in attended)
-        self.slot_layers = [*attended, *(attended[:1] or [0])] if self.counts_apart else attended
+        self.give_slots(attended, all(self.attention(layer)["counted_by"] for layer in attended))
 
     def attention(self, layer: int) -> dict[str, Any]:
         """Return a layer's kind of attention."""
         return attention_in(self.get_submodule(str(layer)), self.family)
 
-    def __len__(self) -> int:
-        return len(self.slot_layers)
+    def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
+        return self.run_nodes(self.nodes, stream, enumerate(arguments))[0]
 
-    def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
-
-    def __iter__(self) -> Any:
-        arguments: list[dict[str, Any]] = []
-        return iter([partial(self.slot, arguments) for _ in self.slot_layers])
-
-    def slot(
-        self, arguments: list[dict[str, Any]], stream: Tensor, *by_position: Any, **by_name: Any
-    ) -> Any:
-        arguments.append(dict(zip(self.family.arguments, by_position, strict=False)) | by_name)
-        if len(arguments) == len(self):
-            cache = next((arguments[-1][name] for name in CACHES if name in arguments[-1]), None)
-            # The decoder asks this cache where the next token stands.
-            if self.counts_apart and cache is not None:
-                nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
-                cache.update(nothing, nothing, len(self) - 1)
-            stream = self.run(self.nodes, stream, enumerate(arguments))[0]
-        if self.returns_tuple:
-            return (stream, None)
-        return stream
-
-    def run(self, nodes: list[Any], stream: Tensor, slots: Any) -> tuple[Tensor, Tensor]:
+    def run_nodes(self, nodes: list[Any], stream: Tensor, slots: Any) -> tuple[Tensor, Tensor]:
         """Run nodes; return the stream, and the sum of their additions to it."""
         added: Any = 0
         pending: Any = 0  # the previous node's output, not yet in the stream
@@ -632,7 +454,7 @@ class ProgramLayers(nn.Module):
             stream = stream + pending
             added = added + pending
             if isinstance(node, Fork):
-                pending = sum(self.run(branch, stream, slots)[1] for branch in node.branches)
+                pending = sum(self.run_nodes(branch, stream, slots)[1] for branch in node.branches)
             else:
                 pending = sum(self.compute(s, before if late else stream, slots) for s in node.sublayers)
         return stream + pending, added + pending
@@ -653,16 +475,11 @@ class ProgramLayers(nn.Module):
         layer = self.get_submodule(str(sublayer.layer))
         called = called_in(layer, self.family, sublayer.kind)
         attention = attention_in(layer, self.family)
-        if slot is not None:
-            set_at(layer, attention["slot"], slot)
-            renamed = {attention["renamed"].get(name, name): value for name, value in arguments.items()}
-            arguments = {name: value for name, value in renamed.items() if name is not None}
-        x: Any = stream
+        renamed = {attention["renamed"].get(name, name): value for name, value in arguments.items()}
+        arguments = {name: value for name, value in renamed.items() if name is not None}
+        place = None if slot is None else (attention["slot"], slot)
         with self.sliced(layer, called, sublayer.piece):
-            for path in called:
-                given = arguments if path == attention["module"] else {}
-                x = layer.get_submodule(path)(x, **given)
-                x = x[0].view(stream.shape) if isinstance(x, tuple) else x
+            x = through_stages(layer, called, attention["module"], place, arguments, stream)
         if self.family.output_scale is not None:
             x = x * self.family.output_scale
         if self.family.dropout is not None:
@@ -701,18 +518,8 @@ class ProgramLayers(nn.Module):
         if path in by_head(self.family):
             return part(whole, piece, dim=0)
         if self.family.mixture is not None and path == self.family.mixture["experts"]:
-            return Experts(whole, self.family.mixture, piece=piece)
+            return ReplacementExperts(whole, self.family.mixture, piece=piece)
         return SlicedProjection(whole, path in self.family.reads, piece, self.shares.get(path, (1,)))
-
-
-def set_at(root: Any, path: str, value: Any) -> None:
-    """Set the attribute at a path of names."""
-    parent, _, name = path.rpartition(".")
-    owner = attrgetter(parent)(root) if parent else root
-    if name in getattr(owner, "_parameters", ()) and not isinstance(value, nn.Parameter):
-        vars(owner)[name] = value  # is found before the parameter, until that is set again
-    else:
-        setattr(owner, name, value)
 
 
 class RunsProgram(nn.Module):

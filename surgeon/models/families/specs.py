@@ -433,6 +433,16 @@ class SublayerSpec:
         return found | {"sinks": self.sinks}
 
     @property
+    def stack_layout(self) -> dict[str, Any]:
+        """Layout of a mixture's matrices: "roles" in order, with their parameters' names, "transposed" and "turns"."""
+        stacked = [one for one in self.projections if one.stacked]
+        return {
+            "roles": [[one.role, one.path.rpartition(".")[2]] for one in stacked],
+            "transposed": stacked[0].transposed,
+            "turns": stacked[0].interleaved,
+        }
+
+    @property
     def feature_norms(self) -> dict[str, str]:
         """Paths of norms with a gain for each feature or head of a projection, with its role."""
         if self.head_norm.gains not in ("each", "together"):

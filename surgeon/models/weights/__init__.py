@@ -22,8 +22,6 @@ from surgeon.models.weights.layers import (
     unit_features,
 )
 from surgeon.models.weights.modules import (
-    FactoredLinear,
-    TakenApart,
     absent_sublayers,
     leave_out,
     make_room,
@@ -61,7 +59,6 @@ __all__ = [
     "Dense",
     "FactorSource",
     "Factored",
-    "FactoredLinear",
     "Factorised",
     "Factors",
     "Group",
@@ -75,7 +72,6 @@ __all__ = [
     "RandomUnits",
     "ScoredUnits",
     "Store",
-    "TakenApart",
     "Tensors",
     "TruncatedSVD",
     "UnitSource",

@@ -3,153 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from surgeon.language.program import Program
 from surgeon.language.sublayer import FEED_FORWARD, KINDS, Sublayer
 from surgeon.models.families import Projection, SublayerSpec
+from surgeon.models.replacements import ExpertMaps, FactoredLinear, ReplacementExperts, TakenApart
 from surgeon.models.weights.layers import modules_of, own_path, units_in
 from surgeon.models.weights.store import Tensors
 from surgeon.models.weights.view import ModelWeights
 
 _GROUPED_BYTES = 16  # torch's products of many matrices at once need rows of a multiple of this
-
-
-class FactoredLinear(nn.Module):
-    """A linear map by two factors, (..., in) to (..., out)."""
-
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first = first
-        self.second = second
-
-    @property
-    def weight(self) -> Tensor:
-        """The product of the factors, (out, in): stock classes ask linear maps for their weight."""
-        first, second = (module.get_parameter("weight") for module in (self.first, self.second))
-        return second @ first
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.second(self.first(x))
-        return output
-
-
-class FactoredExperts(nn.Module):
-    """A mixture's experts with two factors in place of some matrices, called as the architecture's own are.
-
-    Args:
-        like: the architecture's own module, whose gate and activation it has.
-        projections: of the experts, in the order in which the architecture packs them.
-        maps: of the experts, by role.
-    """
-
-    def __init__(
-        self, like: nn.Module, projections: Sequence[Projection], maps: Mapping[str, ExpertMaps]
-    ) -> None:
-        super().__init__()
-        bare = copy.copy(like)
-        bare._parameters = {}  # its matrices are not kept alive
-        self.like = [bare]  # in a list, so that it is not registered
-        self.projections = projections
-        for role, own in maps.items():
-            self.add_module(role, own)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        top_k_index: Tensor | None = None,
-        top_k_weights: Tensor | None = None,
-    ) -> Tensor:
-        """Weigh and sum outputs of the chosen experts, (tokens, hidden).
-
-        Args:
-            hidden_states: (tokens, hidden).
-            top_k_index, top_k_weights: (tokens, chosen). Without them, `hidden_states` are as many tokens of each
-                expert, one expert after the other, and so is the output.
-        """
-        if top_k_index is None or top_k_weights is None:
-            experts = len(next(self.parameters()))
-            own = hidden_states.view(experts, -1, hidden_states.shape[-1])
-            return torch.cat([self._expert(expert, tokens) for expert, tokens in enumerate(own)])
-        total = torch.zeros_like(hidden_states)
-        for expert in top_k_index.unique().tolist():
-            tokens, place = torch.where(top_k_index == expert)
-            output = self._expert(expert, hidden_states[tokens]) * top_k_weights[tokens, place, None]
-            total = total.index_add(0, tokens, output.to(total.dtype))
-        return total
-
-    def _expert(self, expert: int, x: Tensor) -> Tensor:
-        *reading, writing = (self.get_submodule(one.role) for one in self.projections)
-        outputs = [module(x, expert) for module in reading]
-        if self.projections[0].interleaved:
-            together = torch.stack(outputs, -1).flatten(-2)
-        else:
-            together = torch.cat(outputs, -1)
-        own: Any = self.like[0]
-        if hasattr(own, "_apply_gate"):
-            combined = own._apply_gate(together)
-        else:
-            gates, values = together.chunk(2, -1)
-            combined = values * own.act_fn(gates)
-        written: Tensor = writing(combined, expert)
-        return written
-
-
-class ExpertMaps(nn.Module):
-    """One linear map for each expert: a stacked matrix or two stacked factors, and a stacked bias."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        super().__init__()
-        if "first.weight" in tensors:
-            self.first = ExpertMaps({"weight": tensors["first.weight"]})
-            self.second = ExpertMaps(
-                {
-                    name.removeprefix("second."): one
-                    for name, one in tensors.items()
-                    if "first" not in name
-                }
-            )
-        else:
-            self.weight = nn.Parameter(tensors["weight"])
-            self.bias = nn.Parameter(tensors["bias"]) if "bias" in tensors else None
-
-    def forward(self, x: Tensor, expert: int) -> Tensor:
-        """Apply an expert's map, (..., in) to (..., out)."""
-        if hasattr(self, "first"):
-            output: Tensor = self.second(self.first(x, expert), expert)
-            return output
-        return nn.functional.linear(
-            x, self.weight[expert], None if self.bias is None else self.bias[expert]
-        )
-
-
-class TakenApart(nn.Module):
-    """Projections that their architecture packs into one module, each in one of its own.
-
-    Args:
-        parts: by role, in the order in which they are packed.
-        head_dim: the width of one head where they are packed head by head, or KV group by KV group; else None.
-    """
-
-    def __init__(self, parts: Mapping[str, nn.Module], head_dim: int | None) -> None:
-        super().__init__()
-        for role, part in parts.items():
-            self.add_module(role, part)
-        self.head_dim = head_dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Give the packed module's output, (..., all out_features)."""
-        outputs = [part(x) for part in self.children()]
-        if self.head_dim is None:
-            return torch.cat(outputs, -1)
-        groups = min(output.shape[-1] for output in outputs) // self.head_dim
-        return torch.cat([output.unflatten(-1, (groups, -1)) for output in outputs], -1).flatten(-2)
 
 
 def replaced_modules(
@@ -348,15 +217,16 @@ def take_experts_apart(model: nn.Module) -> None:
             module.config._experts_implementation = "eager"
 
 
-def _experts(spec: SublayerSpec, tensors: Tensors, like: nn.Module) -> FactoredExperts:
-    stacked = [one for one in spec.projections if one.stacked]
+def _experts(spec: SublayerSpec, tensors: Tensors, whole: nn.Module) -> ReplacementExperts:
     maps = {}
-    for one in stacked:
+    for one in (one for one in spec.projections if one.stacked):
         path = f"{own_path(one, spec)}."
         maps[one.role] = ExpertMaps(
             {n.removeprefix(path): tensors[n] for n in tensors if n.startswith(path)}
         )
-    return FactoredExperts(like.like[0] if isinstance(like, FactoredExperts) else like, stacked, maps)
+    if isinstance(whole, ReplacementExperts):
+        (whole,) = whole.whole
+    return ReplacementExperts(whole, spec.stack_layout, maps)
 
 
 def _linear(path: str, tensors: Tensors, transposed: bool = False) -> nn.Module:
