@@ -1,22 +1,58 @@
 """Modules that stand for a decoder's own: for its layers, its projections, its mixtures' experts.
 
-They travel inside checkpoints, too, in the modeling file of the program form: nothing here needs more than torch.
+They travel inside checkpoints, too: the modeling file of the program form is written with this text in it (see
+`checkpoint/forms/base.py`), so that nothing here may need more than torch.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 # What releases of transformers and their architectures call the keys and values of tokens before.
 CACHES = ("cache", "past_key_values", "layer_past")
+
+
+class FamilyEntry(NamedTuple):
+    """Entry `surgeon_family` of config.json: where layers have their sublayers (paths), how the decoder calls them."""
+
+    # Each kind of attention: "called", norms and modules in order; "module", the one that gets the decoder's arguments;
+    # "slot", the attribute with the number of its entry in the cache; "renamed", arguments under another name, or
+    # (null) without one; "counted_by", the entry of lists to count tokens by, where its own counts none.
+    attentions: tuple[dict[str, Any], ...]
+    feed_forward: tuple[str, ...]  # norms and modules, in order
+    reads: tuple[str, ...]  # projections of the normed stream: a slice has some of their output features
+    writes: tuple[str, ...]  # projections to the stream: a slice has some of their input features
+    # A projection's name in programs, and its path; those of one path are packed in this order.
+    roles: tuple[list[str], ...]
+    # Width of a head, by path, of projections packed head by head or KV group by KV group.
+    turns: dict[str, int]
+    packed: dict[str, list[int]]  # several in one: how wide each is, in proportion
+    groups: int  # KV heads of a layer
+    # Norms of queries and keys with a gain for each head, or for each of its features.
+    feature_norms: tuple[str, ...]
+    sinks: str | None  # a parameter with a number for each head
+    # A layer's mixture of experts: "experts", the module of their matrices, "roles", the names of these in programs and
+    # their parameters, "rows", tensors with a row of each expert, "counts" and "top_k".
+    mixture: dict[str, Any] | None
+    counts: tuple[str, ...]  # attributes that count heads or their features: less in a slice
+    # Config attributes with an item per layer that says something of its attention.
+    layer_lists: tuple[str, ...]
+    dropout: str | None  # the config's probability of dropping sublayer outputs while training
+    output_scale: float | None  # what sublayer outputs are multiplied by
+    arguments: tuple[str, ...]  # what the decoder hands a layer by position after the stream
+    returns_tuple: bool  # whether a layer returns (stream, attention weights)
+    # Steps of a layer of the unedited model: 2, or 1 where attention and feed-forward read the same stream.
+    steps: int
+    # The config's entry and the path of a text decoder inside another model.
+    inside: tuple[str, str] | None
 
 
 class LayerSlots(nn.Module):
@@ -135,6 +171,30 @@ def part(
     return joined
 
 
+def linear_slice(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    piece: tuple[int, int] | None,
+    dim: int | None,
+    shares: tuple[int, ...] = (1,),
+) -> Tensor:
+    """Apply a linear map, or a slice of it, whose bias, where its outputs are whole, belongs to slice 0.
+
+    Args:
+        weight: (out, in).
+        dim: of the weight, which a slice has a part of: 0 for outputs, 1 for inputs; None where it has it whole.
+    """
+    if piece is not None and dim is not None:
+        weight = part(weight, piece, shares, dim)
+    if piece is not None and bias is not None:
+        if dim == 0:
+            bias = part(bias, piece, shares)
+        elif piece[0]:
+            bias = None
+    return nn.functional.linear(x, weight, bias)
+
+
 class FactoredLinear(nn.Module):
     """A linear map by two factors, (..., in) to (..., out)."""
 
@@ -236,33 +296,25 @@ class ReplacementExperts(nn.Module):
     def expert(self, expert: int, x: Tensor) -> Tensor:
         """Compute one expert's output of tokens, (tokens, hidden)."""
         *reading, writing = (role for role, _ in self.mixture["roles"])
-        read = []
-        for role in reading:
-            *before, (weight, bias) = self.maps(role, expert)
-            if self.piece is not None:
-                weight = part(weight, self.piece, dim=0)
-                bias = None if bias is None else part(bias, self.piece)
-            inner = nn.functional.linear(x, before[0][0]) if before else x
-            read.append(nn.functional.linear(inner, weight, bias))
-        together = torch.stack(read, -1).flatten(-2) if self.mixture["turns"] else torch.cat(read, -1)
-        output = self.apply_gate(together)
-        first, *second = self.maps(writing, expert)
-        if self.piece is not None:
-            first = (part(first[0], self.piece), first[1])
-        for weight, bias in (first, *second):
-            is_elsewhere = self.piece is not None and self.piece[0] > 0  # it belongs to slice 0
-            output = nn.functional.linear(output, weight, None if is_elsewhere else bias)
-        return output
+        outputs = [self.project(x, role, expert, self.piece, 0) for role in reading]
+        if self.mixture["turns"]:
+            together = torch.stack(outputs, -1).flatten(-2)
+        else:
+            together = torch.cat(outputs, -1)
+        return self.project(self.apply_gate(together), writing, expert, self.piece, 1)
 
-    def maps(self, role: str, expert: int) -> list[tuple[Tensor, Tensor | None]]:
-        """Return an expert's map, or two maps one after the other: matrices (out, in), biases."""
-        own = self._modules.get(role)
-        if isinstance(own, ExpertMaps):
-            return own.maps(expert)
+    def project(
+        self, x: Tensor, role: str, expert: int, piece: tuple[int, int] | None, dim: int
+    ) -> Tensor:
+        """Apply an expert's map, or a slice of it, as `linear_slice` does."""
         whole = self.whole[0]
-        if isinstance(whole, ReplacementExperts):
-            return whole.maps(role, expert)
-        return [stock_map(whole, self.mixture, role, expert)]
+        if role in self._modules:
+            output: Tensor = self._modules[role](x, expert, piece, dim)  # type: ignore[misc]
+        elif isinstance(whole, ReplacementExperts):
+            output = whole.project(x, role, expert, piece, dim)
+        else:
+            output = linear_slice(x, *stock_map(whole, self.mixture, role, expert), piece, dim)
+        return output
 
     def apply_gate(self, both: Tensor) -> Tensor:
         """Apply the architecture's function of gates and values, which lie as it packs them."""
@@ -295,11 +347,16 @@ class ExpertMaps(nn.Module):
             self.weight = nn.Parameter(tensors["weight"])
             self.bias = nn.Parameter(tensors["bias"]) if "bias" in tensors else None
 
-    def maps(self, expert: int) -> list[tuple[Tensor, Tensor | None]]:
-        """Return an expert's map, or two maps one after the other: matrices (out, in), biases."""
-        if hasattr(self, "first"):
-            return self.first.maps(expert) + self.second.maps(expert)
-        return [(self.weight[expert], None if self.bias is None else self.bias[expert])]
+    def forward(
+        self, x: Tensor, expert: int, piece: tuple[int, int] | None = None, dim: int | None = None
+    ) -> Tensor:
+        """Apply an expert's map, or a slice of it, as `linear_slice` does."""
+        if not hasattr(self, "first"):
+            bias = None if self.bias is None else self.bias[expert]
+            return linear_slice(x, self.weight[expert], bias, piece, dim)
+        inner = self.first(x, expert, piece, 1) if dim == 1 else self.first(x, expert)
+        output: Tensor = self.second(inner, expert, piece, None if dim == 1 else dim)
+        return output
 
 
 def stock_map(
@@ -319,3 +376,141 @@ def stock_map(
     if mixture["turns"]:
         return weight[..., place::count, :], None if bias is None else bias[..., place::count]
     return weight.chunk(count, -2)[place], None if bias is None else bias.chunk(count, -1)[place]
+
+
+def leave_experts(layer: nn.Module, mixture: dict[str, Any], count: int) -> None:
+    """Give a layer the modules that hold so many experts, and have it count those."""
+    whole: Any = layer.get_submodule(mixture["experts"])
+    if len(next(whole.parameters())) == count:
+        return
+    names = [f"{mixture['experts']}.{name}" for name, _ in whole.named_parameters()]
+    for path in (*names, *(path for path in mixture["rows"] if has(layer, path))):
+        old = attrgetter(path)(layer)
+        new = old.new_empty(count, *old.shape[1:])
+        set_at(layer, path, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)
+    recount_experts(layer, mixture["counts"], mixture["top_k"], count)
+
+
+def recount_experts(layer: nn.Module, counts: Sequence[str], top_k: Sequence[str], experts: int) -> None:
+    """Have a mixture's modules count so many experts, and choose no more; those taken apart count nothing."""
+    for path in (path for path in (*counts, *top_k) if has(layer, path)):
+        set_at(layer, path, min(attrgetter(path)(layer), experts) if path in top_k else experts)
+
+
+def has(layer: nn.Module, path: str) -> bool:
+    """Tell whether there is something at a path; layers may differ (a dense one among mixtures)."""
+    try:
+        return attrgetter(path)(layer) is not None
+    except AttributeError:
+        return False
+
+
+def attention_in(layer: nn.Module, family: FamilyEntry) -> dict[str, Any]:
+    """Return a layer's kind of attention; the first one if it has none."""
+    return next((one for one in family.attentions if has(layer, one["module"])), family.attentions[0])
+
+
+def called_in(layer: nn.Module, family: FamilyEntry, kind: str) -> tuple[str, ...]:
+    """The norms and modules that a layer's attention or feed-forward calls one after the other."""
+    if kind == "A":
+        return tuple(attention_in(layer, family)["called"])
+    return family.feed_forward
+
+
+def narrow(layer: nn.Module, family: FamilyEntry, kind: str, width: int) -> None:
+    """Give a layer the modules that hold so many KV groups, or neurons, and have it count those."""
+    paths = {
+        role: path
+        for role, path in family.roles
+        if (role in "qgkvo") == (kind == "A") and has(layer, path)
+    }
+    units = family.groups if kind == "A" else sizes_of(layer.get_submodule(paths["down"]))[0]
+    for path in dict.fromkeys(paths.values()):
+        whole: Any = layer.get_submodule(path)
+        inputs, outputs = sizes_of(whole)
+        if path in family.reads:
+            outputs = outputs * width // units
+        else:
+            inputs = inputs * width // units
+        if isinstance(whole, nn.Linear):
+            set_at(layer, path, linear(inputs, outputs, None, whole))
+        else:  # GPT-2's Conv1D
+            set_at(layer, path, type(whole)(outputs, inputs).to(whole.weight))
+    for path in by_head(family) if kind == "A" else ():
+        old = attrgetter(path)(layer)
+        set_at(layer, path, nn.Parameter(old.new_empty(len(old) * width // units, *old.shape[1:])))
+    called = called_in(layer, family, kind)
+    recount(layer, [path for path in family.counts if path.startswith(called)], width, units)
+
+
+def recount(layer: nn.Module, counts: Sequence[str], units: int, whole: int) -> None:
+    """Have a layer's modules count so many of all KV groups or neurons; those taken apart count nothing."""
+    for path in counts if units != whole else ():
+        if has(layer, path):
+            owner = path.rpartition(".")[0]
+            counting = attrgetter(owner)(layer)
+            if not isinstance(counting, nn.Module):  # a configuration, which all layers have in common
+                set_at(layer, owner, copy.copy(counting))
+            set_at(layer, path, attrgetter(path)(layer) * units // whole)
+
+
+def by_head(family: FamilyEntry) -> list[str]:
+    """Return paths of parameters with an entry for each head."""
+    return [f"{path}.weight" for path in family.feature_norms] + [
+        path for path in (family.sinks,) if path
+    ]
+
+
+def sizes_of(linear: Any) -> tuple[int, int]:
+    """Return a projection's numbers of inputs and outputs."""
+    first, second = linear.weight.shape
+    return (second, first) if isinstance(linear, nn.Linear) else (first, second)
+
+
+def factorise(layer: nn.Module, family: FamilyEntry, ranks: Mapping[str, int]) -> None:
+    """Give a layer the modules that hold factors of these ranks, by role."""
+    mixture = family.mixture
+    stacked = {} if mixture is None else dict(mixture["roles"])
+    if mixture is not None and has(layer, mixture["experts"]) and not ranks.keys().isdisjoint(stacked):
+        own = layer.get_submodule(mixture["experts"])
+        if not isinstance(own, ReplacementExperts):
+            maps = {}
+            for role in stacked:
+                weight, bias = stock_map(own, mixture, role, slice(None))
+                maps[role] = expert_maps(weight, bias, ranks.get(role))
+            set_at(layer, mixture["experts"], ReplacementExperts(own, mixture, maps))
+    for path in dict.fromkeys(path for role, path in family.roles if role in ranks and has(layer, path)):
+        whole: Any = layer.get_submodule(path)
+        if isinstance(whole, FactoredLinear | TakenApart):
+            continue  # another slice of the sublayer was here
+        roles = [role for role, place in family.roles if place == path]
+        shares = family.packed.get(path, [1] * len(roles))
+        inputs, outputs = sizes_of(whole)
+        made = {
+            role: linear(inputs, outputs * share // sum(shares), ranks.get(role), whole)
+            for role, share in zip(roles, shares, strict=True)
+        }
+        set_at(
+            layer, path, made[roles[0]] if len(roles) == 1 else TakenApart(made, family.turns.get(path))
+        )
+
+
+def linear(inputs: int, outputs: int, rank: int | None, like: Any) -> nn.Module:
+    """Make a projection, as two factors if it has a rank, with a bias, dtype and device like another's."""
+    options = {"device": like.weight.device, "dtype": like.weight.dtype}
+    if rank is None:
+        return nn.Linear(inputs, outputs, bias=like.bias is not None, **options)
+    first = nn.Linear(inputs, rank, bias=False, **options)
+    return FactoredLinear(first, nn.Linear(rank, outputs, bias=like.bias is not None, **options))
+
+
+def expert_maps(weight: Tensor, bias: Tensor | None, rank: int | None) -> ExpertMaps:
+    """Make room for one matrix of each expert, (experts, out, in), or for two factors of a rank; numbers come later."""
+    experts, outputs, inputs = weight.shape
+    second = "" if rank is None else "second."
+    made = {f"{second}weight": weight.new_empty(experts, outputs, inputs if rank is None else rank)}
+    if rank is not None:
+        made["first.weight"] = weight.new_empty(experts, rank, inputs)
+    if bias is not None:
+        made[f"{second}bias"] = bias.new_empty(bias.shape)
+    return ExpertMaps(made)

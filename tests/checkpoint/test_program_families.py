@@ -16,13 +16,12 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import surgeon
 from surgeon.checkpoint.forms import PROGRAM
-from surgeon.checkpoint.forms.program import family_row
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.program import Program
 from surgeon.language.sublayer import KINDS, Sublayer
 from surgeon.models.families import FAMILIES, family_of
-from surgeon.models.weights import ModelWeights, ModuleStore
+from surgeon.models.weights import ModelWeights, ModuleStore, family_entry
 from tests.checkpoint.helpers import (
     IDS,
     load_shipped,
@@ -60,8 +59,8 @@ def tracks_of(family: str) -> str:
 def model_running(model: Any, program: str) -> Any:
     """The shipped class with a stock model's weights."""
     model_class = PROGRAM.shipped.model_class(model.config.model_type)
-    row = family_row(family_of(model.config), model.config)
-    own = {"surgeon_program": program, "surgeon_family": row}
+    row = family_entry(family_of(model.config), model.config)
+    own = {"surgeon_program": program, "surgeon_family": row._asdict()}
     config = model_class.config_class.from_dict(model.config.to_dict() | own)
     running = model_class(config)
     running.load_state_dict(model.state_dict())
@@ -150,8 +149,8 @@ def test_it_slices_as_surgeon_does(family: str) -> None:
     model = tiny_model(family, 1)
     stock = family_of(model.config)
     weights = ModelWeights(ModuleStore(model), stock, stock.head_dim(model.config))
-    row = family_row(stock, model.config)
-    packed = {path: shares for path, shares in row["packed"].items() if path not in row["turns"]}
+    row = family_entry(stock, model.config)
+    packed = {path: shares for path, shares in row.packed.items() if path not in row.turns}
 
     def kept(kind: str, path: str, index: int) -> Tensor:
         """The indices of a slice's features in its module."""
@@ -193,8 +192,8 @@ def test_a_layer_is_whole_again_after_a_slice_that_failed() -> None:
 @pytest.mark.parametrize("family", ["opt", "phi3", "gpt2"])
 def test_lora_on_slices(family: str) -> None:
     model = tiny_model(family, 3)
-    row = family_row(FAMILIES[family], model.config)
-    names = {path.rpartition(".")[2] for path in row["reads"] + row["writes"]}
+    row = family_entry(FAMILIES[family], model.config)
+    names = {path.rpartition(".")[2] for path in row.reads + row.writes}
     options = LoraConfig(
         target_modules=sorted(names), r=2, init_lora_weights=False, lora_bias=family != "phi3"
     )

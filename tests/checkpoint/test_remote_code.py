@@ -15,10 +15,10 @@ import torch
 
 import surgeon
 from surgeon.checkpoint.forms import FORMS
-from surgeon.checkpoint.forms.program import family_row
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
 from surgeon.language.program import Program
 from surgeon.models.families import FAMILIES, family_of
+from surgeon.models.weights import family_entry
 from tests.checkpoint.helpers import IDS, logits_of, relative_error, run_export, save_source
 from tests.tiny_models import DENSE_FAMILIES, tiny_model
 
@@ -114,7 +114,7 @@ def test_modeling_files_name_no_architecture(form: str) -> None:
 def test_config_json_describes_the_family(model_type: str) -> None:
     config = tiny_model(model_type, 1).config
     family = family_of(config)
-    row = json.loads(json.dumps(family_row(family, config)))
+    row = json.loads(json.dumps(family_entry(family, config)._asdict()))
     config.surgeon_family = row
     own = shipped.family_in(config)
     (attention,) = own.attentions

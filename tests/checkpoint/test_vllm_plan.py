@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from surgeon.checkpoint.forms import PROGRAM, lay_out
-from surgeon.checkpoint.forms.program import family_row
 from surgeon.checkpoint.remote_code import modeling_surgeon_program as shipped
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import FAMILIES, family_of
+from surgeon.models.weights import family_entry
 from tests.checkpoint.helpers import (
     IDS,
     load_shipped,
@@ -85,7 +85,10 @@ def on_ranks(module: Any, name: str, plan: dict[str, str], inputs: list[Tensor])
 def written(family: str, program: str, suffix: str = "Model") -> Any:
     """A random model of the class that vLLM builds, without a head, or of another one."""
     config = tiny_model(family, 2).config
-    entries = {"surgeon_program": program, "surgeon_family": family_row(family_of(config), config)}
+    entries = {
+        "surgeon_program": program,
+        "surgeon_family": family_entry(family_of(config), config)._asdict(),
+    }
     stem = PROGRAM.shipped.stem(family)
     own = getattr(shipped, f"{stem}Config").from_dict(config.to_dict() | entries)
     model = getattr(shipped, f"{stem}{suffix}")(own).requires_grad_(False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -30,7 +29,14 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import KINDS
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import Family
-from surgeon.models.weights import FactorSource, Groups, absent_sublayers, leave_out, make_room
+from surgeon.models.weights import (
+    FactorSource,
+    Groups,
+    absent_sublayers,
+    family_entry,
+    leave_out,
+    make_room,
+)
 
 
 class ProgramForm(Form):
@@ -132,11 +138,11 @@ class ProgramForm(Form):
     def class_entries(self, original: StoredModel, layout: Layout) -> dict[str, Any]:
         family = original.family
         config = original.config
-        row = family_row(family, config)
-        runs: dict[str, Any] = {PROGRAM_KEY: str(layout.program), FAMILY_KEY: row}
+        entry = family_entry(family, config)._asdict()
+        runs: dict[str, Any] = {PROGRAM_KEY: str(layout.program), FAMILY_KEY: entry}
         if layout.wrapped is not None:
             wrapper = layout.wrapped.wrapper
-            row["inside"] = [wrapper.text, wrapper.decoder]
+            entry["inside"] = (wrapper.text, wrapper.decoder)
             return self.shipped.entries(wrapper.model_type) | runs
         if (scale := family.scales.logits(config)) is not None:
             # By this name vLLM's transformers backend, which has a head of its own, knows it.
@@ -205,62 +211,6 @@ def needs_plugin(program: Program, family: Family, config: Any, num_layers: int)
     if family.units(config)["kv_heads"] == 1:
         return "ranks cannot divide one KV head"
     return None
-
-
-def family_row(family: Family, config: Any) -> dict[str, Any]:
-    """Describe an architecture to the modeling file, in config.json; `Family` there explains the entries."""
-    specs = family.specs()
-    units = family.units(config)
-    projections = list(dict.fromkeys(p for spec in specs for p in spec.projections if not p.stacked))
-    reads = list(dict.fromkeys(p.path for p in projections if p.reads_stream))
-    packed = {}  # widths of projections that lie side by side in a module, in the smallest whole numbers
-    for path in reads:
-        widths = [units[p.unit] for spec in specs for p in spec.projections if p.path == path]
-        if len(widths) > 1:
-            packed[path] = [width // math.gcd(*widths) for width in widths]
-    mixture = None
-    if family.mixture is not None:
-        rows = family.mixture.whole.items()
-        mixture = {
-            "experts": family.mixture.experts,
-            "rows": [path for name, path in rows if not name.startswith("shared")],
-            "counts": list(family.mixture.counts),
-            "top_k": list(family.mixture.top_k),
-            **family.mlp.stack_layout,
-        }
-    counts = [f"{spec.module}.{path}" for spec in specs for path in spec.counts if spec.mixture is None]
-    return {
-        "attentions": [
-            {
-                "called": list(spec.stages),
-                "module": spec.module,
-                "slot": spec.cache_slot,
-                "renamed": dict(spec.renamed),
-                "counted_by": dict(spec.counted_by),
-            }
-            for spec in family.attentions
-        ],
-        "feed_forward": list(family.mlp.stages),
-        "reads": reads,
-        "writes": [p.path for p in projections if not p.reads_stream],
-        # A list: `save_pretrained` sorts what has keys.
-        "roles": [[p.role, p.path] for p in projections],
-        "turns": {p.path: family.head_dim(config) for p in projections if p.interleaved},
-        "packed": packed,
-        "groups": units["kv_heads"],
-        "feature_norms": list(family.attention.feature_norms),
-        "sinks": family.attention.sinks,
-        "mixture": mixture,
-        # Slices replace those whole.
-        "counts": [path for path in counts if path.rpartition(".")[0] not in reads],
-        "layer_lists": list(family.entries.lists),
-        "dropout": family.dropout.output,
-        "output_scale": family.scales.output(config),
-        "arguments": list(family.arguments),
-        "returns_tuple": family.returns_tuple,
-        "steps": family.steps_per_layer,
-        "inside": None,
-    }
 
 
 def _groups(program: Program) -> Groups:

@@ -46,14 +46,21 @@ from transformers.pytorch_utils import Conv1D
 
 from surgeon.models.replacements import (
     CACHES,
-    ExpertMaps,
     FactoredLinear,
+    FamilyEntry,
     LayerSlots,
     ReplacementExperts,
     TakenApart,
+    attention_in,
+    by_head,
+    called_in,
+    factorise,
+    has,
+    leave_experts,
+    linear_slice,
+    narrow,
     part,
     set_at,
-    stock_map,
     through_stages,
 )
 
@@ -64,53 +71,18 @@ STOCK: Any = {
 }
 
 
-class Family(NamedTuple):
-    """An architecture: where a layer has its sublayers (paths from the layer), and how the decoder calls layers."""
-
-    # Each kind of attention: "called", norms and modules in order; "module", the one that gets the decoder's arguments;
-    # "slot", the attribute with the number of its entry in the cache; "renamed", arguments under another name, or
-    # (null) without one; "counted_by", the entry of lists to count tokens by, where its own counts none.
-    attentions: tuple[dict[str, Any], ...]
-    feed_forward: tuple[str, ...]  # norms and modules, in order
-    reads: tuple[str, ...]  # projections of the normed stream: a slice has some of their output features
-    writes: tuple[str, ...]  # projections to the stream: a slice has some of their input features
-    # A projection's name in programs, and its path; those of one path are packed in this order.
-    roles: tuple[list[str], ...]
-    # Width of a head, by path, of projections packed head by head or KV group by KV group.
-    turns: dict[str, int]
-    packed: dict[str, list[int]]  # several in one: how wide each is, in proportion
-    groups: int  # KV heads of a layer
-    # Norms of queries and keys with a gain for each head, or for each of its features.
-    feature_norms: tuple[str, ...]
-    sinks: str | None  # a parameter with a number for each head
-    # A layer's mixture of experts: "experts", the module of their matrices, "roles", the names of these in programs and
-    # their parameters, "rows", tensors with a row of each expert, "counts" and "top_k".
-    mixture: dict[str, Any] | None
-    counts: tuple[str, ...]  # attributes that count heads or their features: less in a slice
-    # Config attributes with an item per layer that says something of its attention.
-    layer_lists: tuple[str, ...]
-    dropout: str | None  # the config's probability of dropping sublayer outputs while training
-    output_scale: float | None  # what sublayer outputs are multiplied by
-    arguments: tuple[str, ...]  # what the decoder hands a layer by position after the stream
-    returns_tuple: bool  # whether a layer returns (stream, attention weights)
-    # Steps of a layer of the unedited model: 2, or 1 where attention and feed-forward read the same stream.
-    steps: int
-    # The config's entry and the path of a text decoder inside another model.
-    inside: tuple[str, str] | None
-
-
-def family_in(config: Any) -> Family:
+def family_in(config: Any) -> FamilyEntry:
     """Return the architecture that a config describes."""
     row = getattr(config, "surgeon_family", None)
-    if not isinstance(row, dict) or set(row) != set(Family._fields):
-        fields = ", ".join(Family._fields)
+    if not isinstance(row, dict) or set(row) != set(FamilyEntry._fields):
+        fields = ", ".join(FamilyEntry._fields)
         raise ValueError(
             f"surgeon_family must describe the architecture by {fields}, not be {str(row)[:200]}"
         )
     entries: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in row.items()
     }
-    return Family(**entries)
+    return FamilyEntry(**entries)
 
 
 class Sublayer(NamedTuple):
@@ -228,11 +200,7 @@ class SlicedProjection(nn.Module):
         whole = self.whole
         if is_plain(whole):
             weight = whole.weight.T if isinstance(whole, Conv1D) else whole.weight
-            bias = whole.bias
-            if not self.reads:
-                return nn.functional.linear(x, part(weight, self.piece), None if index else bias)
-            own_bias = None if bias is None else part(bias, self.piece, self.shares)
-            return nn.functional.linear(x, part(weight, self.piece, self.shares, dim=0), own_bias)
+            return linear_slice(x, weight, whole.bias, self.piece, 0 if self.reads else 1, self.shares)
         if self.reads:
             # A copy, as OLMo clips it in place, which a view of several may not be where gradients are wanted.
             return part(whole(x), self.piece, self.shares).clone()
@@ -241,138 +209,6 @@ class SlicedProjection(nn.Module):
         if index:
             output = output - whole(torch.zeros_like(padded[..., :1, :]))
         return output
-
-
-def leave_experts(layer: nn.Module, mixture: dict[str, Any], count: int) -> None:
-    """Give a layer the modules that hold so many experts, and have it count those."""
-    whole: Any = layer.get_submodule(mixture["experts"])
-    names = [f"{mixture['experts']}.{name}" for name, _ in whole.named_parameters()]
-    for path in (*names, *(path for path in mixture["rows"] if has(layer, path))):
-        old = attrgetter(path)(layer)
-        new = old.new_empty(count, *old.shape[1:])
-        set_at(layer, path, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)
-    for path in mixture["counts"]:
-        set_at(layer, path, count)
-    for path in mixture["top_k"]:
-        set_at(layer, path, min(attrgetter(path)(layer), count))
-
-
-def has(layer: nn.Module, path: str) -> bool:
-    """Tell whether there is something at a path; layers may differ (a dense one among mixtures)."""
-    try:
-        return attrgetter(path)(layer) is not None
-    except AttributeError:
-        return False
-
-
-def attention_in(layer: nn.Module, family: Family) -> dict[str, Any]:
-    """Return a layer's kind of attention; the first one if it has none."""
-    return next((one for one in family.attentions if has(layer, one["module"])), family.attentions[0])
-
-
-def called_in(layer: nn.Module, family: Family, kind: str) -> tuple[str, ...]:
-    """The norms and modules that a layer's attention or feed-forward calls one after the other."""
-    if kind == "A":
-        return tuple(attention_in(layer, family)["called"])
-    return family.feed_forward
-
-
-def narrow(layer: nn.Module, family: Family, kind: str, width: int) -> None:
-    """Give a layer the modules that hold so many KV groups, or neurons, and have it count those."""
-    paths = {
-        role: path
-        for role, path in family.roles
-        if (role in "qgkvo") == (kind == "A") and has(layer, path)
-    }
-    units = family.groups if kind == "A" else sizes_of(layer.get_submodule(paths["down"]))[0]
-    for path in dict.fromkeys(paths.values()):
-        whole: Any = layer.get_submodule(path)
-        inputs, outputs = sizes_of(whole)
-        if path in family.reads:
-            outputs = outputs * width // units
-        else:
-            inputs = inputs * width // units
-        own = Conv1D(outputs, inputs) if isinstance(whole, Conv1D) else None
-        set_at(layer, path, own or nn.Linear(inputs, outputs, bias=whole.bias is not None))
-    for path in by_head(family) if kind == "A" else ():
-        old = attrgetter(path)(layer)
-        set_at(layer, path, nn.Parameter(old.new_empty(len(old) * width // units, *old.shape[1:])))
-    for path in family.counts:
-        if has(layer, path) and path.startswith(called_in(layer, family, kind)):
-            owner = path.rpartition(".")[0]
-            counting = attrgetter(owner)(layer)
-            if not isinstance(counting, nn.Module):  # a configuration, which all layers have in common
-                set_at(layer, owner, copy.copy(counting))
-            set_at(layer, path, attrgetter(path)(layer) * width // units)
-
-
-def by_head(family: Family) -> list[str]:
-    """Return paths of parameters with an entry for each head."""
-    return [f"{path}.weight" for path in family.feature_norms] + [
-        path for path in (family.sinks,) if path
-    ]
-
-
-def sizes_of(linear: Any) -> tuple[int, int]:
-    """Return a projection's numbers of inputs and outputs."""
-    inputs, outputs = linear.weight.shape if isinstance(linear, Conv1D) else linear.weight.shape[::-1]
-    return inputs, outputs
-
-
-def factorise(layer: nn.Module, family: Family, sublayer: Sublayer) -> None:
-    """Give a layer the modules that hold the factors of one of its sublayers."""
-    mixture = family.mixture
-    if (
-        mixture is not None
-        and sublayer.kind == "F"
-        and has(layer, mixture["experts"])
-        and sublayer.ranks
-    ):
-        own = layer.get_submodule(mixture["experts"])
-        if not isinstance(own, ReplacementExperts):
-            maps = {}
-            for role, _ in mixture["roles"]:
-                weight, bias = stock_map(own, mixture, role, slice(None))
-                maps[role] = expert_maps(weight, bias, sublayer.ranks.get(role))
-            set_at(layer, mixture["experts"], ReplacementExperts(own, mixture, maps))
-    for path in dict.fromkeys(
-        path for role, path in family.roles if role in sublayer.ranks and has(layer, path)
-    ):
-        whole: Any = layer.get_submodule(path)
-        if isinstance(whole, FactoredLinear | TakenApart):
-            continue  # another slice of the sublayer was here
-        roles = [role for role, place in family.roles if place == path]
-        shares = family.packed.get(path, [1] * len(roles))
-        inputs, outputs = sizes_of(whole)
-        made = {
-            role: linear(
-                inputs, outputs * share // sum(shares), sublayer.ranks.get(role), whole.bias is not None
-            )
-            for role, share in zip(roles, shares, strict=True)
-        }
-        set_at(
-            layer, path, made[roles[0]] if len(roles) == 1 else TakenApart(made, family.turns.get(path))
-        )
-
-
-def linear(inputs: int, outputs: int, rank: int | None, bias: bool) -> nn.Module:
-    """Make a projection, as two factors if it has a rank."""
-    if rank is None:
-        return nn.Linear(inputs, outputs, bias=bias)
-    first = nn.Linear(inputs, rank, bias=False)
-    return FactoredLinear(first, nn.Linear(rank, outputs, bias=bias))
-
-
-def expert_maps(weight: Tensor, bias: Tensor | None, rank: int | None) -> ExpertMaps:
-    """Make room for one matrix of each expert, (experts, out, in), or for two factors of a rank; numbers come later."""
-    experts, outputs, inputs = weight.shape
-    second = "" if rank is None else "second."
-    made = {f"{second}weight": weight.new_empty(experts, outputs, inputs if rank is None else rank)}
-    if rank is not None:
-        made["first.weight"] = weight.new_empty(experts, rank, inputs)
-    if bias is not None:
-        made[f"{second}bias"] = bias.new_empty(bias.shape)
-    return ExpertMaps(made)
 
 
 CLASSES: dict[Any, type] = {}  # of modules that have factors, by the stock class and by which
@@ -392,7 +228,7 @@ def give_own_class(module: nn.Module) -> None:
         module.__class__ = CLASSES.setdefault((stock, factored), own)
 
 
-def plan_of(layers: nn.ModuleList, path: str, family: Family) -> dict[str, str]:
+def plan_of(layers: nn.ModuleList, path: str, family: FamilyEntry) -> dict[str, str]:
     """Map the layers' projections, by their paths from the model, to the way that tensor-parallel ranks share them.
 
     What reads the stream has some of its outputs on each rank, what writes to it some of its inputs. Of two factors the
@@ -425,7 +261,9 @@ def is_plain(module: Any) -> bool:
 class ProgramLayers(LayerSlots):
     """Runs the program, with the weights of the stored layers."""
 
-    def __init__(self, layers: nn.ModuleList, config: Any, family: Family, nodes: list[Any]) -> None:
+    def __init__(
+        self, layers: nn.ModuleList, config: Any, family: FamilyEntry, nodes: list[Any]
+    ) -> None:
         super().__init__(layers, family.arguments, family.returns_tuple)
         self.config = config
         self.family = family
@@ -552,7 +390,7 @@ class RunsProgram(nn.Module):
             if sublayer.width is not None:
                 narrow(layers[sublayer.layer], self.family, sublayer.kind, sublayer.width)
         for sublayer in sublayers(program):
-            factorise(layers[sublayer.layer], self.family, sublayer)
+            factorise(layers[sublayer.layer], self.family, sublayer.ranks)
         for module in layers.modules():
             give_own_class(module)
         self._tp_plan = self.planned(path, layers)

@@ -23,6 +23,7 @@ from surgeon.models.weights.layers import (
 )
 from surgeon.models.weights.modules import (
     absent_sublayers,
+    family_entry,
     leave_out,
     make_room,
     take_experts_apart,
@@ -80,6 +81,7 @@ __all__ = [
     "WeightMatrix",
     "absent_sublayers",
     "derive_sublayer",
+    "family_entry",
     "holds_output_bias",
     "indivisible",
     "leave_out",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Projection, SublayerSpec
+from surgeon.models.replacements import recount, recount_experts
 from surgeon.models.weights.layers import (
     holds_output_bias,
     indivisible,
@@ -21,7 +22,7 @@ from surgeon.models.weights.layers import (
     taken_apart,
     unit_features,
 )
-from surgeon.models.weights.modules import recount, recount_experts, replaced_modules
+from surgeon.models.weights.modules import replaced_modules, take_experts_apart
 from surgeon.models.weights.store import Tensors
 from surgeon.models.weights.view import ModelWeights
 
@@ -67,8 +68,12 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
                     holder.register_buffer(name, parameters[path].detach(), persistent=False)
     whole = weights.stored_width(sublayer.kind, sublayer.layers[0])
     _, slices = sublayer.piece or (0, 1)
-    recount(shell, spec, (sublayer.width or whole) // slices, whole)
-    recount_experts(shell, spec)
+    counts = [f"{spec.module}.{path}" for path in spec.counts]
+    recount(shell, counts, (sublayer.width or whole) // slices, whole)
+    if spec.mixture is not None:
+        experts = len(shell.get_parameter(f"{spec.mixture.router}.weight"))
+        recount_experts(shell, spec.mixture.counts, spec.mixture.top_k, experts)
+        take_experts_apart(shell)
     hook = getattr(owner.get_submodule(first.rpartition(".")[0]), "_hf_hook", None)
     if hook is not None:
         _dispatch_by(hook, shell)

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable
-from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from surgeon.language.program import Program
-from surgeon.language.sublayer import FEED_FORWARD, KINDS, Sublayer
-from surgeon.models.families import Projection, SublayerSpec
-from surgeon.models.replacements import ExpertMaps, FactoredLinear, ReplacementExperts, TakenApart
-from surgeon.models.weights.layers import modules_of, own_path, units_in
+from surgeon.language.sublayer import KINDS, Sublayer
+from surgeon.models.families import Family, Projection, SublayerSpec
+from surgeon.models.replacements import (
+    ExpertMaps,
+    FactoredLinear,
+    FamilyEntry,
+    ReplacementExperts,
+    TakenApart,
+    factorise,
+    leave_experts,
+    narrow,
+)
+from surgeon.models.weights.layers import modules_of, own_path
 from surgeon.models.weights.store import Tensors
 from surgeon.models.weights.view import ModelWeights
 
@@ -80,106 +88,21 @@ def make_room(model: Any, weights: ModelWeights, program: Program) -> None:
     Those are two factors in place of some matrices, fewer experts, and the program's narrower layers. New parameters
     have no numbers yet, and the dtype and device of those that they replace.
     """
-    layers = f"{weights.family.layers}."
-    for index in range(weights.count_layers()) if weights.has_factors() else ():
-        layer = model.get_submodule(f"{layers}{index}")
-        for spec in (weights.family.spec(kind, index) for kind in KINDS):
-            if spec.mixture is not None and weights.stored_ranks(Sublayer(FEED_FORWARD, (index,))):
-                path = spec.mixture.experts
-                whole = layer.get_submodule(path)
-                like = next(whole.parameters())
-                tensors = _empty(weights, index, path, like)
-                layer.set_submodule(path, _experts(spec, tensors, whole))
-            for path in (path for path, packed in modules_of(spec).items() if not packed[0].stacked):
-                like = next(layer.get_submodule(path).parameters())
-                tensors = _empty(weights, index, path, like)
-                if f"{path}.weight" not in tensors and tensors:
-                    packed = modules_of(spec)[path]
-                    layer.set_submodule(path, _taken_apart(packed, spec, tensors, weights.head_dim))
-    for index in (
-        range(len(model.get_submodule(weights.family.layers)))
-        if weights.family.mixture is not None
-        else ()
-    ):
-        _leave_experts(model.get_submodule(f"{layers}{index}"), index, weights)
-    for sublayer in {
-        replace(one, piece=None, ranks=()) for one in program.sublayers() if one.width is not None
-    }:
-        (index,) = sublayer.layers
-        if weights.stored_width(sublayer.kind, index) == sublayer.width:
-            _narrow(model.get_submodule(f"{layers}{index}"), sublayer, weights, model.config)
-
-
-def _leave_experts(layer: nn.Module, index: int, weights: ModelWeights) -> None:
-    """Have a layer as many experts as are stored."""
-    mixture = weights.family.spec(FEED_FORWARD, index).mixture
-    experts = weights.stored_experts(index)
-    if (
-        mixture is None
-        or experts is None
-        or experts == len(layer.get_parameter(f"{mixture.router}.weight"))
-    ):
-        return
-    whole = layer.get_submodule(mixture.experts)
-    names = [f"{mixture.experts}.{name}" for name, _ in whole.named_parameters(recurse=False)]
-    for path in (
-        *names,
-        *(path for name, path in mixture.whole.items() if not name.startswith("shared")),
-    ):
-        module, _, name = path.rpartition(".")
-        owner = layer.get_submodule(module)
-        old = getattr(owner, name, None)
-        if isinstance(old, nn.Parameter):
-            setattr(owner, name, nn.Parameter(old.new_empty(experts, *old.shape[1:])))
-        elif old is not None:
-            setattr(owner, name, old.new_empty(experts))
-    recount_experts(layer, weights.family.spec(FEED_FORWARD, index))
-
-
-def _empty(weights: ModelWeights, layer: int, path: str, like: Tensor) -> dict[str, Tensor]:
-    """Make tensors without numbers for the stored ones of a module of a layer, by their paths from the layer."""
-    stored = weights.names.below(layer, path)
-    return {own: like.new_empty(weights.store.shape(name)) for own, name in stored.items()}
-
-
-def _narrow(layer: nn.Module, sublayer: Sublayer, weights: ModelWeights, config: Any) -> None:
-    """Give a layer's modules the shapes that one of its sublayers is stored in."""
-    spec = weights.spec(sublayer)
     family = weights.family
-    modules = {path: layer.get_submodule(path) for path in (*modules_of(spec), *spec.feature_norms)}
-    paths = [
-        f"{path}.{name}" for path, module in modules.items() for name, _ in module.named_parameters()
-    ]
-    for path in paths if spec.sinks is None else (*paths, spec.sinks):
-        stored = f"{family.layers}.{sublayer.layers[0]}.{path}"
-        parameter = layer.get_parameter(path)
-        if stored in weights and weights.shape(stored) != parameter.shape:
-            owner = layer.get_submodule(path.rpartition(".")[0])
-            setattr(
-                owner, path.rpartition(".")[2], nn.Parameter(parameter.new_empty(weights.shape(stored)))
-            )
-    for linear in (module for module in modules.values() if isinstance(module, nn.Linear)):
-        linear.out_features, linear.in_features = linear.weight.shape
-    assert sublayer.width is not None
-    recount(
-        layer, spec, sublayer.width, units_in(sublayer.kind, family.units(config, sublayer.layers[0]))
-    )
-
-
-def recount(layer: nn.Module, spec: SublayerSpec, units: int, whole: int) -> None:
-    """Have a layer's modules count so many of all KV groups or neurons."""
-    for path in spec.counts if units != whole else ():
-        *parents, last, name = f"{spec.module}.{path}".split(".")
-        if parents:
-            owner = attrgetter(".".join(parents))(layer)
-        else:
-            owner = layer
-        counting = getattr(owner, last)
-        if hasattr(counting, name):  # a module that is taken apart counts nothing
-            if not isinstance(counting, nn.Module):  # a configuration, which all layers have in common
-                counting = copy.copy(counting)
-                setattr(owner, last, counting)
-            setattr(counting, name, getattr(counting, name) * units // whole)
+    widths = {(one.kind, one.layers): one.width for one in program.sublayers() if one.width is not None}
+    if not widths and family.mixture is None and not weights.has_factors():
+        return
+    entry = family_entry(family, model.config)
+    for index, layer in enumerate(model.get_submodule(family.layers)):
+        experts = weights.stored_experts(index)
+        if entry.mixture is not None and experts is not None:
+            leave_experts(layer, entry.mixture, experts)
+            take_experts_apart(layer)
+        for kind in KINDS:
+            width = widths.get((kind, (index,)))
+            if width is not None and width == weights.stored_width(kind, index):
+                narrow(layer, entry, kind, width)
+            factorise(layer, entry, dict(weights.stored_ranks(Sublayer(kind, (index,)))))
 
 
 def _taken_apart(
@@ -189,20 +112,6 @@ def _taken_apart(
     if len(parts) > 1:
         return TakenApart(parts, head_dim if packed[0].interleaved else None)
     return parts[packed[0].role]
-
-
-def recount_experts(layer: nn.Module, spec: SublayerSpec) -> None:
-    """Have a mixture's modules count the experts that its router has rows for, and choose no more than there are."""
-    if spec.mixture is None:
-        return
-    experts = len(layer.get_parameter(f"{spec.mixture.router}.weight"))
-    for path in (*spec.mixture.counts, *spec.mixture.top_k):
-        module, _, name = path.rpartition(".")
-        owner = layer.get_submodule(module)
-        if hasattr(owner, name):  # experts that are taken apart count nothing
-            chosen = path in spec.mixture.top_k
-            setattr(owner, name, min(getattr(owner, name), experts) if chosen else experts)
-    take_experts_apart(layer)
 
 
 def take_experts_apart(model: nn.Module) -> None:
@@ -245,3 +154,58 @@ def _linear(path: str, tensors: Tensors, transposed: bool = False) -> nn.Module:
     if bias is not None:
         made.bias = nn.Parameter(bias)
     return made
+
+
+def family_entry(family: Family, config: Any) -> FamilyEntry:
+    """Describe an architecture as config.json does it for the modeling file."""
+    specs = family.specs()
+    units = family.units(config)
+    projections = list(dict.fromkeys(p for spec in specs for p in spec.projections if not p.stacked))
+    reads = list(dict.fromkeys(p.path for p in projections if p.reads_stream))
+    packed = {}  # widths of projections that lie side by side in a module, in the smallest whole numbers
+    for path in reads:
+        widths = [units[p.unit] for spec in specs for p in spec.projections if p.path == path]
+        if len(widths) > 1:
+            packed[path] = [width // math.gcd(*widths) for width in widths]
+    mixture = None
+    if family.mixture is not None:
+        rows = family.mixture.whole.items()
+        mixture = {
+            "experts": family.mixture.experts,
+            "rows": [path for name, path in rows if not name.startswith("shared")],
+            "counts": list(family.mixture.counts),
+            "top_k": list(family.mixture.top_k),
+            **family.mlp.stack_layout,
+        }
+    counts = [f"{spec.module}.{path}" for spec in specs for path in spec.counts if spec.mixture is None]
+    return FamilyEntry(
+        attentions=tuple(
+            {
+                "called": list(spec.stages),
+                "module": spec.module,
+                "slot": spec.cache_slot,
+                "renamed": dict(spec.renamed),
+                "counted_by": dict(spec.counted_by),
+            }
+            for spec in family.attentions
+        ),
+        feed_forward=family.mlp.stages,
+        reads=tuple(reads),
+        writes=tuple(p.path for p in projections if not p.reads_stream),
+        roles=tuple([p.role, p.path] for p in projections),
+        turns={p.path: family.head_dim(config) for p in projections if p.interleaved},
+        packed=packed,
+        groups=units["kv_heads"],
+        feature_norms=tuple(family.attention.feature_norms),
+        sinks=family.attention.sinks,
+        mixture=mixture,
+        # Slices replace those whole.
+        counts=tuple(path for path in counts if path.rpartition(".")[0] not in reads),
+        layer_lists=tuple(family.entries.lists),
+        dropout=family.dropout.output,
+        output_scale=family.scales.output(config),
+        arguments=family.arguments,
+        returns_tuple=family.returns_tuple,
+        steps=family.steps_per_layer,
+        inside=None,
+    )
