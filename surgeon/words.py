@@ -166,13 +166,13 @@ def hang_indent(start: str, text: str) -> str:
     )
 
 
-def did_you_mean(word: object, known: Iterable[str]) -> str:
+def did_you_mean(word: object, choices: Iterable[str]) -> str:
     """End an error message about an unknown word: the nearest known one, or all of them."""
-    known = list(known)
-    near = difflib.get_close_matches(str(word), known, n=1)
+    choices = list(choices)
+    near = difflib.get_close_matches(str(word), choices, n=1)
     if near:
         return f"did you mean {near[0]!r}?"
-    return f"known: {', '.join(known)}"
+    return f"known: {', '.join(choices)}"
 
 
 def show_value(value: object, most: int = 40) -> str:

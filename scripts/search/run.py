@@ -42,7 +42,7 @@ class Known:
         """Try so many programs of some of the spaces, as `surgeon search` does."""
         mixture = Mixture(parse_spaces(spaces), self.mixture.model)
         numbers = {edit: number for number, edit in enumerate(self.mixture.edits)}
-        terms = self.terms.of([numbers[edit] for edit in mixture.edits])
+        terms = self.terms.select([numbers[edit] for edit in mixture.edits])
         question = PricedQuestion(Question(spaces, budget), mixture, pricing, self.original)
         search = Search(question, self.evaluator, terms)
         optuna.logging.set_verbosity(optuna.logging.ERROR)

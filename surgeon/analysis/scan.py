@@ -189,11 +189,11 @@ def check_operations(names: Sequence[str]) -> list[str]:
     several = {
         name: one.heatmaps for name, one in OPERATIONS.items() if one.heatmaps and name not in HEATMAPS
     }
-    known = {name: (name,) for name in HEATMAPS} | several | {ALL: (*HEATMAPS,)}
+    choices = {name: (name,) for name in HEATMAPS} | several | {ALL: (*HEATMAPS,)}
     for name in names:
-        if name not in known:
-            raise ValueError(f"unknown operation {name!r} to scan; {did_you_mean(name, known)}")
-    asked = {one for name in names for one in known[name]}
+        if name not in choices:
+            raise ValueError(f"unknown operation {name!r} to scan; {did_you_mean(name, choices)}")
+    asked = {one for name in names for one in choices[name]}
     return [name for name in HEATMAPS if name in asked]
 
 
@@ -366,9 +366,9 @@ def scan(
         begun = {"at_once": at_once, "spread": screened or journal.spread}
         if begun != {"at_once": journal.at_once, "spread": journal.spread}:
             journal.keep(begun)
-        known = subject.opened.hash
+        model_hash = subject.opened.hash
         units = most_important(
-            model, plan.programs, windows, folder, model_hash=known, memory=subject.memory
+            model, plan.programs, windows, folder, model_hash=model_hash, memory=subject.memory
         )
         options = MeasureOptions(
             at_once, memory=subject.memory, folder=folder, factors=units, sampled=sampled
@@ -457,8 +457,8 @@ def _cells_table(
         numbers = estimate(*_values(journal, cell, windows), base, windows).estimates.values()
         every = [journal.acceptances(program, windows) for program in cell.equivalents]
         accepted = np.mean(every, axis=(0, 2)).tolist()
-        known = len(windows) * predicted, ran
-        rows.append((cell.operation, cell.first, cell.last, *numbers, *accepted, *known))
+        counts = len(windows) * predicted, ran
+        rows.append((cell.operation, cell.first, cell.last, *numbers, *accepted, *counts))
         values.append((HEATMAPS[cell.operation].varied, cell.value))
     table = pd.DataFrame(rows, columns=COLUMNS)
     if table[SAMPLED].isna().all():

@@ -185,11 +185,13 @@ def spectrum(
             work.fill(journal, windows, calibration)
     spectra = {matrix: journal.spectra[matrix] for matrix in work.all}
     values = []
-    for matrix, known in spectra.items():
+    for matrix, matrix_spectrum in spectra.items():
         for method in METHODS:
             columns = {"layer": matrix.layer, "weight": matrix.role, "method": method}
-            places = range(len(known.values[method]))
-            values.append(pd.DataFrame(columns | {"index": places, "value": known.values[method]}))
+            places = range(len(matrix_spectrum.values[method]))
+            values.append(
+                pd.DataFrame(columns | {"index": places, "value": matrix_spectrum.values[method]})
+            )
     measured = {one: journal.damage[one] for matrix in work.all for one in work.truncations[matrix]}
     damage = []
     for truncation, quality in measured.items():
@@ -248,12 +250,12 @@ class _Work:
         for matrix in self.all:
             full_rank = min(self.matrices.read(matrix).shape)
             for rank in wanted.ranks:
-                if rank.of(full_rank) > full_rank:
+                if rank.resolve(full_rank) > full_rank:
                     raise ValueError(
                         f"rank {rank} is above the full rank {full_rank} of {matrix}; give a smaller one, a share such "
                         "as 1/2, or leave out such matrices"
                     )
-            ranks = dict.fromkeys(rank.of(full_rank) for rank in wanted.ranks)
+            ranks = dict.fromkeys(rank.resolve(full_rank) for rank in wanted.ranks)
             self.truncations[matrix] = [Truncation(matrix, wanted.method, rank) for rank in ranks]
 
     def fill(self, journal: SpectrumJournal, windows: Windows, calibration: Windows) -> None:

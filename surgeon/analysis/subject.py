@@ -200,12 +200,12 @@ def load_recorded(model: Model, calibration: Calibration) -> Windows:
         raise ValueError(
             f"calibration: {data} has no more than {whole} tokens, of which {after} are left out"
         )
-    known = calibration.get("hash")
-    if known is not None and known != f"sha256:{found.digest}":
+    recorded_hash = calibration.get("hash")
+    if recorded_hash is not None and recorded_hash != f"sha256:{found.digest}":
         raise ValueError(
             f"the calibration text {data} is not what the recipe was made with: its tokens have "
-            f"sha256:{found.digest}, and the recipe says {known}; bring the text back, or remove the hash to calibrate "
-            "on what there is now"
+            f"sha256:{found.digest}, and the recipe says {recorded_hash}; bring the text back, or remove the hash to "
+            "calibrate on what there is now"
         )
     return found
 

@@ -216,7 +216,7 @@ def _tensor_names(one: Surgery) -> dict[str, str]:
     embedding = f"{family.embedding}.weight"
     head = f"{family.head}.weight"
     # Files may store either under the other's name.
-    alike = {names.of(head): head, names.of(embedding): names.own(embedding)}
+    alike = {names.stored_name(head): head, names.stored_name(embedding): names.own(embedding)}
     pattern = re.compile(rf"{re.escape(names.layers)}(\d+)\.(.+)")
     found = {}
     for name in one.stored.checkpoint.names():
@@ -307,9 +307,9 @@ class Training:
         object.__setattr__(self, "training", finite(self.training | texts))
 
 
-def missing_entries(entries: dict[str, Any], known: dict[str, type] = _ENTRIES) -> str | None:
+def missing_entries(entries: dict[str, Any], kinds: dict[str, type] = _ENTRIES) -> str | None:
     """Say what a record lacks that cards show, by default of a training; None if it is whole."""
-    for name, kind in known.items():
+    for name, kind in kinds.items():
         if type(entries.get(name)) is not kind:
             return f"{name}, {'a text' if kind is str else 'a whole number'}, and has {show_value(entries.get(name))}"
     if "earlier" in entries and (
@@ -394,10 +394,10 @@ def layers_by_recipe(recipe: Program, stored: Program) -> Whose:
     for asked, found in _side_by_side(recipe.nodes, stored.nodes):
         (place,), pieces = found.layers, found.piece and found.piece[1]
         if pieces is None:
-            known = place
+            first_place = place
         else:
-            known = places.setdefault((replace(asked, piece=None), pieces), place)
-        if known != place or whose.setdefault((found.kind, place), asked.layers) != asked.layers:
+            first_place = places.setdefault((replace(asked, piece=None), pieces), place)
+        if first_place != place or whose.setdefault((found.kind, place), asked.layers) != asked.layers:
             raise NotProven(
                 f"the model does not run the recipe's program: where that has {asked}, it has {found}, which stands "
                 "for another sublayer elsewhere"

@@ -134,8 +134,8 @@ def convert_gguf(path: Path) -> Path:
 def _hash_of(part: Path, kept: Path) -> str:
     """Return SHA-256 of a file, which is read again only when it has changed."""
     facts = part.stat()
-    known = f"{part.resolve()} {facts.st_size} {facts.st_ctime_ns} {facts.st_ino}"
-    note = kept / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
+    file_identity = f"{part.resolve()} {facts.st_size} {facts.st_ctime_ns} {facts.st_ino}"
+    note = kept / f"{hashlib.sha256(file_identity.encode()).hexdigest()[:32]}.json"
     with suppress(FileNotFoundError, KeyError, ValueError):  # as a machine that lost its power leaves it
         return str(read_json(note)["sha256"])
     with part.open("rb") as file:

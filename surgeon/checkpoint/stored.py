@@ -365,7 +365,7 @@ class StoredModel:
     def embedding(self) -> StoredTensor:
         """The stored embedding; the head, where the two are one and stored under its name."""
         path = f"{self.family.embedding}.weight"
-        return self.checkpoint[Names(self.checkpoint, self.family).of(path)]
+        return self.checkpoint[Names(self.checkpoint, self.family).stored_name(path)]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -412,8 +412,8 @@ def with_shapes(model: str | Path | Model) -> Model:
         raise ValueError(
             f"{path} has no model_type, so that it says of no architecture; give the {CONFIG} of a model"
         )
-    known = model if isinstance(model, Model) else open_model(name, weights=False)
-    return Model(name, RandomCheckpoint(path), known.config, known.own)
+    source = model if isinstance(model, Model) else open_model(name, weights=False)
+    return Model(name, RandomCheckpoint(path), source.config, source.own)
 
 
 def facts_of(model: Model) -> dict[str, str]:

@@ -138,14 +138,14 @@ def command(
     def declare(function: _Function) -> _Function:
         parameters = declared_options(function)
         plain = inspect.signature(function)
-        known = plain.parameters
-        shown = [one for one in known.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        own_parameters = plain.parameters
+        shown = [one for one in own_parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
         shown += [
             inspect.Parameter(
                 one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type
             )
             for one in parameters
-            if one.name not in known
+            if one.name not in own_parameters
         ]
         signature = plain.replace(parameters=shown)
 

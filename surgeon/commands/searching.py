@@ -108,7 +108,7 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
     options = _text_before_rest(model, options)
     setup = SearchSetup.load(model, options, pricing, output, make=not worker)
     subject = setup.subject
-    known = setup.known
+    findings = setup.known
     unseen = _held_out(subject, options)
     if options.heal is not None and unseen is not None:
         require_text_to_heal(subject, options, unseen)
@@ -117,7 +117,7 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
     original = evaluator.measure([evaluator.dense])[evaluator.dense]
     given = {"model": opened.name, "question": asdict(options)}
     with interruptible(worker), naming_storage(storage):
-        study = _open_study(subject, options, known, storage)
+        study = _open_study(subject, options, findings, storage)
         if not worker:
             finished = [trial for trial in list_trials(study) if trial.state in FINISHED]
             warn(lost_trials(output, study.study_name, storage.place, len(finished)))
@@ -128,7 +128,7 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
                 compute_once(study, "here", lambda: calibrate(HERE, subject.opened, on, ROUNDS))
             )
         question = setup.question(original, here)
-        searching = Search(question, evaluator, known=known)
+        searching = Search(question, evaluator, known=findings)
         if options.sampler == SURGEON:  # the others do not go by terms
             searching.known_terms = _terms(study, searching)
         # Each session draws other numbers; those of ours follow from the trials alone.
@@ -149,8 +149,8 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
     record = subject.provenance(
         **options.identity, **by, trials=len(trials), study=study.study_name, storage=storage.place
     )
-    if known.passes:
-        record["using"] = known.record(setup.mixture, trials)
+    if findings.passes:
+        record["using"] = findings.record(setup.mixture, trials)
     record["sublayers_run"] = round(sum(work["sublayers"].values()), 1)
     record["work"] = work
     if tasks is not None:
@@ -240,7 +240,7 @@ def _tasks(setup: SearchSetup, output: Path) -> TaskAccuracy | None:
 
 
 def _open_study(
-    subject: Subject, options: Question, known: Known, storage: StudyStorage
+    subject: Subject, options: Question, findings: Known, storage: StudyStorage
 ) -> optuna.Study:
     settings = {
         "format": FORMAT,
@@ -248,7 +248,12 @@ def _open_study(
         "model_hash": subject.opened.hash,
         "data": subject.windows.digest,
     }
-    settings |= {**options.identity, "sampler": options.sampler, "seed": options.seed, **known.identity}
+    settings |= {
+        **options.identity,
+        "sampler": options.sampler,
+        "seed": options.seed,
+        **findings.identity,
+    }
     name = options.study or DEFAULT_STUDY
     if options.study is None and options.storage is not None:
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
@@ -340,8 +345,8 @@ def end_search(
             on_unseen, why_own = by_verified_keys(evaluator, on_unseen)
         measured = {program: question.add_value(program, found) for program, found in on_unseen.items()}
         by = compared_by(question.settings.objectives)
-        known = [Finalist(trial, measured[trial.program]) for trial in (first, *runners_up)]
-        compared = compare(known[0], known[1:], measured[opened.program], by)
+        candidates = [Finalist(trial, measured[trial.program]) for trial in (first, *runners_up)]
+        compared = compare(candidates[0], candidates[1:], measured[opened.program], by)
         winner = Winner(compared.choice.trial, why, compared, unseen.record())
         if settings.heal is not None:  # before the last choice among them
             healed = heal_finalists(compared, question, opened, unseen, output)
@@ -377,8 +382,8 @@ def _as_draft(
     texts = [winner.trial.measured]
     if winner.comparison is not None:
         texts.append(winner.comparison.choice.unseen)
-    known = (drafting.by_quality(program, one) for one in texts)
-    predicted = [one for one in known if one is not None]
+    estimates = (drafting.by_quality(program, one) for one in texts)
+    predicted = [one for one in estimates if one is not None]
     measured = None
     if settings.is_timed_here:
         measured = drafts_here(setup.subject.opened, program, unseen or setup.subject.windows, settings)

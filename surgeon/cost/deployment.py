@@ -115,15 +115,15 @@ class Deployment:
     connected: bool = True
 
     def __post_init__(self) -> None:
-        for what, word, known in (
+        for what, word, choices in (
             ("dtype {!r}", self.dtype, DTYPES),
             ("compression {!r}", self.compress, tuple(WIRES)),
             ("way {!r} of sharing factors among ranks", self.low_rank, get_args(LowRankMode)),
             ("kv {!r}", self.kv, ("full", "lowrank")),
             ("mode {!r} of computing passes in halves", self.halves, get_args(HalvesMode)),
         ):
-            if word is not None and word not in known:
-                raise ValueError(f"there is no {what.format(word)}; {did_you_mean(word, known)}")
+            if word is not None and word not in choices:
+                raise ValueError(f"there is no {what.format(word)}; {did_you_mean(word, choices)}")
         if self.ranks < 1:
             raise ValueError(f"the number of ranks must be at least 1, not {self.ranks}")
         if self.node is not None and self.node < 1:
@@ -165,7 +165,7 @@ def plan_on_paper(
     # Layers that are mixtures of experts, by the configuration alone; ranks share them as is cheaper.
     by_layer = list[MixtureSize | None]()
     for layer in range(shapes.layers):
-        own = shapes.layer_shapes.of(Sublayer(FEED_FORWARD, (layer,)))
+        own = shapes.layer_shapes.layer_of(Sublayer(FEED_FORWARD, (layer,)))
         size = None
         if own.mixture is not None:
             size = MixtureSize(own.mixture.experts, own.units[FEED_FORWARD])

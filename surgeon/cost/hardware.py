@@ -271,7 +271,7 @@ class Hardware(_Entries):
         """
         if together == 1 or not self.sharing:
             return RankShare(self.device.shares, self.host)
-        more = [known for known in self.sharing if known >= together]
+        more = [count for count in self.sharing if count >= together]
         if more:
             return self.sharing[min(more)]
         most = max(self.sharing)
@@ -326,15 +326,15 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         ValueError: if there is no such name, or an entry of the file is missing, unknown or impossible.
     """
     text = str(name_or_path)
-    known = known_hardware()
-    path = MACHINES / f"{text}{SUFFIX}" if text in known else on_disk(text)
+    names = known_hardware()
+    path = MACHINES / f"{text}{SUFFIX}" if text in names else on_disk(text)
     if path is None or not path.is_file():
         if "/" in text or Path(text).suffix.lower() == SUFFIX:
             raise FileNotFoundError(
-                f"there is no hardware file {text}; write one, or use {', '.join(known)}"
+                f"there is no hardware file {text}; write one, or use {', '.join(names)}"
             )
         raise ValueError(
-            f"there is no hardware {text!r}; {did_you_mean(text, known)} (or give a {SUFFIX} file)"
+            f"there is no hardware {text!r}; {did_you_mean(text, names)} (or give a {SUFFIX} file)"
         )
     try:
         return parse_hardware(path.read_text(encoding="utf-8"))

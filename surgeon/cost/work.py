@@ -288,7 +288,7 @@ class RankWork:
         plan = self.plan
         part = maps.of
         size = self.plan.mixtures.size(maps.sublayer)
-        mixture = self.shapes.layer_shapes.of(part.sublayer).mixture
+        mixture = self.shapes.layer_shapes.layer_of(part.sublayer).mixture
         whole = plan.mixtures.whole_experts(part.sublayer, len(part.sharers))
         assert size is not None
         assert mixture is not None
@@ -325,7 +325,7 @@ class RankWork:
                 yield Kernel(f"{role}{OF_EXPERTS}", "product", flops, plan.dtype_bytes * moved, rows)
         yield self.copy("activation", 3 * load.pairs * matrices["up"][0])
         yield self.copy("mix", (load.pairs + maps.tokens) * plan.hidden)
-        if "shared_gate" in self.shapes.layer_shapes.of(part.sublayer).matrices:
+        if "shared_gate" in self.shapes.layer_shapes.layer_of(part.sublayer).matrices:
             yield from self._gated_work(maps, ["shared_gate", "shared_up"], "shared_down")
             yield self.copy("add", 3 * maps.tokens * plan.hidden)
 

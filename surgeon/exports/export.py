@@ -247,9 +247,9 @@ def layout_of(
 
 def check_storage(form: str, dtype: str | None) -> None:
     """Refuse an unknown form or dtype before any work."""
-    for what, given, known in (("form", form, ("auto", *FORMS)), ("dtype", dtype, tuple(DTYPES))):
-        if given is not None and given not in known:
-            raise ValueError(f"unknown {what} {given!r}; {did_you_mean(given, known)}")
+    for what, given, choices in (("form", form, ("auto", *FORMS)), ("dtype", dtype, tuple(DTYPES))):
+        if given is not None and given not in choices:
+            raise ValueError(f"unknown {what} {given!r}; {did_you_mean(given, choices)}")
 
 
 # Where each method lists the modules that it leaves alone, by name: the first of these that is there is read.
@@ -398,23 +398,23 @@ def why_kept(folder: Path) -> str | None:
     if not exported and not is_model:
         return "is no checkpoint: it has no surgeon.json of an export, and no config.json with a model_type and weights"
     listed = report.get("files") if exported else None
-    known = set(listed) if isinstance(listed, dict) else set()
-    others = sorted(path.name for path in folder.iterdir() if not _belongs(path, folder, known))
+    listed_names = set(listed) if isinstance(listed, dict) else set()
+    others = sorted(path.name for path in folder.iterdir() if not _belongs(path, folder, listed_names))
     if others:
         return f"holds what is no part of a checkpoint ({first_few(others, MOST_NAMED)})"
     return None
 
 
-def _belongs(path: Path, folder: Path, known: set[str]) -> bool:
+def _belongs(path: Path, folder: Path, listed_names: set[str]) -> bool:
     """Tell whether a checkpoint has such a file, or folder of nothing else; none has links."""
     name = path.relative_to(folder).as_posix()
     if path.is_symlink():
         return False
     if path.is_dir():
         inside = [*path.iterdir()]
-        return bool(inside) and all(_belongs(one, folder, known) for one in inside)
+        return bool(inside) and all(_belongs(one, folder, listed_names) for one in inside)
     patterns = (one for one in FILES if one.count("/") == name.count("/"))
-    is_known = name in known or any(fnmatchcase(name, one) for one in patterns)
+    is_known = name in listed_names or any(fnmatchcase(name, one) for one in patterns)
     return path.is_file() and (is_known or ("/" not in name and kind_of(name) in CARRIED))
 
 

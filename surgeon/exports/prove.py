@@ -167,9 +167,9 @@ def original_model(
         program: that it is to run, by default its own, which says how narrow stored layers may be.
     """
     kind = type(original.config)
-    known = kind in MODEL_FOR_CAUSAL_LM_MAPPING  # or a form's own, of layers as wide as several
+    is_stock = kind in MODEL_FOR_CAUSAL_LM_MAPPING  # or a form's own, of layers as wide as several
     model_class: Any = (
-        MODEL_FOR_CAUSAL_LM_MAPPING[kind] if known else original.form.model_class(original)
+        MODEL_FOR_CAUSAL_LM_MAPPING[kind] if is_stock else original.form.model_class(original)
     )
     with quiet():
         model = build_empty(model_class, copy.deepcopy(original.config), buffers)
@@ -517,12 +517,12 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
         path, _, last = parameter.rpartition(".")
         empty = torch.empty_like(parameters[parameter], device="meta")
         setattr(model.get_submodule(path), last, nn.Parameter(empty, requires_grad=False))
-    known = set(chain.from_iterable(found.values()))
+    matched_names = set(chain.from_iterable(found.values()))
     ignored = (*_ALWAYS_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ()))
     unexpected = [
         name
         for name in store.names()
-        if name not in known and not any(re.search(pattern, name) for pattern in ignored)
+        if name not in matched_names and not any(re.search(pattern, name) for pattern in ignored)
     ]
     tied = model.all_tied_weights_keys
     for first, second in (*tied.items(), *((source, target) for target, source in tied.items())):

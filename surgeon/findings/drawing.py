@@ -589,10 +589,10 @@ class Map:
             rows = len(self.values)
         axes.set_facecolor(NO_CELL)
         axes.imshow(shown, cmap=colours(), norm=self.legend.scale, interpolation="none", aspect=aspect)
-        known = ~np.isnan(cells)
+        is_measured = ~np.isnan(cells)
         within = cells <= self.limit
-        below = known[:-1] & known[1:] & (within[:-1] != within[1:])
-        beside = known[:, :-1] & known[:, 1:] & (within[:, :-1] != within[:, 1:])
+        below = is_measured[:-1] & is_measured[1:] & (within[:-1] != within[1:])
+        beside = is_measured[:, :-1] & is_measured[:, 1:] & (within[:, :-1] != within[:, 1:])
         edges = [
             [(column - 0.5, row + 0.5), (column + 0.5, row + 0.5)] for row, column in np.argwhere(below)
         ]

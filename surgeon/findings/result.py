@@ -113,13 +113,13 @@ class TableFile:
             )
             table[name] = table[name].astype(int)
         table = table.assign(**{name: table[name].fillna("").astype(str) for name in self.words})
-        for name, known in self.one_of.items():
-            unknown = ~table[name].isin([*known]).to_numpy()
+        for name, choices in self.one_of.items():
+            unknown = ~table[name].isin([*choices]).to_numpy()
             if unknown.any():
                 row = int(unknown.argmax())
                 word = table[name].iloc[row]
                 raise ValueError(
-                    f"{path} has {show_value(word)} in column {name}, line {row + 2}; {did_you_mean(word, known)} "
+                    f"{path} has {show_value(word)} in column {name}, line {row + 2}; {did_you_mean(word, choices)} "
                     "(or make it again)"
                 )
         return table

@@ -138,8 +138,10 @@ class Scan(RunResult):
     @property
     def num_layers(self) -> int:
         # A model runs each of its layers' two sublayers once.
-        known = self.record.get("num_layers") or self.record.get("sublayers_run", {}).get("base", 0) // 2
-        return max(int(known), int(self.cells["last"].max()) + 1)
+        recorded_layers = (
+            self.record.get("num_layers") or self.record.get("sublayers_run", {}).get("base", 0) // 2
+        )
+        return max(int(recorded_layers), int(self.cells["last"].max()) + 1)
 
     @property
     def is_edited(self) -> bool:
@@ -302,10 +304,10 @@ class Scan(RunResult):
             )
 
     def summary(self) -> Iterator[Finding]:
-        known = self.record.get("base_interval")
+        base_interval = self.record.get("base_interval")
         ends = ""
-        if isinstance(known, list) and len(known) == 2:
-            ends = f", 95% interval {interval(*known)}"
+        if isinstance(base_interval, list) and len(base_interval) == 2:
+            ends = f", 95% interval {interval(*base_interval)}"
         tokens = self.record.get("tokens_predicted") or int(self.cells["tokens"].max())
         what = "unedited model"
         if self.is_edited:
@@ -620,9 +622,10 @@ def depth_saved(operation: str, layers: int, steps_per_layer: int | None) -> flo
     """The effective depth that an operation on so many layers saves; None if it cannot be told."""
     if layers < 1:
         return None
-    known = [steps_per_layer] if steps_per_layer in (1, 2) else [1, 2]
+    step_counts = [steps_per_layer] if steps_per_layer in (1, 2) else [1, 2]
     edited = {
-        steps: HEATMAPS[operation](Program.dense(layers, steps), layers=range(layers)) for steps in known
+        steps: HEATMAPS[operation](Program.dense(layers, steps), layers=range(layers))
+        for steps in step_counts
     }
     saved = {layers - program.effective_depth(steps) for steps, program in edited.items()}
     if len(saved) == 1:

@@ -277,8 +277,8 @@ def _on_held_out_text(held: Record) -> Table:
 
 def _both(one: Record, by: str) -> list[str]:
     unseen = one["unseen"]
-    known = interval(unseen.get(f"{by}_low"), unseen.get(f"{by}_high"))
-    return [_value(one["seen"], by), _value(unseen, by), known]
+    ends = interval(unseen.get(f"{by}_low"), unseen.get(f"{by}_high"))
+    return [_value(one["seen"], by), _value(unseen, by), ends]
 
 
 def _value(values: Record, by: str) -> str:

@@ -36,7 +36,7 @@ class TargetRank:
             return f"{self.number.numerator}/{self.number.denominator}"
         return str(self.number)
 
-    def of(self, full_rank: int) -> int:
+    def resolve(self, full_rank: int) -> int:
         """The rank for a matrix with this many singular values; a share is rounded, to at least 1."""
         if self.is_share:
             return max(1, int(self.number * full_rank + Fraction(1, 2)))
@@ -100,7 +100,7 @@ class Spectrum(RunResult):
         if self.damage.empty:
             return
         for rank in parse_ranks(",".join(self.record["ranks"])):
-            part = self.damage[self.damage["rank"] == self.damage["full_rank"].map(rank.of)]
+            part = self.damage[self.damage["rank"] == self.damage["full_rank"].map(rank.resolve)]
             if len(part):
                 name = f"{rank} of the rank" if rank.is_share else f"rank {rank}"
                 yield rank, f"{name} ({part['method'].iloc[0]})", part

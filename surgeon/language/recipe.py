@@ -332,10 +332,10 @@ class DocumentReader:
             model = OPERATIONS[name].parameters
             for key in given:
                 if key not in ("layers", *model.model_fields):
-                    known = ["layers", *model.model_fields]
+                    names = ["layers", *model.model_fields]
                     raise self.error(
                         self.lines[*path, name, key],
-                        f"{name} has no parameter {show_value(key)}; {did_you_mean(str(key), known)}",
+                        f"{name} has no parameter {show_value(key)}; {did_you_mean(str(key), names)}",
                     )
             layers = given["layers"]
             try:

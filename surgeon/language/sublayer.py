@@ -74,9 +74,9 @@ class Sublayer:
         roles = [role for role, _ in self.ranks]
         for role, rank in self.ranks:
             if role not in ROLES[self.kind]:
-                known = ", ".join(ROLES[self.kind])
+                choices = ", ".join(ROLES[self.kind])
                 raise ValueError(
-                    f"sublayers of kind {self.kind} have no matrix {role!r}; name some of {known}"
+                    f"sublayers of kind {self.kind} have no matrix {role!r}; name some of {choices}"
                 )
             if rank < 1:
                 raise ValueError(f"the rank of {role} must be at least 1, not {rank}")
@@ -152,13 +152,13 @@ class Sublayer:
         Raises:
             ValueError: as `parameters`.
         """
-        mixture = shapes.of(self).mixture
+        mixture = shapes.layer_of(self).mixture
         experts = shapes.experts(self)
         return self._parameters(shapes, experts if mixture is None else min(experts, mixture.top_k))
 
     def _parameters(self, shapes: LayerShapes, counted: int) -> int:
         """Count the parameters of this many experts, and of all else."""
-        own = shapes.of(self)
+        own = shapes.layer_of(self)
         one = sum(
             self._matrix_parameters(role, own) for role in ROLES[self.kind] if role in own.matrices
         )
@@ -218,7 +218,7 @@ class LayerShapes:
     mixture: MixtureShapes | None = None
     others: Mapping[int, LayerShapes] = field(default_factory=dict)
 
-    def of(self, sublayer: Sublayer) -> LayerShapes:
+    def layer_of(self, sublayer: Sublayer) -> LayerShapes:
         """Return the shapes of a sublayer's (first) layer."""
         return self.others.get(sublayer.layers[0], self)
 

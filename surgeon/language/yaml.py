@@ -132,16 +132,16 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
-        known = set()
+        earlier_keys = set()
         for key_node, _ in node.value:
             if key_node.tag == _MERGE:
                 raise YamlError(_line(key_node), "<< merges nothing here; write out what is meant")
             if not isinstance(key_node, yaml.ScalarNode):
                 raise YamlError(_line(key_node), "a key is a text or a number, not a list or a mapping")
             key = self.construct_object(key_node)
-            if key in known:
+            if key in earlier_keys:
                 raise YamlError(_line(key_node), f"{show_value(key)} is there twice; keep one of them")
-            known.add(key)
+            earlier_keys.add(key)
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -225,14 +225,14 @@ def validate(
             message = "{within}{problem}"
         else:
             message = messages.get(f"{type_} {name}") or messages.get(type_, OTHERWISE)
-        key = known = ""
+        key = suggestion = ""
         if type_ in UNKNOWN:
             key = show_value((there if len(there) == len(loc) else loc)[-1])
-            known = did_you_mean(str(loc[-1]), _entries(kind, first["loc"][:-1]))
+            suggestion = did_you_mean(str(loc[-1]), _entries(kind, first["loc"][:-1]))
         problem = message.format(
             name=name,
             key=key,
-            known=known,
+            known=suggestion,
             value=show_value(first["input"]),
             problem=first.get("ctx", {}).get("error", first["msg"]),
             within=f"{path[-1]}: " if path else "",

@@ -112,7 +112,7 @@ class ModelShapes:
         """Count heads and KV heads, or neurons, of a sublayer before it is sliced; refuse more than its layer has."""
         counts: Units = {}
         for projection in self.family.spec(sublayer.kind, sublayer.layers[0]).projections:
-            features = self.layer_shapes.of(sublayer).matrices[projection.role][
+            features = self.layer_shapes.layer_of(sublayer).matrices[projection.role][
                 1 - int(projection.reads_stream)
             ]
             counts[projection.unit] = features // (1 if projection.unit in NEURONS else self.head_dim)

@@ -309,9 +309,9 @@ def files_in(folder: str) -> list[Path]:
     there = _walk_files(on_disk(folder) or Path(folder))
     files = [path for path in there if suffix_of(path) in TEXT_FILES or is_table(path)]
     if not files:
-        known = ", ".join((*TEXT_FILES, *JSON_LINES, PARQUET))
+        endings = ", ".join((*TEXT_FILES, *JSON_LINES, PARQUET))
         raise ValueError(
-            f"{folder} has no files of text in it, by their endings ({known}); give another folder"
+            f"{folder} has no files of text in it, by their endings ({endings}); give another folder"
         )
     return files
 

@@ -132,8 +132,8 @@ class Quality:
         return f"{text} ({low:{how}} to {high:{how}})"
 
     def table(self) -> pd.DataFrame:
-        known = [metric for metric in METRICS if self.knows(metric)]
-        rows = [(metric, getattr(self, metric), *self.ends(metric)) for metric in known]
+        metrics = [metric for metric in METRICS if self.knows(metric)]
+        rows = [(metric, getattr(self, metric), *self.ends(metric)) for metric in metrics]
         return pd.DataFrame(rows, columns=["metric", "value", "low", "high"])
 
     def line(self) -> str:

@@ -198,10 +198,10 @@ def read_rows(path: Path) -> tuple[str, list[Row]]:
         if not rows:
             fitting = [name for name, (keys, _) in FORMS.items() if set(keys) <= set(row)]
             if len(fitting) != 1:
-                known = "; ".join(f"{', '.join(keys)} ({name})" for name, (keys, _) in FORMS.items())
+                forms = "; ".join(f"{', '.join(keys)} ({name})" for name, (keys, _) in FORMS.items())
                 what = "several kinds" if fitting else "no kind"
                 raise ValueError(
-                    f"{where}: the keys {', '.join(row)} fit {what} of task; a row has one of: {known}"
+                    f"{where}: the keys {', '.join(row)} fit {what} of task; a row has one of: {forms}"
                 )
             form = fitting[0]
             reasoned = "chain_of_thought" in row
@@ -315,7 +315,7 @@ def load_tasks(
     if not wanted:
         raise ValueError("no tasks are given; name some, such as piqa,arc_easy")
     files: dict[str, str] = {}
-    known = cache(TaskManager)  # reading lm-eval's own list takes seconds
+    open_manager = cache(TaskManager)  # reading lm-eval's own list takes seconds
     items: list[tuple[Any, int | None]] = []
     with progress("loading tasks", len(wanted), "tasks") as advance:
         for name, shots in wanted:
@@ -324,7 +324,7 @@ def load_tasks(
                 task, files[name] = file_task(path, positions)
                 items.append((task, shots))
             else:
-                items += [(item, shots) for item in _find_items(name, path, known)]
+                items += [(item, shots) for item in _find_items(name, path, open_manager)]
             advance(1)
     every = [
         (task, shots)
@@ -356,11 +356,11 @@ def load_tasks(
     return tasks
 
 
-def _find_items(name: str, path: Path, known: Callable[[], TaskManager]) -> list[Any]:
+def _find_items(name: str, path: Path, open_manager: Callable[[], TaskManager]) -> list[Any]:
     """Build the tasks and groups of a name, a YAML file or a folder; `known` gives lm-eval's own."""
     is_file = path.suffix.lower() in YAML
-    if not (is_file or "/" in name or (path.is_dir() and name not in known().all_tasks)):
-        manager = known()
+    if not (is_file or "/" in name or (path.is_dir() and name not in open_manager().all_tasks)):
+        manager = open_manager()
         names = fnmatch.filter(manager.all_subtasks, name) if "*" in name else [name]
         if not names or names[0] not in manager.all_tasks:
             near = difflib.get_close_matches(name, [*PRESETS, *manager.all_tasks], n=1)

@@ -100,9 +100,13 @@ class DraftValue:
         tokens = math.fsum(a**place for place in range(found.ahead + 1))
         more = math.fsum(place * a ** (place - 1) for place in range(1, found.ahead + 1))
         times = time * (1 - more / tokens * (measured.by_window(self.by) - a))
-        known = {DRAFT_TIME: time, str(self.objective): self.objective.natural(time), AHEAD: found.ahead}
+        values = {
+            DRAFT_TIME: time,
+            str(self.objective): self.objective.natural(time),
+            AHEAD: found.ahead,
+        }
         windows = {**measured.windows, DRAFT_TIME: tuple(times.tolist())}
-        return replace(measured, windows=windows, more={**measured.more, **known})
+        return replace(measured, windows=windows, more={**measured.more, **values})
 
 
 def by_verified_keys(
@@ -125,9 +129,11 @@ def by_verified_keys(
             draft = draft_on_text(model, program, evaluator.factors)
             own = measured[program]
             verified = text_quality(logits_of(model), evaluator.windows.ids, draft=draft)
-            known = [name for name in ACCEPTANCES if own.knows(name)]
-            windows = {**own.windows, **{name: verified.windows[name] for name in known}}
-            means: dict[str, Any] = {name: float(verified.by_window(name).mean()) for name in known}
+            acceptances = [name for name in ACCEPTANCES if own.knows(name)]
+            windows = {**own.windows, **{name: verified.windows[name] for name in acceptances}}
+            means: dict[str, Any] = {
+                name: float(verified.by_window(name).mean()) for name in acceptances
+            }
             found[program] = replace(own, windows=windows, **means)
     except NoVerifiedKeys as error:
         return measured, str(error)

@@ -297,7 +297,7 @@ class Terms:
         np.fill_diagonal(cross, 0.0)
         return Damage(alone, cross)
 
-    def of(self, numbers: Sequence[int]) -> Terms:
+    def select(self, numbers: Sequence[int]) -> Terms:
         index = list(numbers)
         return Terms(self.divergence[index], self.correlation[np.ix_(index, index)])
 
@@ -404,9 +404,9 @@ class TermsPlan:
         else:
             few = measured[: max(1, _SAMPLE // window)]
         runs: dict[range, dict[Program, None]] = {measured: {}, few: {}}
-        for program, known, run in zip(self.programs, self.known, self.run, strict=True):
+        for program, measured_divergence, run in zip(self.programs, self.known, self.run, strict=True):
             if run:
-                runs[measured if np.isnan(known) else few][program] = None
+                runs[measured if np.isnan(measured_divergence) else few][program] = None
         return {windows: [*programs] for windows, programs in runs.items() if programs}
 
     def work(self, ids: Tensor) -> float:
@@ -425,14 +425,14 @@ class TermsPlan:
         found = divergence.copy()
         for group in set(self.groups[np.isnan(divergence)].tolist()):
             own = self.groups == group
-            known = own & np.isfinite(divergence) & (divergence > 0) & (self.foreseen > 0)
+            usable = own & np.isfinite(divergence) & (divergence > 0) & (self.foreseen > 0)
             missing = own & np.isnan(divergence)
-            if known.sum() < _FITTED:
+            if usable.sum() < _FITTED:
                 found[missing] = (
-                    divergence[known].max() if known.any() else np.nanmax(divergence, initial=0.0)
+                    divergence[usable].max() if usable.any() else np.nanmax(divergence, initial=0.0)
                 )
                 continue
-            slope, level = np.polyfit(np.log(self.foreseen[known]), np.log(divergence[known]), 1)
+            slope, level = np.polyfit(np.log(self.foreseen[usable]), np.log(divergence[usable]), 1)
             found[missing] = np.exp(level + max(slope, 0.0) * np.log(self.foreseen[missing]))
         return found
 

@@ -166,17 +166,17 @@ class Known:
         if not self.passes:
             return whole
         measured = [self.find_quality(program) for program in whole.programs]
-        known = np.array([np.nan if one is None else one.divergence for one in measured])
-        guess = Terms(np.where(np.isnan(known), 0.0, known), np.eye(len(known)))
+        divergences = np.array([np.nan if one is None else one.divergence for one in measured])
+        guess = Terms(np.where(np.isnan(divergences), 0.0, divergences), np.eye(len(divergences)))
         running = Proposer(mixture, guess, question.prices, question.goals).running[:MOST_COMPARED]
-        run = np.isnan(known) | np.isin(np.arange(len(known)), running)
+        run = np.isnan(divergences) | np.isin(np.arange(len(divergences)), running)
         foreseen, groups = self.foreseen(mixture)
         for group in set(groups.tolist()):
-            ordered = np.flatnonzero((groups == group) & np.isnan(known) & np.isfinite(foreseen))
+            ordered = np.flatnonzero((groups == group) & np.isnan(divergences) & np.isfinite(foreseen))
             if len(ordered) > FEW:
                 order = ordered[np.argsort(foreseen[ordered], kind="stable")]
                 run[order[max(FEW, len(order) // 2) :]] = False
-        return replace(whole, known=known, run=run, foreseen=foreseen, groups=groups)
+        return replace(whole, known=divergences, run=run, foreseen=foreseen, groups=groups)
 
     def foreseen(self, mixture: Mixture) -> tuple[Numbers, Counts]:
         """(edits,) each: a number that rises with edits' damage, NaN where passes have none, and the group.
@@ -244,15 +244,15 @@ def read_known(folders: Iterable[Path], model: Model, windows: Windows) -> Known
     if not spectra or spectra[0].ranks is None or spectra[0].ranks.method == "plain":
         return Known(passes)
     # Programs of other passes have plain factors, where a search's are not.
-    known = []
+    findings = []
     for one in passes:
         if one.ranks is None:
             programs = {text: quality for text, quality in one.programs.items() if "@" not in text}
             divergence = {text: value for text, value in one.divergence.items() if "@" not in text}
-            known.append(replace(one, programs=programs, divergence=divergence))
+            findings.append(replace(one, programs=programs, divergence=divergence))
         else:
-            known.append(one)
-    return Known(tuple(known))
+            findings.append(one)
+    return Known(tuple(findings))
 
 
 def _read_folder(folder: Path, model: Model, windows: Windows) -> Iterator[KnownPass]:

@@ -47,7 +47,7 @@ class Damage:
     alone: Numbers
     cross: Numbers
 
-    def of(self, chosen: Sequence[int]) -> float:
+    def total(self, chosen: Sequence[int]) -> float:
         index = list(chosen)
         return float(self.alone[index].sum() + self.cross[np.ix_(index, index)].sum() / 2)
 
@@ -172,7 +172,7 @@ def useful_edits(damage: Damage, savings: Savings, excluded: Flags) -> Places:
         if not excluded[edit, chosen].any():
             chosen.append(int(edit))
         if savings.are_enough(savings.each[chosen].sum(axis=0)[None])[0]:
-            limit = _HOPELESS * max(damage.of(chosen), float(damage.alone[chosen].max()))
+            limit = _HOPELESS * max(damage.total(chosen), float(damage.alone[chosen].max()))
             return useful[damage.alone[useful] <= limit]
     return useful
 
@@ -270,7 +270,7 @@ class Surrogate:
 
     @cached_property
     def _residual(self) -> Numbers:
-        predicted = [self.prior.of(np.flatnonzero(row).tolist()) for row in self.chosen]
+        predicted = [self.prior.total(np.flatnonzero(row).tolist()) for row in self.chosen]
         residual: Numbers = self.measured - np.array(predicted)
         return residual
 

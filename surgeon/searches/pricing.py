@@ -135,7 +135,7 @@ class Pricing:
         shapes = self.model.layer_shapes
 
         def counts(program: Program) -> list[int]:
-            mixtures = (one for one in program.sublayers() if shapes.of(one).mixture is not None)
+            mixtures = (one for one in program.sublayers() if shapes.layer_of(one).mixture is not None)
             return [shapes.experts(one) for one in mixtures if one.kind == FEED_FORWARD]
 
         return sum(counts(program)) / max(1, len(counts(self.model.program)))

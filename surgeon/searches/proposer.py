@@ -181,7 +181,7 @@ class Proposer:
                 sources = dict.fromkeys(every, REGRESSION)
                 fresh = [choice for choice in every if self._key(choice) not in tried]
             numbers = [self._numbers(choice) for choice in fresh]
-            mean = np.array([surrogate.corrected_damage.of(one) for one in numbers])
+            mean = np.array([surrogate.corrected_damage.total(one) for one in numbers])
             deviation = surrogate.uncertainty(numbers)
             own = [trial.measured for trial in trials if self.meets(trial.choice, goal)]
             if self.sure is not None and len(own) >= _UNSURE:
@@ -205,8 +205,8 @@ class Proposer:
         return [*found.values()]
 
     def surrogate(self, trials: Sequence[Trial]) -> Surrogate:
-        known = [trial for trial in trials if self.knows(trial.choice)]
-        finite = [trial for trial in known if math.isfinite(trial.measured.divergence)]
+        in_space = [trial for trial in trials if self.knows(trial.choice)]
+        finite = [trial for trial in in_space if math.isfinite(trial.measured.divergence)]
         by_level: dict[float | None, float] = {}
         for trial in finite:
             level = trial.level
@@ -292,7 +292,7 @@ class Proposer:
             if (
                 rest
                 and self.meets(rest, goal)
-                and damage.of(self._numbers(rest)) <= damage.of(self._numbers(choice))
+                and damage.total(self._numbers(rest)) <= damage.total(self._numbers(choice))
             ):
                 choice = rest
         return choice
@@ -340,7 +340,7 @@ class Proposer:
         return np.asarray(~excluded & keeping)
 
     def _by_damage(self, choices: Iterable[Choice], damage: Damage) -> list[Choice]:
-        return sorted(choices, key=lambda choice: (damage.of(self._numbers(choice)), choice))
+        return sorted(choices, key=lambda choice: (damage.total(self._numbers(choice)), choice))
 
     def _key(self, choice: Choice) -> str:
         return str(self.program(choice))
@@ -377,7 +377,7 @@ class Proposer:
         """Rate a choice by what single edits predict of it; less is better."""
         program = self.program(choice)
         assert program is not None
-        return promise(program, self.terms.damage.of(self._numbers(choice)))
+        return promise(program, self.terms.damage.total(self._numbers(choice)))
 
     @property
     def can_meet(self) -> bool:
@@ -407,7 +407,9 @@ class Proposer:
     def _taught(self) -> dict[Choice, float]:
         """Choices known before the search, unless much worse than the expected ones."""
         expected = [
-            self.terms.damage.of(self._numbers(best)) for few in self._additive.values() for best in few
+            self.terms.damage.total(self._numbers(best))
+            for few in self._additive.values()
+            for best in few
         ]
         most = _HOPELESS * max(expected, default=0.0)
         return {

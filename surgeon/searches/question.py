@@ -277,7 +277,7 @@ class PricedQuestion:
     original: Quality
     whole: PricedQuestion | None = None
 
-    def of(self, spaces: Sequence[Space]) -> PricedQuestion:
+    def with_spaces(self, spaces: Sequence[Space]) -> PricedQuestion:
         return replace(self, mixture=replace(self.mixture, spaces=tuple(spaces)), whole=self)
 
     @cached_property

@@ -79,15 +79,17 @@ class QualityCurve:
             return f"{self.name}: no knee between {self.along.name} {first} and {show(last)}"
         ends = sorted([self.low, self.high], reverse=self.along.quantity.upward)
         if self.share:
-            known = f"95% interval {' to '.join(map(self.along.quantity.show, ends))}"
+            certainty = f"95% interval {' to '.join(map(self.along.quantity.show, ends))}"
         else:
-            known = "no interval"
+            certainty = "no interval"
         if self.share < CONFIDENCE:
             unsure = f", in {self.share:.0%} of the resamples"
         else:
             unsure = ""
         looked = f"looked for as far as {show(last)}, within a divergence of {MOST_DIVERGENCE:g} nat"
-        return f"{self.name}: the knee is at {show(self.knee)} of {first} ({known}{unsure}), {looked}"
+        return (
+            f"{self.name}: the knee is at {show(self.knee)} of {first} ({certainty}{unsure}), {looked}"
+        )
 
 
 def quality_curves(
@@ -329,11 +331,11 @@ def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str
         record = read_json(folder / SearchResult.RECORD)
     except (FileNotFoundError, ValueError):
         return []  # it is written again
-    known = record.get("trials")
-    if record.get("study") != study or not isinstance(known, int) or known <= finished:
+    trials = record.get("trials")
+    if record.get("study") != study or not isinstance(trials, int) or trials <= finished:
         return []
     return [
-        f"{place} has {finished} of the {known} trials that {SearchResult.RECORD} tells of; the others are tried again"
+        f"{place} has {finished} of the {trials} trials that {SearchResult.RECORD} tells of; the others are tried again"
     ]
 
 

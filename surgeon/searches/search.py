@@ -100,15 +100,15 @@ class SearchSetup:
             question.separator,
             memory=question.memory,
         )
-        known = read_known(map(Path, question.using), opened, subject.windows)
-        mixture = known.mixture(mixture).on_text(calibration_entry(subject.windows))
+        findings = read_known(map(Path, question.using), opened, subject.windows)
+        mixture = findings.mixture(mixture).on_text(calibration_entry(subject.windows))
         if mixture.most_salient:
             use = expert_use(subject.model, subject.windows, memory=subject.memory)
             mixture = mixture.by_saliency({layer: one.order() for layer, one in use.items()})
-        for note in known.notes(mixture):
+        for note in findings.notes(mixture):
             warnings.warn(note, stacklevel=2)
         programs = mixture.single_edits
-        made = open_factors(subject, programs, known.ranks, folder / "factors", make)
+        made = open_factors(subject, programs, findings.ranks, folder / "factors", make)
         factors = most_important(
             subject.model, programs, subject.windows, factors=made, memory=subject.memory
         )
@@ -128,7 +128,7 @@ class SearchSetup:
             factors=factors,
             sampled=question.sampled_acceptance,
         )
-        return cls(subject, question, mixture, pricing, known, evaluator)
+        return cls(subject, question, mixture, pricing, findings, evaluator)
 
     def question(self, original: Quality, here: Hardware | None = None) -> PricedQuestion:
         """The question with its prices, of which some are times on this machine."""
@@ -169,7 +169,9 @@ class Search:
         mixture = self.question.mixture
         if len(mixture.spaces) == 1:
             return {mixture.spaces[0].name: self._proposer(self.question)}
-        alone = {space.name: self._proposer(self.question.of((space,))) for space in mixture.spaces}
+        alone = {
+            space.name: self._proposer(self.question.with_spaces((space,))) for space in mixture.spaces
+        }
         able = {name: proposer for name, proposer in alone.items() if proposer.can_meet}
         return {MIXTURE: self._proposer(self.question), **able}
 
@@ -236,10 +238,10 @@ class Search:
     ) -> Proposal:
         """Read a trial's proposal from the values of its parameters, and its attributes."""
         choice = self.question.mixture.choice(values)
-        known = attributes or {}
+        entries = attributes or {}
         program = self.question.mixture.program(choice)
-        level = known[LEVEL] if LEVEL in known else self.question.level(program)
-        return Proposal(str(program), known.get(SOURCE, ""), choice, level)
+        level = entries[LEVEL] if LEVEL in entries else self.question.level(program)
+        return Proposal(str(program), entries.get(SOURCE, ""), choice, level)
 
     def finished_trials(self, stored: Sequence[FrozenTrial]) -> list[Trial]:
         """A study's finished trials of this search's edits, in order, numbered among those that were not given up.
@@ -255,8 +257,8 @@ class Search:
             ):
                 continue
             told = one.user_attrs.get(MEASURED) or repr(one.values)
-            known = number, told, *one.params.values()
-            if known not in self._trials:
+            key = number, told, *one.params.values()
+            if key not in self._trials:
                 proposal = self.proposal(one.params, one.user_attrs)
                 if MEASURED in one.user_attrs:
                     read = json.loads(told, parse_float=_round)
@@ -267,8 +269,8 @@ class Search:
                 else:
                     value = one.values[0] if one.values else math.inf
                     measured = Quality(value, divergence=value)
-                self._trials[known] = Trial(**vars(proposal), number=number, measured=measured)
-            found.append(self._trials[known])
+                self._trials[key] = Trial(**vars(proposal), number=number, measured=measured)
+            found.append(self._trials[key])
         return found
 
     def objective(self, trial: optuna.Trial) -> float | tuple[float, ...]:
@@ -347,10 +349,10 @@ class Search:
 
     def _proposer(self, question: PricedQuestion) -> Proposer:
         number = {edit: place for place, edit in enumerate(self.question.mixture.edits)}
-        terms = self.terms.of([number[edit] for edit in question.mixture.edits])
-        known = self.known.choices(self.question.mixture)
+        terms = self.terms.select([number[edit] for edit in question.mixture.edits])
+        divergences = self.known.choices(self.question.mixture)
         # Only divergence is predicted, and only where choices were measured before is there enough to be sure by.
-        sure = SURE if known and self._is_by_divergence else None
+        sure = SURE if divergences and self._is_by_divergence else None
         quality = [
             objective for objective in self.question.settings.objectives if not objective.is_priced
         ] or [DIVERGENCE]
@@ -361,7 +363,7 @@ class Search:
             question.prices,
             question.goals,
             lambda trial: self.question.pricing.costs(quality, trial)[0],
-            known,
+            divergences,
             sure,
         )
         found = replace(found, goals=found.goals_worth_trying)

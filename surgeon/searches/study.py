@@ -94,8 +94,8 @@ def open_storage(address: str | None, output: Path) -> StudyStorage:
     if kind == "journal":
         return _open_journal(Path(rest))
     if kind not in ("sqlite", "postgres", "postgresql") and not kind.startswith("postgresql+"):
-        known = did_you_mean(kind, ["postgresql", "sqlite", "journal"])
-        raise ValueError(f"{without_password(address)!r} is no storage; {known} (write {KINDS})")
+        suggestion = did_you_mean(kind, ["postgresql", "sqlite", "journal"])
+        raise ValueError(f"{without_password(address)!r} is no storage; {suggestion} (write {KINDS})")
     try:
         url = make_url(address)
     except (exc.ArgumentError, ValueError) as error:

@@ -238,9 +238,12 @@ class Winner:
 
     def missed_unseen(self, of_quality: Sequence[Limit]) -> list[str]:
         """Name limits that the winner keeps on the text of the search, but not on held-out text."""
-        known = {"": self.comparison, " once it is healed": self.healing.after if self.healing else None}
+        stages = {
+            "": self.comparison,
+            " once it is healed": self.healing.after if self.healing else None,
+        }
         missed = []
-        for when, comparison in known.items():
+        for when, comparison in stages.items():
             if comparison is not None:
                 unseen = next(
                     one.unseen for one in comparison.finalists if one.trial.number == self.trial.number
@@ -280,10 +283,10 @@ def quality_json(measured: Quality) -> dict[str, float | None]:
     """Write a quality's numbers as JSON values; None for what is not finite."""
     names = ("perplexity", "divergence", "divergence_low", "divergence_high", "tokens")
     accepted = (name for name in ACCEPTANCES if measured.knows(name))
-    known = {name: getattr(measured, name) for name in (*names, *accepted)}
+    values = {name: getattr(measured, name) for name in (*names, *accepted)}
     if DRAFT_TIME in measured.more:
-        known[DRAFT_TIME] = measured.more[DRAFT_TIME]
-    found: dict[str, float | None] = finite(known)
+        values[DRAFT_TIME] = measured.more[DRAFT_TIME]
+    found: dict[str, float | None] = finite(values)
     return found
 
 

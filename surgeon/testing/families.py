@@ -73,7 +73,7 @@ class FamilyContract:
     def test_described_modules_and_units_are_there(self, model: PreTrainedModel) -> None:
         family = family_of(model.config)
         layer = model.get_submodule(family.layers).get_submodule("1")
-        shapes = family.layer_shapes(model.config).of(Sublayer("F", (1,)))
+        shapes = family.layer_shapes(model.config).layer_of(Sublayer("F", (1,)))
         weights = ModelWeights(ModuleStore(model), family, family.head_dim(model.config))
         for kind in KINDS:
             spec = family.spec(kind, 1)

@@ -349,7 +349,7 @@ def train(
         processes, _ = join_processes(device)
         share = share_of_batch(settings, processes.num_processes)
         arguments = training_arguments(settings, folder, steps, share, device)
-        known = {
+        run_identity = {
             **(identity or {}),
             "settings": settings.to_json(),
             "mixed_precision": arguments.mixed_precision,  # which accelerate launch may have said
@@ -357,7 +357,7 @@ def train(
             "held_out": texts.held_out.digest,
         }
         # The first of several processes opens the folder, and says where the run goes on.
-        found = [open_run(folder, known) if processes.is_main_process else None]
+        found = [open_run(folder, run_identity) if processes.is_main_process else None]
         broadcast_object_list(found, from_process=0)
         checkpoint = found[0]
         program = program or program_of(model)

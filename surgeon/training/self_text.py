@@ -88,12 +88,12 @@ class SelfText(TextSource):
         self._new = 0
         self._seconds = 0.0
         self._wanted = 0
-        known = (
+        starts = (
             tokenizer.bos_token_id,
             getattr(original.model.config, "bos_token_id", None),
             tokenizer.eos_token_id,
         )
-        start = next((token for token in known if token is not None), None)
+        start = next((token for token in starts if token is not None), None)
         if start is None:
             raise ValueError(
                 f"{original.name} has neither BOS nor EOS, from which it could write a text; give one to heal on"
@@ -162,9 +162,9 @@ class SelfText(TextSource):
             RankFailed: if the process that writes fails.
         """
         self._wanted = count * self.window
-        rows, known = super().windows(count)
-        self.written = known["written"]
-        return rows, known
+        rows, facts = super().windows(count)
+        self.written = facts["written"]
+        return rows, facts
 
     def _write(self, path: Path, count: int) -> dict[str, Any]:
         return super()._write(path, count) | {"written": self.written}

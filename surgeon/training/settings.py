@@ -263,9 +263,9 @@ class TrainSettings:
         check_trainer_arguments(self.arguments)
 
     def _check_scope(self) -> None:
-        for name, known in (("scope", SCOPES), ("router", ROUTERS)):
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"there is no {name} {value!r}; {did_you_mean(value, known)}")
+        for name, choices in (("scope", SCOPES), ("router", ROUTERS)):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"there is no {name} {value!r}; {did_you_mean(value, choices)}")
         if self.scope == "routers" and self.router == "frozen":
             raise ValueError(
                 "the scope routers trains nothing else, and they are to be frozen; leave one of them out"

@@ -299,7 +299,7 @@ def _split(
     asked = needed + behind
     if is_share and not source.endless:
         asked = max(asked, HELD_OUT_SHARE * behind)
-    rows, known = source.windows(asked)
+    rows, facts = source.windows(asked)
     there = len(rows)
     if is_share:
         behind = min(behind, max(1, there // HELD_OUT_SHARE))
@@ -315,7 +315,7 @@ def _split(
             f"{source.source} has no whole window of {source.window} tokens; give more text, or a smaller window"
         )
     training = rows.select(range(count))
-    notes = list[str](known["notes"])
+    notes = list[str](facts["notes"])
     if not (source.apart or source.chats):
         looked_at = training.select(range(min(count, max(1, _LOOKED_AT // source.window)))).with_format(
             "torch"
@@ -329,7 +329,7 @@ def _split(
         )
     digest = rows_digest(training, source.window)
     text = TrainingText(
-        training, source.source, digest, tuple(notes), known["column"], known["left_out"]
+        training, source.source, digest, tuple(notes), facts["column"], facts["left_out"]
     )
     if not behind:
         return text, None

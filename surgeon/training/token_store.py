@@ -272,15 +272,15 @@ class TextSource:
         make_folder(self.folder)
         with lock_file(folder.with_suffix(".lock")):
             path = folder / _KNOWN_FILE
-            known = read_json(path) if path.is_file() else {"windows": 0, "ended": False}
-            if known["windows"] < count and not known["ended"]:
+            facts = read_json(path) if path.is_file() else {"windows": 0, "ended": False}
+            if facts["windows"] < count and not facts["ended"]:
                 with scratch(folder) as beside:
-                    known = self._write(beside / _ROWS_FILE, count)
-                    write_json(beside / _KNOWN_FILE, known)
+                    facts = self._write(beside / _ROWS_FILE, count)
+                    write_json(beside / _KNOWN_FILE, facts)
                     sync_tree(beside)
                     publish(beside, folder)
             rows = datasets.Dataset.from_file(str(folder / _ROWS_FILE))
-        return rows.select(range(min(count, known["windows"]))), known
+        return rows.select(range(min(count, facts["windows"]))), facts
 
     def _write(self, path: Path, count: int) -> dict[str, Any]:
         reading = Reading()

@@ -281,10 +281,10 @@ class ModelTrainer(Trainer):
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Measure on held-out text, in every process, as sharded models need."""
         found = self.measure_held_out(self.model_wrapped)
-        known = {
+        entries = {
             f"eval_{name}": value for name, value in found.estimates.items() if not math.isnan(value)
         }
-        metrics = {"eval_loss": math.log(found.perplexity), **known}
+        metrics = {"eval_loss": math.log(found.perplexity), **entries}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

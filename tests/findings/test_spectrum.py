@@ -37,7 +37,7 @@ def example(layers: int = 3, damage: bool = True, asked: str = RANKS) -> Spectru
                 for index in range(full):
                     value = 0.0 if index == full - 1 else 10.0 ** -(index * (layer + 1) / 8)
                     values.append(about | {"method": method, "index": index, "value": value})
-            for rank in sorted({rank.of(full) for rank in parse_ranks(RANKS)}):
+            for rank in sorted({rank.resolve(full) for rank in parse_ranks(RANKS)}):
                 divergence = (layer + 1) / rank**2 / (10 if weight == "k" else 1)
                 kept = (outputs + inputs) * rank / (outputs * inputs)
                 rows.append(
@@ -60,7 +60,7 @@ def test_damage_is_shown_at_its_layer_and_matrix() -> None:
         shown = panel.images[0].get_array()
         for layer in range(3):
             for row, (weight, size) in enumerate(SIZES.items()):
-                expected = (layer + 1) / rank.of(min(size)) ** 2 / (10 if weight == "k" else 1)
+                expected = (layer + 1) / rank.resolve(min(size)) ** 2 / (10 if weight == "k" else 1)
                 assert shown[row, layer] == pytest.approx(10 + expected)
     assert [label.get_text() for label in panels[0].get_yticklabels()] == ["q", "k"]
 

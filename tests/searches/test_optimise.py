@@ -44,7 +44,7 @@ def test_a_plain_sum_is_minimised_exactly_with_one_choice_of_a_group(seed: int, 
     found = best_choices(damage, savings, excluded, beam=1)
     assert bool(found) == bool(every)
     if every:
-        assert damage.of(found[0]) == pytest.approx(min(map(damage.of, every)))
+        assert damage.total(found[0]) == pytest.approx(min(map(damage.total, every)))
 
 
 @given(st.integers(0, 10_000))
@@ -52,12 +52,12 @@ def test_a_plain_sum_is_minimised_exactly_with_one_choice_of_a_group(seed: int, 
 def test_cross_terms_are_taken_into_account(seed: int) -> None:
     damage, savings, excluded = problem(seed, 1, crossing=0.5)
     enough = every_choice(savings, excluded)
-    every = sorted((chosen for chosen in enough if chosen[:-1] not in enough), key=damage.of)
+    every = sorted((chosen for chosen in enough if chosen[:-1] not in enough), key=damage.total)
     # Edits as bad as these may be part of the best choice here.
     with patch.object(optimise, "_HOPELESS", 1e9):
         found = best_choices(damage, savings, excluded, count=5)
     assert found[:1] == every[:1]
-    assert [damage.of(one) for one in found] == sorted(damage.of(one) for one in found)
+    assert [damage.total(one) for one in found] == sorted(damage.total(one) for one in found)
     assert set(found) <= set(every), "each saves enough, and its edits go together"
 
 
@@ -77,16 +77,16 @@ def test_what_is_scarce_is_not_used_up(seed: int, most: int) -> None:
     assert all(one in every for one in found)
     assert bool(found) == bool(every)
     if every:
-        assert damage.of(found[0]) == pytest.approx(min(map(damage.of, every)))
+        assert damage.total(found[0]) == pytest.approx(min(map(damage.total, every)))
 
 
 def test_damage_is_a_sum_over_edits_and_pairs_of_them() -> None:
     damage = Damage(
         np.array([1.0, 2.0, 4.0]), np.array([[0, 10, 20], [10, 0, 40], [20, 40, 0]], dtype=float)
     )
-    assert damage.of([0, 2]) == 1 + 4 + 20
-    assert damage.of([0, 1, 2]) == 7 + 70
-    assert damage.of([]) == 0
+    assert damage.total([0, 2]) == 1 + 4 + 20
+    assert damage.total([0, 1, 2]) == 7 + 70
+    assert damage.total([]) == 0
 
 
 COUNT = 6
@@ -115,11 +115,11 @@ def test_it_is_the_regression_of_all_weights() -> None:
     phi = features(choices, prior, 0.3, 0.1)
     noise = np.diag(1 / (0.01 * np.abs(measured)) ** 2)
     precision = phi.T @ noise @ phi + np.eye(phi.shape[1])
-    residual = np.array(measured) - [prior.of(choice) for choice in choices]
+    residual = np.array(measured) - [prior.total(choice) for choice in choices]
     weights = np.linalg.solve(precision, phi.T @ noise @ residual)
     asked = [(0, 1), (2, 3, 5), (4,), tuple(range(COUNT))]
-    wanted = [prior.of(one) for one in asked] + features(asked, prior, 0.3, 0.1) @ weights
-    assert [surrogate.corrected_damage.of(one) for one in asked] == pytest.approx(
+    wanted = [prior.total(one) for one in asked] + features(asked, prior, 0.3, 0.1) @ weights
+    assert [surrogate.corrected_damage.total(one) for one in asked] == pytest.approx(
         wanted.tolist(), rel=1e-6
     )
     row = features(asked, prior, 0.3, 0.1)
@@ -132,7 +132,7 @@ def test_what_was_measured_is_predicted() -> None:
     by_choice = dict(zip(choices, measured, strict=True))
     surrogate = Surrogate.fit(prior, list(by_choice), list(by_choice.values()))
     for choice, value in by_choice.items():
-        assert surrogate.corrected_damage.of(choice) == pytest.approx(value, rel=0.1)
+        assert surrogate.corrected_damage.total(choice) == pytest.approx(value, rel=0.1)
         assert surrogate.uncertainty([choice])[0] < Surrogate.fit(prior, [], []).uncertainty([choice])[0]
 
 

@@ -65,7 +65,7 @@ def test_the_same_whatever_the_size_of_blocks(monkeypatch: pytest.MonkeyPatch) -
 def test_two_edits_of_one_direction_add_up_as_amplitudes() -> None:
     """(a + b)^2 = a^2 + b^2 + 2 a b: edits that do the same to the logits."""
     damage = Terms(np.array([0.04, 0.09]), np.ones((2, 2))).damage
-    assert damage.of([0, 1]) == pytest.approx((0.2 + 0.3) ** 2)
+    assert damage.total([0, 1]) == pytest.approx((0.2 + 0.3) ** 2)
 
 
 def test_correlations_are_scaled_covariances() -> None:
@@ -78,7 +78,7 @@ def test_terms_are_json_and_back() -> None:
     again = Terms.from_json(terms.to_json())
     assert again.divergence.tolist() == terms.divergence.tolist()
     assert again.correlation.tolist() == terms.correlation.tolist()
-    assert np.isfinite(terms.damage.of([0, 1, 2])), (
+    assert np.isfinite(terms.damage.total([0, 1, 2])), (
         "a model that is broken is far worse, not beyond numbers"
     )
 

@@ -271,8 +271,8 @@ class _Run:
         if not all(part in self.options.references for part in parts):
             running = [self.original, *running]
         elif self.original in wanted:
-            known = [self._with_blocks(self.options.references[part].quality) for part in parts]
-            yield MeasuredWindows(self.original, windows.start, concatenate_windows(known))
+            qualities = [self._with_blocks(self.options.references[part].quality) for part in parts]
+            yield MeasuredWindows(self.original, windows.start, concatenate_windows(qualities))
         if running:
             self.plan_for(running)
             for program, found in side_by_side([partial(self._lane, part) for part in parts]):
@@ -644,5 +644,5 @@ def _work(job: Job, messages: Any) -> None:
             messages.put(("measured", measured.program, measured.start, numbers))
         messages.put(("ended",))
     except Exception as error:  # noqa: BLE001 - the first process raises it
-        known = next((kind for kind in _ERRORS if isinstance(error, _ERRORS[kind])), "")
-        messages.put(("failed", known, str(error) if known else traceback.format_exc()))
+        error_kind = next((kind for kind in _ERRORS if isinstance(error, _ERRORS[kind])), "")
+        messages.put(("failed", error_kind, str(error) if error_kind else traceback.format_exc()))

@@ -172,14 +172,16 @@ class _Work:
         sums, states = self._collect(list(groups.values()), run_as)
         weights = self.run.parts[0].machine.layers.weights()
         for group in groups.values():
-            known = sums.get(group[0])
+            matrix_sums = sums.get(group[0])
             ways: dict[Making, Decomposer] = {}
             for matrix in group:
                 making = self.plan.makings[matrix]
                 if making not in ways:
                     statistics = Statistics()
-                    if known is not None:
-                        statistics = Statistics(known.moment, known.sizes / known.samples)
+                    if matrix_sums is not None:
+                        statistics = Statistics(
+                            matrix_sums.moment, matrix_sums.sizes / matrix_sums.samples
+                        )
                     ways[making] = decomposer(making.method, statistics, making.alpha)
                 stored = weights.matrix(replace(matrix.sublayer, ranks=()), matrix.role)
                 values = stored.whole(torch.promote_types(stored.dtype, torch.float32))
@@ -187,7 +189,7 @@ class _Work:
                     raise ValueError(
                         f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again"
                     )
-                own = known if making.is_calibrated else None
+                own = matrix_sums if making.is_calibrated else None
                 moment = None if own is None else own.moment
                 rank = matrix.sublayer.rank(matrix.role)
                 assert rank is not None

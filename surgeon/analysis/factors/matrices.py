@@ -118,13 +118,13 @@ def choose_weights(family: Family, names: Sequence[str] | None) -> tuple[str, ..
         for projection in spec.projections
         if not projection.stacked
     }
-    known = [role for kind in KINDS for role in ROLES[kind] if role in inside]
+    roles = [role for kind in KINDS for role in ROLES[kind] if role in inside]
     for name in names or ():
-        if name not in known:
-            raise ValueError(f"{family.name} has no weight {name!r}; {did_you_mean(name, known)}")
+        if name not in roles:
+            raise ValueError(f"{family.name} has no weight {name!r}; {did_you_mean(name, roles)}")
     if names is not None and not names:
-        raise ValueError(f"no weight is named; name some of {', '.join(known)}, as in q,k")
-    return tuple(role for role in known if names is None or role in names)
+        raise ValueError(f"no weight is named; name some of {', '.join(roles)}, as in q,k")
+    return tuple(role for role in roles if names is None or role in names)
 
 
 def find_matrices(family: Family, layers: range, weights: Sequence[str]) -> list[Matrix]:

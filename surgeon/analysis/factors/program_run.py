@@ -172,12 +172,14 @@ class ReferenceText:
 
     def nll(self) -> Values:
         """Negative log-likelihood of the reference, (windows,), nats per token."""
-        return join_measures([known.quality for known in self.predictions])[0]
+        return join_measures([prediction.quality for prediction in self.predictions])[0]
 
     def quality(self, run: ProgramRun) -> tuple[Values, Values]:
         """Negative log-likelihood of another, and its divergence from this one, (windows,) each, nats per token."""
         parts = zip(run.rest(), self.predictions, strict=True)
-        return join_measures([self.head.compare(stream, known) for (_, stream), known in parts])
+        return join_measures(
+            [self.head.compare(stream, prediction) for (_, stream), prediction in parts]
+        )
 
 
 def matrices_in(node: Node, matrices: Collection[Matrix]) -> list[Matrix]:

@@ -79,9 +79,9 @@ class FusedPlanner(TensorPlanner):
             for kind in KINDS:
                 sublayers = tuple(sublayer for sublayer in layer if sublayer.kind == kind)
                 for sublayer in sublayers:  # whose tensors none may be left behind
-                    known = known_modules(self.family.spec(kind))
+                    modules = known_modules(self.family.spec(kind))
                     for path in self.paths(sublayer):
-                        if path.rpartition(".")[0] not in known:
+                        if path.rpartition(".")[0] not in modules:
                             raise ValueError(
                                 f"{path} of {self.family.name} cannot be stored in the fused form"
                             )

@@ -100,7 +100,7 @@ def _experts(layers: tuple[StoredLayer, ...], family: Family, config: Any) -> di
     if mixture is None:
         return {}
     mixtures = (
-        one for layer in layers for one in layer.feed_forward if shapes.of(one).mixture is not None
+        one for layer in layers for one in layer.feed_forward if shapes.layer_of(one).mixture is not None
     )
     counts = sorted({shapes.experts(one) for one in mixtures})
     if counts in ([], [getattr(config, mixture.count)]):

@@ -128,7 +128,7 @@ class TensorPlanner:
         """Plan a tensor outside the layers; tied embeddings are the embedding, as most software looks for."""
         embedding = f"{self.family.embedding}.weight"
         names = self.weights.names
-        written = names.own(embedding) if name == names.of(embedding) else name
+        written = names.own(embedding) if name == names.stored_name(embedding) else name
         return self.plan_tensors(written, lambda weights: weights.store.tensor(name))
 
     def _sublayer_tensors(self, sublayer: Sublayer) -> Iterator[tuple[str, Compute]]:
@@ -234,9 +234,9 @@ class TensorPlanner:
         spec = self.family.spec(sublayer.kind, sublayer.layers[0])
         prefix = f"{self.prefix}{sublayer.layers[0]}."
         names = [name.removeprefix(prefix) for name in self.source.names() if name.startswith(prefix)]
-        known = tuple(root for one in self.family.specs() for root in self._roots(one))
+        roots = tuple(root for one in self.family.specs() for root in self._roots(one))
         for name in names:
-            if not name.startswith(known):
+            if not name.startswith(roots):
                 raise ValueError(
                     f"{prefix}{name} is no tensor of {self.family.name} that surgeon knows; it cannot be exported"
                 )

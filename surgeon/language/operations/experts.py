@@ -13,7 +13,7 @@ from surgeon.language.sublayer import FEED_FORWARD, LayerShapes, Sublayer
 
 def _each_expert(shapes: LayerShapes, layer: int) -> tuple[float, ...]:
     """Return a layer's experts that can be left out: none where it is no mixture, or has one only."""
-    mixture = shapes.of(Sublayer(FEED_FORWARD, (layer,))).mixture
+    mixture = shapes.layer_of(Sublayer(FEED_FORWARD, (layer,))).mixture
     if mixture is None or mixture.experts < 2:
         return ()
     return tuple(range(mixture.experts))
@@ -101,7 +101,7 @@ def _choose_experts(
     seed: int | None,
 ) -> tuple[int, ...]:
     """The experts that a layer keeps, ascending; none where it is no mixture."""
-    mixture = shapes.of(Sublayer(FEED_FORWARD, (layer,))).mixture
+    mixture = shapes.layer_of(Sublayer(FEED_FORWARD, (layer,))).mixture
     if mixture is None:
         return ()
     if isinstance(keep, int):

@@ -155,8 +155,8 @@ def _choose_ranks(
     if not 0 < keep <= 1:
         raise ValueError(f"keep must be more than 0 and at most 1, not {keep:g}")
     found: Ranks = {}
-    known = [role for roles in ROLES.values() for role in roles if role in shapes.matrices]
-    for role in known if weights is None else weights:
+    own_roles = [role for roles in ROLES.values() for role in roles if role in shapes.matrices]
+    for role in own_roles if weights is None else weights:
         rank = rank_for(keep, *_shape(role, shapes))
         if rank is None:
             _warn_whole(role, layers, f"with keep {keep:g}", shapes)

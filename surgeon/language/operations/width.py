@@ -119,7 +119,7 @@ def width(
         count = None if set(layers).isdisjoint(sublayer.layers) else widths.get(sublayer.kind)
         if (
             count in (None, shapes.units.get(sublayer.kind))
-            or sublayer.kind not in shapes.of(sublayer).units
+            or sublayer.kind not in shapes.layer_of(sublayer).units
         ):
             return sublayer
         return _narrow(sublayer, count, layers, shapes)
@@ -130,7 +130,9 @@ def width(
 def _warn_of_whole(layers: range, widths: Mapping[str, int], shapes: LayerShapes) -> None:
     """Say which layers have units that cannot be told apart, where others have some that can (linear attentions)."""
     for kind in widths:
-        whole = [layer for layer in layers if kind not in shapes.of(Sublayer(kind, (layer,))).units]
+        whole = [
+            layer for layer in layers if kind not in shapes.layer_of(Sublayer(kind, (layer,))).units
+        ]
         if whole:
             where = f"layer{'s' * (len(whole) > 1)} {layer_list(whole)}"
             said = f"width: the {UNITS[kind]} of {where} cannot be told apart, so that all of them stay"
@@ -175,7 +177,7 @@ def _narrow(sublayer: Sublayer, count: int | None, layers: range, shapes: LayerS
             f"layers {show_range(layers)} overlap with what an earlier operation changed: {sublayer} is narrow already"
         )
     made = replace(sublayer, width=count)
-    require_width(made, shapes.of(made).units[made.kind])
+    require_width(made, shapes.layer_of(made).units[made.kind])
     if made.piece is not None and (made.width or 0) % made.piece[1]:
         raise ValueError(
             f"the {made.width} {UNITS[made.kind]} of {made} do not divide into {made.piece[1]} slices"

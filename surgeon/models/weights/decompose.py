@@ -165,11 +165,11 @@ def decomposer(method: Method, statistics: Statistics | None = None, alpha: floa
     """
     if method not in METHODS:
         raise ValueError(f"there is no method {method!r}; {did_you_mean(method, METHODS)}")
-    known = statistics or Statistics()
+    own_statistics = statistics or Statistics()
     need = NEEDS[method]
     if need is None:
         return decompose
-    given = getattr(known, need)
+    given = getattr(own_statistics, need)
     assert given is not None, f"{method} needs the {need} of the inputs"
     if need == "moment":
         return partial(decompose, weighing=whiten(given).factor)
@@ -349,11 +349,11 @@ class TruncatedSVD:
             else:
                 left = decompose(whole).left
             self.kept[key] = left  # used last
-            others = [known for known in self.kept if known[0] != sublayer.layers]
-            taken = sum(self.kept[known].nbytes for known in others)
-            for known in others:
+            others = [entry for entry in self.kept if entry[0] != sublayer.layers]
+            taken = sum(self.kept[entry].nbytes for entry in others)
+            for entry in others:
                 if taken > self.room:
-                    taken -= self.kept.pop(known).nbytes
+                    taken -= self.kept.pop(entry).nbytes
             first, second = factors_by(whole, left, rank)
         else:
             first, second = factorise(whole, rank)

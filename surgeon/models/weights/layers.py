@@ -163,15 +163,15 @@ class StoredWeights:
         self._known_places: dict[tuple[int, str], Tensor] = {}
 
     def __contains__(self, path: str) -> bool:
-        return self.names.of(path) in self.store
+        return self.names.stored_name(path) in self.store
 
     def shape(self, path: str) -> tuple[int, ...]:
         """Return the shape of a tensor, by its path from the causal language model."""
-        return self.store.shape(self.names.of(path))
+        return self.store.shape(self.names.stored_name(path))
 
     def tensor(self, path: str, bounds: Bounds | None = None, dim: int = 0) -> Tensor:
         """Return a tensor, or a part of it along one dimension."""
-        name = self.names.of(path)
+        name = self.names.stored_name(path)
         if bounds is None:
             return self.store.tensor(name)
         return self.store.part(name, dim, *bounds)
@@ -241,9 +241,9 @@ class StoredWeights:
                 continue
             name = f"{self.prefix(layer)}{packed[0].weight}"
             count = self.shape(name)[packed[0].divided_dim + int(packed[0].stacked)]
-            known = sum(units.get(projection.unit, 0) for projection in packed)
+            units_alone = sum(units.get(projection.unit, 0) for projection in packed)
             missing = [projection.unit for projection in packed if projection.unit not in units]
-            rest = count // width - known
+            rest = count // width - units_alone
             if count % width or (missing and rest % len(missing)) or (not missing and rest):
                 raise ValueError(
                     f"{name} has shape {self.shape(name)}, which does not fit heads of {width} or the other projections"
@@ -265,18 +265,18 @@ class StoredWeights:
         index = expert if projection.stacked else None
         if f"{path}.first.weight" in self:
             first, second = (
-                Dense(self.store, self.names.of(f"{path}.{one}.weight"), index=index)
+                Dense(self.store, self.names.stored_name(f"{path}.{one}.weight"), index=index)
                 for one in ("first", "second")
             )
             found = Factored(first, second)
         elif (
             len(modules_of(spec)[projection.path]) > 1 or projection.stacked
         ) and f"{path}.weight" in self:
-            found = Dense(self.store, self.names.of(f"{path}.weight"), index=index)
+            found = Dense(self.store, self.names.stored_name(f"{path}.weight"), index=index)
         elif projection.stored is not None:
             alone = f"{self.prefix(layer)}{projection.stored.format(expert)}.weight"
             if alone in self:
-                found = Dense(self.store, self.names.of(alone))
+                found = Dense(self.store, self.names.stored_name(alone))
         self._known_own[key] = found
         return found
 
@@ -287,7 +287,7 @@ class StoredWeights:
         own = self.own_matrix(layer, kind, projection, expert)
         places = self.places(layer, kind, projection)[kept]
         if own is None:
-            name = self.names.of(f"{self.prefix(layer)}{projection.weight}")
+            name = self.names.stored_name(f"{self.prefix(layer)}{projection.weight}")
             dim = projection.divided_dim
             if len(places) == self.store.shape(name)[dim + int(projection.stacked)]:
                 features = None
@@ -438,7 +438,7 @@ class Names:
             f"{self.store.where} has no tensors named {prefix}*, as {self.family.name} has; is its config.json right?"
         )
 
-    def of(self, path: str) -> str:
+    def stored_name(self, path: str) -> str:
         """Return the name of the tensor at a path, also where there is none.
 
         The head's stands for an embedding that is not stored, where they are tied.

@@ -141,7 +141,7 @@ class ModelWeights(StoredWeights):
         kept = self._kept_features(sublayer, projection)
         places = (self.places(layer, sublayer.kind, projection)[kept] for layer in sublayer.layers)
         found = (
-            read_features(self.store, self.names.of(path), at, 0)
+            read_features(self.store, self.names.stored_name(path), at, 0)
             if stacked is None
             else self.one_of(path, stacked)[at]
             for path, at in zip(paths, places, strict=True)
@@ -173,7 +173,9 @@ class ModelWeights(StoredWeights):
             self.places(layer, sublayer.kind, one)[self._kept_features(sublayer, one)] for one in packed
         ]
         dim = packed[0].divided_dim if what == "weight" and module == packed[0].path else 0
-        return read_features(self.store, self.names.of(whole), torch.cat(kept).sort().values, dim)
+        return read_features(
+            self.store, self.names.stored_name(whole), torch.cat(kept).sort().values, dim
+        )
 
     def norms(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
         """Return norms by name: "norm.weight", "norm.bias", "q_norm.weight", "post_norm.weight".

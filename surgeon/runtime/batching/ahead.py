@@ -206,7 +206,7 @@ class PassTimes:
 
     def at_most(self, tokens: int) -> float:
         """Like `of`, but beyond what was measured in proportion to tokens, and with the surplus of a first pass."""
-        longest = self.of(tokens) * max(1.0, tokens / self._sizes[-1])
+        longest = self.estimate(tokens) * max(1.0, tokens / self._sizes[-1])
         if tokens in self._seconds:
             return longest
         if tokens in self._begun:
@@ -218,7 +218,7 @@ class PassTimes:
         """The shortest of the first passes of their sizes; None if there was none."""
         return min(self._begun.values(), default=None)
 
-    def of(self, tokens: int) -> float:
+    def estimate(self, tokens: int) -> float:
         """Estimate a pass: between measured sizes in proportion, beyond them as the nearest.
 
         Larger passes than any before are expected to take no longer, until they are tried; the surplus of a size's
@@ -309,8 +309,10 @@ class Ahead:
         to_lose += MAY_LOSE * self._spent + MAY_LOSE_PASSES * self._plain
         worth = [0.0] * len(texts)
         if any(missed) and self.drafting.is_known:
-            _, rate = best_ahead(self._chances(texts), most, self.drafting.of, self.verifying.of)
-            saved = self.verifying.of(len(texts)) / len(texts) - 1 / rate
+            _, rate = best_ahead(
+                self._chances(texts), most, self.drafting.estimate, self.verifying.estimate
+            )
+            saved = self.verifying.estimate(len(texts)) / len(texts) - 1 / rate
             worth = [saved * tokens for tokens in further]
         best = self._best(texts, self._within(most, missed, worth, to_make_up), to_lose)
         if any(best):
@@ -337,13 +339,13 @@ class Ahead:
         if not self.drafting.is_known:
             return [0] * len(texts)
         chances = self._chances(texts)
-        most_seconds = self.verifying.of(len(texts)) + to_lose
+        most_seconds = self.verifying.estimate(len(texts)) + to_lose
 
         return best_ahead(
             chances,
             most,
-            self.drafting.of,
-            self.verifying.of,
+            self.drafting.estimate,
+            self.verifying.estimate,
             lambda drafted, tokens: drafted + self.verifying.at_most(tokens) <= most_seconds,
         )[0]
 
@@ -366,11 +368,11 @@ class Ahead:
     @property
     def _per_missed(self) -> float:
         if self.missed.tokens:
-            known = self.missed
+            passes = self.missed
         else:
-            known = self.prompts
-        if known.tokens:
-            return known.seconds / known.tokens
+            passes = self.prompts
+        if passes.tokens:
+            return passes.seconds / passes.tokens
         return self._plain
 
     def _drafting_at_most(self, texts: int) -> float:

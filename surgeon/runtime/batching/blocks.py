@@ -311,11 +311,11 @@ class BlockPool:
         """Count a path's blocks that a sequence can share, as far as one group goes."""
         size = self.block_tokens
         window = self.windows[group]
-        known = 0
+        in_a_row = 0
         found = {0}
         for length, number in enumerate(path, start=1):
-            known = known + 1 if (group, number) in self._known else 0
-            if known >= length - first_block(length * size, window, size):
+            in_a_row = in_a_row + 1 if (group, number) in self._known else 0
+            if in_a_row >= length - first_block(length * size, window, size):
                 found.add(length)
         return found
 

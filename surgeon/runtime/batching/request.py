@@ -456,11 +456,11 @@ class Sequence:
 
     def take_unverified(self) -> list[int]:
         """Take off the drafts, which have not been computed then."""
-        known = self.known_tokens
+        verified = self.known_tokens
         self.unverified = 0
-        drafts = self.tokens[known:]
-        del self.tokens[known:]
-        self.computed = min(self.computed, known)
+        drafts = self.tokens[verified:]
+        del self.tokens[verified:]
+        self.computed = min(self.computed, verified)
         return drafts
 
     @classmethod

@@ -164,9 +164,9 @@ class RankModel:
 
     def angles_up_to(self, tokens: int) -> AllAngles:
         """Rotary angles of so many positions or more; others than before if those were fewer."""
-        known = max((len(cosine) for cosine, _ in self._angles), default=tokens)
-        if tokens > known:
-            self._angles = self._angles_of(max(tokens, 2 * known))
+        largest = max((len(cosine) for cosine, _ in self._angles), default=tokens)
+        if tokens > largest:
+            self._angles = self._angles_of(max(tokens, 2 * largest))
         return self._angles
 
     def _angles_of(self, tokens: int) -> AllAngles:

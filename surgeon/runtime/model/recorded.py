@@ -148,13 +148,13 @@ class RecordedDecode(Way):
         phase = model.peers.counts
         passes = self._passes.setdefault(cache, {})
         angles = model.angles_up_to(1 + max(row.start for row in rows))
-        known = passes.get(len(rows))
-        if known is not None and known.inputs.load(rows, angles):
-            times = known.replay(bool(known.spans))
+        static = passes.get(len(rows))
+        if static is not None and static.inputs.load(rows, angles):
+            times = static.replay(bool(static.spans))
             if times and model.watcher is not None:
-                model.watcher([(what, times[first], times[end]) for what, first, end in known.spans])
-            phase.add(known.sent)
-            return known.logits
+                model.watcher([(what, times[first], times[end]) for what, first, end in static.spans])
+            phase.add(static.sent)
+            return static.logits
         # Computed as any pass, and recorded if it can be.
         inputs = PassInputs(rows, angles)
         recording = Recording(self._kernels, self._arena)
@@ -222,9 +222,9 @@ class StaticLayout:
         self._own = own
         self._newly = own
         if cache.borrowed:  # what others know goes where nobody reads
-            known = inputs[:, KNOWN] > self.positions
+            is_known = inputs[:, KNOWN] > self.positions
             unread = cache.tokens - BLOCK_TOKENS
-            self._newly = [places.masked_fill(known, unread) for places in own]
+            self._newly = [places.masked_fill(is_known, unread) for places in own]
         self._views: dict[tuple[int, Window | None], tuple[Tensor, Tensor, AllAngles]] = {}
         self._texts: list[TextBlocks] = []
         if counters is not None:
@@ -406,10 +406,10 @@ class StaticDecode(Way):
         size = PassSize.of(rows, most, passes)
         if not self.gathers(cache):
             size = PassSize(size.texts, min(blocks_for(self._model.plan.max_tokens), most))
-        known = self._passes.setdefault(cache, {})
-        if size not in known:
-            known[size] = StaticPass(size, blocks, cache)
-        static = known[size]
+        static_passes = self._passes.setdefault(cache, {})
+        if size not in static_passes:
+            static_passes[size] = StaticPass(size, blocks, cache)
+        static = static_passes[size]
         static.load(rows)
         return static
 

@@ -444,18 +444,18 @@ class Sampler:
             numbers, judged, torch.cat(chances, -1).tolist(), [len(each) for each in drafts]
         )
         shown = [at for at, (number, place) in enumerate(judged) if place < ends[number]]
-        known = tokens[places(shown, tokens)]
+        candidates = tokens[places(shown, tokens)]
         if rejected:
             instead = places([*rejected.values()], own)
             more = (wanted[instead] - offered[instead]).clamp_(min=0)
             # Nothing is left where they differ by rounding only.
             rest = more.where(more.any(-1, keepdim=True), wanted[instead])
             shown += rejected.values()
-            known = torch.cat([known, self._pick(rest)])
+            candidates = torch.cat([candidates, self._pick(rest)])
         choices: list[list[Choice]] = [[] for _ in texts]
         those = [texts[judged[at][0]] for at in shown]
         tops = [text.sampling.logprobs for text in those]
-        table = report(known, own[places(shown, own)], tops).tolist()
+        table = report(candidates, own[places(shown, own)], tops).tolist()
         for at, text, top, told in zip(shown, those, tops, table, strict=True):
             choices[judged[at][0]].append(text.add(read_report(told, top)))
 

@@ -232,9 +232,9 @@ def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:
 def _all_ways(ways: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     """Check all ways; "auto" where nothing is chosen."""
     for name, wanted in ways.items():
-        what, known = WAYS[name]
-        if wanted not in known:
-            raise ValueError(f"there is no {what.format(wanted)}; {did_you_mean(wanted, known)}")
+        what, choices = WAYS[name]
+        if wanted not in choices:
+            raise ValueError(f"there is no {what.format(wanted)}; {did_you_mean(wanted, choices)}")
     if ways.get("halves") == "on" and ranks == 1:
         raise ValueError(
             "halves take turns so that one computes while the other's reductions are on their way, and one rank has "

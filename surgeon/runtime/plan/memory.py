@@ -188,9 +188,11 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
         whole = _program_held(own, rank, source, rows)
         if own.draft is not None:
             draft = own.draft.plan
-            known = _read_by(own, rank)
+            own_parts = _read_by(own, rank)
             new = (
-                part for part in _read_by(draft, rank) if part not in known or draft.exchanges(part[0])
+                part
+                for part in _read_by(draft, rank)
+                if part not in own_parts or draft.exchanges(part[0])
             )
             weights = sum(numbers_of(draft, source, part) for part in new) * own.dtype_bytes
             beside = _program_held(draft, rank, source, 0)._replace(weights=weights)

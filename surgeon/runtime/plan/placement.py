@@ -293,8 +293,8 @@ def summed_in_rank_space(
     if normed:
         return frozenset(index for index, rank in enumerate(ranks) if rank is not None and rank < hidden)
     # Together in the stream's space they take its width, however many they are.
-    known = [rank for rank in ranks if rank is not None]
-    if len(known) == len(ranks) and sum(known) < hidden:
+    given_ranks = [rank for rank in ranks if rank is not None]
+    if len(given_ranks) == len(ranks) and sum(given_ranks) < hidden:
         return frozenset(range(len(ranks)))
     return frozenset()
 

@@ -224,12 +224,12 @@ def choose_collectives(wanted: str, device: str) -> str:
         return fitting[0]
     if wanted in (*fitting, "none"):
         return wanted
-    known = ("auto", "shm", "gloo", "nccl", "none")
-    if wanted in known:
+    choices = ("auto", "shm", "gloo", "nccl", "none")
+    if wanted in choices:
         raise ValueError(
             f"{wanted} does not connect ranks on a {device} device; use {' or '.join(fitting)}"
         )
-    raise ValueError(f"there are no collectives {wanted!r}; {did_you_mean(wanted, known)}")
+    raise ValueError(f"there are no collectives {wanted!r}; {did_you_mean(wanted, choices)}")
 
 
 def check_sending(collectives: str, device: str, link: Link | None, compression: str | None) -> None:
@@ -418,9 +418,9 @@ def serve(connection: Connection, channel: Sequence[int]) -> None:
         return
     except Exception as error:  # the starting process raises it
         first_line = (str(error).strip() or "no message").split("\n")[0]
-        known = isinstance(error, ValueError | OSError)
+        is_expected = isinstance(error, ValueError | OSError)
         line = first_line
-        if not known:
+        if not is_expected:
             line = f"{type(error).__name__}: {first_line}"
         message = RankError(
             time.monotonic(), isinstance(error, ValueError), line, traceback.format_exc()

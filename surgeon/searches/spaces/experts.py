@@ -66,7 +66,7 @@ class KeptExperts(Space):
 
     def edits(self, model: Model) -> Iterator[Edit]:
         for layer in range(model.num_layers):
-            mixture = model.layer_shapes.of(Sublayer(FEED_FORWARD, (layer,))).mixture
+            mixture = model.layer_shapes.layer_of(Sublayer(FEED_FORWARD, (layer,))).mixture
             count = 0 if mixture is None else mixture.experts
             wanted = self.kept or dict.fromkeys(max(1, round(share * count)) for share in SHARES)
             order = [*self.orders.get(layer, range(count))]
@@ -105,7 +105,8 @@ class KeptExperts(Space):
 
     def obstacle(self, model: Model) -> str:
         mixtures = (
-            model.layer_shapes.of(Sublayer(FEED_FORWARD, (k,))).mixture for k in range(model.num_layers)
+            model.layer_shapes.layer_of(Sublayer(FEED_FORWARD, (k,))).mixture
+            for k in range(model.num_layers)
         )
         most = max((one.experts for one in mixtures if one is not None), default=0)
         if most:

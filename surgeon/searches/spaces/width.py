@@ -41,7 +41,7 @@ class Widths(ShareSpace):
         shapes = model.layer_shapes
         for edit in super().edits(model):
             if all(
-                kind_of(edit) in shapes.of(Sublayer(kind_of(edit), (layer,))).units
+                kind_of(edit) in shapes.layer_of(Sublayer(kind_of(edit), (layer,))).units
                 for layer in edit.layers
             ):
                 yield edit

@@ -396,8 +396,8 @@ def require_known(model: PreTrainedModel) -> None:
     """Refuse a model with tensors that no rack would have."""
     found = tensors_of(model)
     family = found.family
-    known = found.outside(*family.embeddings, family.final_norm, family.head)
-    if (name := next((one for one in found.others if one not in known), None)) is not None:
+    names = found.outside(*family.embeddings, family.final_norm, family.head)
+    if (name := next((one for one in found.others if one not in names), None)) is not None:
         raise ValueError(
             f"{name} lies outside the layers, the embeddings, the final norm and the head; a model with such a tensor "
             "is not cut into racks"

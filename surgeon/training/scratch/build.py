@@ -187,11 +187,11 @@ def _make_architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfi
     # transformers would keep unknown entries without a word.
     of_family = FAMILIES[model_type]
     blank = config_class()
-    known = [*blank.to_dict(), *blank.attribute_map]
+    entries = [*blank.to_dict(), *blank.attribute_map]
     for name, value in given.items():
-        if name not in known:
+        if name not in entries:
             raise config.error(
-                f"model: {of_family.name} has no entry {show_value(name)}; {did_you_mean(str(name), known)}",
+                f"model: {of_family.name} has no entry {show_value(name)}; {did_you_mean(str(name), entries)}",
                 "model",
                 name,
             )

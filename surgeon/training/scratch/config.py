@@ -189,11 +189,11 @@ def parse_config(text: str, source: str = KIND) -> ScratchConfig:
         raise reader.error(
             reader.lines["training",], f"training must be a mapping, not {show_value(given)}"
         )
-    known = [each.name for each in fields(TrainSettings) if each.name not in _OF_HEALING]
-    for name in (name for name in given if name not in known):
+    setting_names = [each.name for each in fields(TrainSettings) if each.name not in _OF_HEALING]
+    for name in (name for name in given if name not in setting_names):
         raise reader.error(
             reader.lines["training", name],
-            f"unknown key {show_value(name)}; {did_you_mean(str(name), known)}",
+            f"unknown key {show_value(name)}; {did_you_mean(str(name), setting_names)}",
         )
     arguments = given.get("arguments", {})
     for name, value in arguments.items() if isinstance(arguments, dict) else ():

@@ -30,13 +30,13 @@ def test_times_lie_between_those_that_were_measured() -> None:
     assert not times.is_known
     for tokens, seconds in ((4, 9.0), (4, 2.0), (8, 9.0), (8, 4.0), (2, 9.0)):
         times.note(tokens, seconds)
-    assert [times.of(tokens) for tokens in (1, 4, 5, 6, 8, 100)] == [2.0, 2.0, 2.5, 3.0, 4.0, 4.0]
+    assert [times.estimate(tokens) for tokens in (1, 4, 5, 6, 8, 100)] == [2.0, 2.0, 2.5, 3.0, 4.0, 4.0]
     times.note(4, 3.0)
-    assert times.of(4) == pytest.approx(2.125)
+    assert times.estimate(4) == pytest.approx(2.125)
     times.note(4, 100.0)  # something else came between
-    assert times.of(4) == pytest.approx(2.125 * 1.125)
+    assert times.estimate(4) == pytest.approx(2.125 * 1.125)
     times.note(4, 0.0)
-    assert times.of(4) == pytest.approx(2.125 * 1.125 / 2)
+    assert times.estimate(4) == pytest.approx(2.125 * 1.125 / 2)
     assert times.count(4) < FEWEST
     times.note(4, 4.0)
     assert times.count(4) >= FEWEST
@@ -52,10 +52,10 @@ def test_the_first_pass_of_a_size_counts_apart() -> None:
     for seconds in (12.0, 2.0):
         times.note(4, seconds)
     assert times.longer_at_first == 10.0
-    assert [times.of(tokens) for tokens in (4, 8)] == [2.0, 2.0 + 10 / USED_AGAIN]
+    assert [times.estimate(tokens) for tokens in (4, 8)] == [2.0, 2.0 + 10 / USED_AGAIN]
     assert [times.at_most(tokens) for tokens in (4, 8)] == [2.0, 2 * (2 + 10 / USED_AGAIN) + 10]
     times.note(8, 100.0)
-    assert [times.of(8), times.at_most(8)] == [2.0, 4.0]
+    assert [times.estimate(8), times.at_most(8)] == [2.0, 4.0]
     times.note(8, 3.0)
     assert times.longer_at_first == (10 + 97) / 2
     chance = PassTimes()

@@ -84,9 +84,9 @@ def _check(
                 "numbers stand for others; if it does not, remove it, else use the model that it was made of"
             )
         if key in only and (value.lower() if isinstance(value, str) else value) not in only[key]:
-            known = f" (known: {', '.join(map(str, only[key]))})" if only[key] else ""
+            choices = f" (known: {', '.join(map(str, only[key]))})" if only[key] else ""
             raise ValueError(
-                f"{what} with {key} {show_value(value)} is not supported{known}; use the model that it was made of"
+                f"{what} with {key} {show_value(value)} is not supported{choices}; use the model that it was made of"
             )
 
 
