@@ -53,7 +53,7 @@ from surgeon.findings.card import write_card
 from surgeon.findings.measured import CardScore, Identity
 from surgeon.language.operations.applied import runs_whole_layers
 from surgeon.language.program import Program
-from surgeon.machine import Background, one_at_a_time, torch_threads
+from surgeon.machine import Background, one_at_a_time, show_size, torch_threads
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.opened import Model, versions
 from surgeon.processes.files import (
@@ -61,7 +61,6 @@ from surgeon.processes.files import (
     is_full_disk,
     publish,
     scratch,
-    show_bytes,
     sync_tree,
     write_json,
 )
@@ -529,7 +528,7 @@ def write_export(
         return proof
     # Raised outside the handler, to stand for itself: it says more than the system's error that it comes from.
     raise OSError(
-        f"the disk of {target.parent} filled up: {show_bytes(needed)} are needed; what was written is removed"
+        f"the disk of {target.parent} filled up: {show_size(needed)} are needed; what was written is removed"
     )
 
 

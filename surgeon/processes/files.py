@@ -24,6 +24,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgeon.machine import show_size
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -122,20 +124,8 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(
-            f"the disk of {folder} is too full: {show_bytes(needed)} are needed, {show_bytes(free)} are free"
+            f"the disk of {folder} is too full: {show_size(needed)} are needed, {show_size(free)} are free"
         )
-
-
-def show_bytes(count: int) -> str:
-    """Write a size: 12.7 MB."""
-    size = float(count)
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if size < 1000:
-            if unit == "bytes":
-                return f"{size:.0f} {unit}"
-            return f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 LOOK_SECONDS = 0.002  # between two tries to get a lock that somebody else has

@@ -21,6 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from surgeon.checkpoint.texts import Defaults
+from surgeon.machine import show_size
 from surgeon.runtime.service import Service
 from surgeon.server.bodies import (
     GONE,
@@ -142,7 +143,7 @@ class ServerState:
 
 
 GUARDED = "/v1"
-MOST_BYTES = 16 << 20  # of a body: a prompt of a million tokens
+MOST_BYTES = 16_000_000  # of a body: a prompt of a million tokens
 ANY = "*"  # origin of web pages
 _PORTS = {"http": 80, "https": 443}
 _COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
@@ -211,7 +212,7 @@ def _refusal(scope: Scope, state: ServerState) -> ApiError | None:
 
 def too_large() -> ApiError:
     """413: a body nobody wants to read."""
-    return ApiError(413, f"the body is larger than {MOST_BYTES >> 20} MB")
+    return ApiError(413, f"the body is larger than {show_size(MOST_BYTES)}")
 
 
 def check_origin(origin: str) -> str:

@@ -40,7 +40,7 @@ def test_tables_files_and_trace(
     ]
     assert main(["bench", str(tiny_checkpoint), *compared, *options, *SMALL]) == 0
     out = capfd.readouterr().out
-    assert out.startswith("2 ranks (cpu, shm, link of 1ms, 1GB/s), prompt 4, 3 new, 2 rounds\n")
+    assert out.startswith("2 ranks (cpu, shm, link of 1ms, 1 GB/s), prompt 4, 3 new, 2 rounds\n")
     assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
     table = pd.read_csv(folder / "bench.csv")
     assert list(zip(table["program"], table["batch"], strict=True)) == [

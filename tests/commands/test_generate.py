@@ -290,7 +290,7 @@ def test_a_slow_link_and_compressed_reductions(endless: Path, capfd: pytest.Capt
     assert generate(endless, *options) == 0
     out, err = capfd.readouterr()
     assert out.endswith("\n")
-    assert "ranks    2 (cpu, shm, link of 5ms, 1GB/s, int8, float32)" in err
+    assert "ranks    2 (cpu, shm, link of 5ms, 1 GB/s, int8, float32)" in err
     # 32 features: one exact (4 bytes) and its place (2), a scale (4), 32 integers.
     said = " ".join(err.split())
     assert (

@@ -209,7 +209,7 @@ def test_what_does_not_fit_says_what_would(model: Path, tmp_path: Path, surgeon_
     code, _, err = surgeon_says("predict", model, "--hardware", tight, *LOAD)
     assert code == 1
     assert "small in float32 on 1 rank with batch 1 and texts of 28 tokens needs" in err
-    assert "round has 539KB for it; 2 ranks would do for batch 1" in err
+    assert "round has 552 KB for it; 2 ranks would do for batch 1" in err
     code, _, err = surgeon_says(
         "predict", model, "--hardware", tight, *LOAD, "--ranks", 2, "--batch", 64
     )

@@ -16,7 +16,7 @@ import pytest
 
 from surgeon.exports.export import stage_folder
 from surgeon.processes import files
-from surgeon.processes.files import MARK, check_space, show_bytes
+from surgeon.processes.files import MARK, check_space
 from tests import warm
 from tests.checkpoint.helpers import run_export, save_source, weights_of
 from tests.waiting import PATIENCE
@@ -328,13 +328,8 @@ def test_what_is_a_checkpoint_and_no_more_is_replaced(
 
 def test_space_is_checked_where_the_folder_will_be(tmp_path: Path) -> None:
     check_space(tmp_path / "not" / "yet", 1000)
-    with pytest.raises(OSError, match=r"too full: 1000000\.0 TB are needed"):
+    with pytest.raises(OSError, match=r"too full: 1,000,000 TB are needed"):
         check_space(tmp_path / "not" / "yet", 10**18)
-    assert [show_bytes(n) for n in (999, 12_700_000, 3_000_000_000)] == [
-        "999 bytes",
-        "12.7 MB",
-        "3.0 GB",
-    ]
 
 
 HALFWAY = """
