@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import select
 import shlex
 import sys
@@ -95,6 +96,8 @@ _INTERRUPTED |= dict.fromkeys(
 )
 DEBUG_FLAG = "--debug"
 STANDARD_OUTPUT = 1
+# In a message: a parameter of a function, by its name of several words or between backticks, but no part of a path.
+_PARAMETER = re.compile(r"""(?<![\w/.'"=-])(?:`\w+`|[a-z]+_\w+)(?![\w/'"=-]|\.\w)""")
 NOTE = (
     "Layers count from 0; ranges are Python slices: 4:30 is layers 4 to 29. With --debug, before or after the "
     "command, an error shows its traceback."
@@ -192,6 +195,14 @@ def _fail(error: Any, arguments: list[str], debug: bool) -> int:
         else:
             near = getattr(error, "possibilities", None)
             # Pydantic's of what typer raised.
+def _options_of(arguments: list[str]) -> dict[str, Any]:
+    """The options of the command that is named, by what its function calls them."""
+    group: Any = typer.main.get_command(app)
+    command = group.commands.get(next(iter(arguments), None))
+    every = getattr(command, "params", ())
+    return {one.name: one for one in every if one.param_type_name == "option"}
+
+
             said = error.format_message().rstrip(".").replace("Value error, ", "")
             if hasattr(error.__cause__, "errors"):
                 said = said.replace("Input", repr(error.__cause__.errors()[0]["input"]), 1)
@@ -221,7 +232,9 @@ def _fail(error: Any, arguments: list[str], debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     line, code = explain(error, _output_of(arguments))
-    _say(line)
+    options = _options_of(arguments)
+    # What functions call their parameters, the command line calls options.
+    _say(_PARAMETER.sub(lambda it: getattr(options.get(it[0].strip("`")), "opts", [it[0]])[0], line))
     return code
 
 

@@ -376,12 +376,12 @@ def check_target(target: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise FileExistsError(
-            f"{target} exists and is not empty; choose another name, or pass overwrite"
+            f"{target} exists and is not empty; choose another name, or pass `overwrite`"
         )
     reason = why_kept(target)
     if reason is not None:
         raise FileExistsError(
-            f"{target} {reason}, so overwrite does not replace it; choose another name, or clear it yourself"
+            f"{target} {reason}, so `overwrite` does not replace it; choose another name, or clear it yourself"
         )
 
 

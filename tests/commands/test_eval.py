@@ -135,7 +135,7 @@ def test_what_a_user_sees(tasks: str, tiny_checkpoint: Path) -> None:
     [
         (["--limit", "0"], "error: limit must be at least 1 row of each task, not 0"),
         (["--batch-size", "0"], "error: batch size must be at least 1, not 0"),
-        (["--log-samples"], "error: log_samples writes files; say where to by an output folder"),
+        (["--log-samples"], "error: --log-samples writes files; say where to by an output folder"),
         (["--device", "gpu"], "error: unknown device 'gpu'"),
         (["--program", "A0 F0 A7"], "error: A7 is out of range: the model's layers are 0 to 3"),
         (

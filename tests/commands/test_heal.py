@@ -312,7 +312,7 @@ def test_presets_are_said(heal: Any) -> None:
         (
             'pair: {layers: "1:3"}',
             ("--self-temperature", 2),
-            "self_temperature is of text that the original writes",
+            "--self-temperature is of text that the original writes",
         ),
         ('pair: {layers: "1:3"}', ("--eval-data", "self"), "self is written to train on"),
     ],

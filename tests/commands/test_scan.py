@@ -200,8 +200,8 @@ def test_a_warning_about_a_separator(scan: Run, tiny_text: Path) -> None:
         (("--layers", "3"), "'3' are no range"),
         (("--every", "0"), "every must be at least 1, not 0"),
         (("--every", "5"), "every 5 is more than the 4 layers of 0:4"),
-        (("--max-length", "0"), "max_length must be at least 1, not 0"),
-        (("--max-length", "1", "--every", "2"), "max_length 1 is less than every 2"),
+        (("--max-length", "0"), "--max-length must be at least 1, not 0"),
+        (("--max-length", "1", "--every", "2"), "--max-length 1 is less than every 2"),
         (("--permutations", "0"), "permutations must be at least 1, not 0"),
     ],
 )

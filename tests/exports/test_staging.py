@@ -105,7 +105,7 @@ def test_overwriting_replaces_everything(
 def test_an_existing_target_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "target"
     write_into(target, "old")
-    with pytest.raises(FileExistsError, match="choose another name, or pass overwrite"):
+    with pytest.raises(FileExistsError, match="choose another name, or pass `overwrite`"):
         write_into(target)
     assert (target / "config.json").read_text() == "old"
 
@@ -280,7 +280,7 @@ def test_a_target_that_is_being_moved_aside_is_left_alone(
         (
             {"config.json": MODEL, "a.safetensors": ""},
             (".git", "a", "b", "c"),
-            r"\(.git, a, b and 1 more\), so over",
+            r"\(.git, a, b and 1 more\), so `over",
         ),
         ({"surgeon.json": EXPORTED, "extra.dat": ""}, (), None),
         ({"surgeon.json": EXPORTED, "licenses/own.txt": ""}, (), None),
@@ -303,7 +303,7 @@ def test_a_target_that_is_being_moved_aside_is_left_alone(
         (
             {"surgeon.json": EXPORTED, "notes.txt": ""},
             (),
-            r"\(notes.txt\), so overwrite does not replace it; choose",
+            r"\(notes.txt\), so `overwrite` does not replace it; choose",
         ),
     ],
 )
