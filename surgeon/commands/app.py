@@ -1,8 +1,8 @@
 """The `surgeon` command: its list of commands, and one policy for all errors.
 
 Exit codes: 1 is something the user can mend (a ValueError, an OSError, a missing extra, too little memory or disk), 2
-wrong usage (an unknown command or option, a missing argument), 70 a defect of surgeon's, 130 an interruption, 141 a
-closed pipe.
+wrong usage (an unknown command or option, two texts where one is measured, a missing argument), 70 a defect of
+surgeon's, 130 an interruption, 141 a closed pipe.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ COMMANDS = (
     (demo, "All of this on a small model that ships with surgeon."),
 )
 MENDABLE = 1
+USAGE = 2
 INTERNAL = 70
 CLOSED_PIPE = 141
 
@@ -94,10 +95,10 @@ _INTERRUPTED |= dict.fromkeys(
 _INTERRUPTED |= dict.fromkeys(
     ["check", "families", "similarity", "show", "card", "predict", "report"], _KEEPS_NOTHING
 )
-DEBUG_FLAG = "--debug"
-STANDARD_OUTPUT = 1
 # In a message: a parameter of a function, by its name of several words or between backticks, but no part of a path.
 _PARAMETER = re.compile(r"""(?<![\w/.'"=-])(?:`\w+`|[a-z]+_\w+)(?![\w/'"=-]|\.\w)""")
+DEBUG_FLAG = "--debug"
+STANDARD_OUTPUT = 1
 NOTE = (
     "Layers count from 0; ranges are Python slices: 4:30 is layers 4 to 29. With --debug, before or after the "
     "command, an error shows its traceback."
@@ -147,19 +148,24 @@ def main(arguments: list[str] | None = None) -> int:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     debug = DEBUG_FLAG in arguments[:end]  # before or after the command's name, to which it is no option
     arguments[:end] = [argument for argument in arguments[:end] if argument != DEBUG_FLAG]
+    # Of other options the last one counts, so that a script's can be overridden; who gives two texts means both.
+    texts = len([*filter(re.compile("--data(=|$)").match, arguments[:end])])
+    if texts > 1 and not getattr(_options_of(arguments).get("data"), "multiple", True):
+        _say(f"error: --data takes one text, and is given {texts} times; measure each by itself")
+        return USAGE
     wait_asleep()
     avoid_cudnn_attention()
     if not debug:
         # Other libraries' progress bars and warnings stay off the screen, also in child processes; ours take one line.
-        for name, value in {
+        quiet = {
             "TRANSFORMERS_VERBOSITY": "error",
             "DATASETS_VERBOSITY": "error",
             "HF_HUB_VERBOSITY": "error",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "TOKENIZERS_PARALLELISM": "false",
             "TQDM_DISABLE": "1",
-        }.items():
-            os.environ.setdefault(name, value)
+        }
+        os.environ.update(quiet | os.environ)
         logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         if not sys.warnoptions:
@@ -188,13 +194,6 @@ def main(arguments: list[str] | None = None) -> int:
     return code or 0
 
 
-def _fail(error: Any, arguments: list[str], debug: bool) -> int:
-    if hasattr(error, "format_message") and hasattr(error, "ctx"):  # typer's, of wrong usage
-        if type(error).__name__ == "NoArgsIsHelpError":
-            _say(error.format_message())
-        else:
-            near = getattr(error, "possibilities", None)
-            # Pydantic's of what typer raised.
 def _options_of(arguments: list[str]) -> dict[str, Any]:
     """The options of the command that is named, by what its function calls them."""
     group: Any = typer.main.get_command(app)
@@ -203,6 +202,13 @@ def _options_of(arguments: list[str]) -> dict[str, Any]:
     return {one.name: one for one in every if one.param_type_name == "option"}
 
 
+def _fail(error: Any, arguments: list[str], debug: bool) -> int:
+    if hasattr(error, "format_message") and hasattr(error, "ctx"):  # typer's, of wrong usage
+        if type(error).__name__ == "NoArgsIsHelpError":
+            _say(error.format_message())
+        else:
+            near = getattr(error, "possibilities", None)
+            # Pydantic's of what typer raised.
             said = error.format_message().rstrip(".").replace("Value error, ", "")
             if hasattr(error.__cause__, "errors"):
                 said = said.replace("Input", repr(error.__cause__.errors()[0]["input"]), 1)

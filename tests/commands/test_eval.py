@@ -252,6 +252,24 @@ def test_a_text_or_tasks_are_needed(run: Run) -> None:
     assert (code, err) == (1, "error: there is nothing to measure; give tasks, data or both\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--data", "demo", "--limit", "8"], "limit is for tasks; give tasks, too, or leave limit out"),
+        (["--data", "demo", "--batch-size", "8"], "--batch-size is for tasks; give tasks, too"),
+        (
+            ["--tasks", "piqa", "--window", "64"],
+            "window is for data; give data, too, or leave window out",
+        ),
+        (["--tasks", "piqa", "--against", "demo"], "against is for data; give data, too"),
+    ],
+)
+def test_options_of_what_is_not_measured_are_refused(run: Run, arguments: list[str], said: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (1, "")
+    assert said in err
+
+
 def test_a_recipe_with_calibrated_factors(
     run: Run, tmp_path: Path, tiny_checkpoint: Path, tiny_text: Path
 ) -> None:

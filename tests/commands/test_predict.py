@@ -172,6 +172,16 @@ def test_other_axes_are_swept_and_drawn(
             "there is no model folder laddder, nor a variant of a model; did you mean 'ladder'?",
         ),
         (["--program", "A9"], "A9 is out of range"),
+        (
+            ["--compare", "tracks:2", "--layers", "0:4", "--ranks", "3"],
+            "error: tracks:2: the 8 heads and 4 KV heads of A0 do not divide into 3 slices",
+        ),
+        (["--compare", "lp", "--layers", "0:9"], "error: lp of layers 0:9: "),
+        (
+            ["--compare", "upper-bound", "--layers", "0:4"],
+            "layers are those that variants change, and none is compared; compare one, such as lp, or leave",
+        ),
+        (["--draft", "A0 F0", "--layers", "0:4"], "layers are those that variants change, and none"),
         (["--link", "nvlnk"], "has no link 'nvlnk'"),
         (
             ["--prompt", "5000"],
@@ -192,7 +202,7 @@ def test_other_axes_are_swept_and_drawn(
             "there are no drafts 'upper-bound'; give a program over the model's weights",
         ),
         (["--draft", "A0 F0 A9"], "A9 is out of range"),
-        (["--acceptance", "0.8"], "acceptance is for a draft; give draft, too"),
+        (["--acceptance", "0.8"], "acceptance is for a draft; give a draft, too"),
     ],
 )
 def test_bad_input_is_refused(
