@@ -155,9 +155,12 @@ def test_other_dtypes_and_ways_of_decoding(
 
 
 def test_another_program(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # As of an export with fewer layers than its original.
+    record = {"program": "A0 F0 A2 F2 A3 F3 A5 F5", "source": {"model": "m", "num_layers": 6}}
+    (tiny_checkpoint / "surgeon.json").write_text(json.dumps(record))
     assert generate(tiny_checkpoint, "--tp", "2", "--program", "A0 F0 [A1 A2] [F1 F2] >A3 >F3") == 0
     err = " ".join(capfd.readouterr().err.split())
-    assert "effective depth 3 of 4 layers" in err
+    assert "effective depth 3 of 6 layers" in err
     assert "6 all-reduces per token, as the program has; 768 bytes per token and rank" in err
 
 
