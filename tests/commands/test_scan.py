@@ -119,7 +119,7 @@ def test_screened(scan: Run, tmp_path: Path) -> None:
 def test_too_few_windows_to_screen(scan: Run, tmp_path: Path) -> None:
     code, _, err = scan("--operation", "prune", "--screen")
     assert code == 0, err
-    assert "warning: 4 windows are too few to screen" in err
+    assert "warning: the text has 4 windows, too few to screen" in err
     assert (pd.read_csv(tmp_path / "out" / "cells.csv")["tokens"] == 4 * 31).all()
 
 
