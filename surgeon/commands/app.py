@@ -1,8 +1,8 @@
 """The `surgeon` command: its list of commands, and one policy for all errors.
 
 Exit codes: 1 is something the user can mend (a ValueError, an OSError, a missing extra, too little memory or disk), 2
-wrong usage (an unknown command or option, two texts where one is measured, a missing argument), 70 a defect of
-surgeon's, 130 an interruption, 141 a closed pipe.
+wrong usage (an unknown command or option, a missing argument, a value that its option cannot take whatever the model
+is, two texts where one is measured), 70 a defect of surgeon's, 130 an interruption, 141 a closed pipe.
 """
 
 from __future__ import annotations

@@ -102,8 +102,6 @@ def test_ranks_that_are_not_connected(tiny_checkpoint: Path, capfd: pytest.Captu
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--batch", "1,x"], "--batch 'x' is no whole number from 1; write numbers such as 1,8"),
-        (["--batch", "0"], "--batch '0' is no whole number from 1"),
         (["--link-delay", "1"], "'1' is no delay; write e.g. 1ms, 200us or 0.5s"),
         (["--link-bandwidth", "fast"], "'fast' is no amount of memory"),
         (["--layers", "3"], "layers '3' are no range"),

@@ -166,7 +166,6 @@ def test_other_axes_are_swept_and_drawn(
         (["--sweep", "rank=1..4"], "there is no 'rank' to sweep; did you mean 'ranks'?"),
         (["--sweep", "ranks=4..1"], "ranks=4..1: a range goes from at least 1 upwards"),
         (["--sweep", "ranks=few"], "'ranks=few' is no range; write e.g. ranks=1..64"),
-        (["--batch", "0"], "--batch '0' is no whole number from 1"),
         (
             ["--compare", "laddder"],
             "there is no model folder laddder, nor a variant of a model; did you mean 'ladder'?",
