@@ -65,8 +65,10 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
+        # Of a folder below a file the system names the folder.
+        there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         raise NotADirectoryError(
-            f"{folder} cannot be a folder: a file is in the way ({error.filename})"
+            f"{folder} cannot be a folder: a file is in the way ({there})"
         ) from error
 
 
