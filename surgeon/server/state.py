@@ -144,6 +144,7 @@ class ServerState:
 
 GUARDED = "/v1"
 MOST_BYTES = 16_000_000  # of a body: a prompt of a million tokens
+TOO_LARGE = f"the body is larger than {show_size(MOST_BYTES)}"
 ANY = "*"  # origin of web pages
 _PORTS = {"http": 80, "https": 443}
 _COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
@@ -202,17 +203,12 @@ def _refusal(scope: Scope, state: ServerState) -> ApiError | None:
         )
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > MOST_BYTES:
-        return too_large()
+        return ApiError(413, TOO_LARGE)
     if state.service.failure is not None:
         return refuse_after_failure(state.service.failure)
     if state.draining:
         return refuse_while_draining()
     return None
-
-
-def too_large() -> ApiError:
-    """413: a body nobody wants to read."""
-    return ApiError(413, f"the body is larger than {show_size(MOST_BYTES)}")
 
 
 def check_origin(origin: str) -> str:
