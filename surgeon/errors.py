@@ -23,6 +23,17 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
         ) from error
 
 
+def refuse_useless(needed: str, is_there: bool, **given: bool) -> None:
+    """Refuse parameters that are given, and do nothing without what is needed.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    for name, is_given in given.items():
+        if is_given and not is_there:
+            raise ValueError(f"{name} is for {needed}; give {needed}, too, or leave {name} out")
+
+
 class NotProven(ValueError):
     """A written checkpoint does not compute what the program does."""
 

@@ -6,6 +6,7 @@ Settings of the environment are made before torch is imported. Work in threads i
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from surgeon.progress import Advance
+from surgeon.words import plural
 
 # It takes seconds, and the command line only wants to set the environment, or to read a size.
 if TYPE_CHECKING:
@@ -179,14 +181,14 @@ HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 KEPT_FREE = ("MALLOC_TRIM_THRESHOLD_", -1, 128 << 20)  # bytes kept at the end of its heap, or nothing
 ON_HEAP = ("MALLOC_MMAP_THRESHOLD_", -3, 32 << 20)  # tensors up to so many bytes, the most that it takes
 ARENAS = ("MALLOC_ARENA_MAX", -8, 2)  # heaps for all threads
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_UNITS = ("", "K", "M", "G", "T")
 _NEAR = 0.9
 FREE_SHARE = 0.8  # of the memory that is left, what surgeon takes at most
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Parse a size such as 512MB or 2GB to bytes (1 MB is 1024 KB, as memory is counted).
+    """Parse a size such as 512MB or 2GB to bytes: 1 MB is 10^6 of them, 1 MiB 2^20.
 
     Raises:
         ValueError: if it is no size above 0.
@@ -194,19 +196,17 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None or float(match[1]) == 0:
         raise ValueError(f"{text!r} is no amount of memory; write e.g. 512MB or 2GB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    step = 1024 if match[3] else 1000
+    return int(float(match[1]) * step ** _UNITS.index(match[2].upper()))
 
 
 def show_size(size: float) -> str:
-    """Write a size: 512MB, 1.5GB."""
-    for unit in ("GB", "MB", "KB"):
-        factor = _UNITS[unit[0]]
-        if size >= factor:
-            amount = size / factor
-            if amount >= 100:
-                return f"{amount:.0f}{unit}"
-            return f"{amount:.3g}{unit}"
-    return f"{size:.0f}B"
+    """Write a size of three digits: 6.3 MB, 512 MB, 1.25 GB."""
+    rounded = float(f"{size:.3g}")
+    if rounded < 1000:
+        return plural(round(size), "byte")
+    power = min(len(_UNITS) - 1, int(math.log10(rounded)) // 3)
+    return f"{rounded / 1000**power:,.12g} {_UNITS[power]}B"
 
 
 def use_huge_pages() -> None:

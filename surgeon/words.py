@@ -84,9 +84,9 @@ def allowance(ratio: float) -> str:
     return f"+{100 * (ratio - 1):.3g}%"
 
 
-def tick(value: float) -> str:
+def tick(value: float, digits: int = 3) -> str:
     """Write a number on an axis."""
-    text = number(value, 3)
+    text = number(value, digits)
     if "." in text and TIMES not in text:
         return text.rstrip("0").rstrip(".")
     return text

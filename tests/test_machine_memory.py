@@ -51,12 +51,12 @@ KEEP = "from surgeon.machine import keep_freed_memory; keep_freed_memory()"
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("512MB", 512 << 20),
-        ("2GB", 2 << 30),
-        ("1.5g", 3 << 29),
+        ("512MB", 512_000_000),
+        ("2GB", 2_000_000_000),
+        ("1.5g", 1_500_000_000),
         ("100", 100),
         ("8 KiB", 8192),
-        ("1TB", 1 << 40),
+        ("1TB", 10**12),
     ],
 )
 def test_sizes_are_read(text: str, size: int) -> None:
@@ -70,11 +70,13 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_sizes_are_shown() -> None:
-    assert [show_size(n) for n in (512 << 20, 3 << 29, 100, 5 << 10)] == [
-        "512MB",
-        "1.5GB",
-        "100B",
-        "5KB",
+    assert [show_size(n) for n in (512e6, 3e9 / 2, 1, 5_120, 999_999, 1e18)] == [
+        "512 MB",
+        "1.5 GB",
+        "1 byte",
+        "5.12 KB",
+        "1 MB",
+        "1,000,000 TB",
     ]
     assert 1 << 20 < resident_bytes() < 1 << 40
 

@@ -84,6 +84,8 @@ def test_what_is_refused(recipe: Path, tiny_checkpoint: Path, tmp_path: Path) ->
         open_edited(str(tmp_path / "none.yaml"))
     with pytest.raises(FileNotFoundError, match="there is no model folder"):
         open_edited(str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError, match="there is no model folder ''; a model on the hub"):
+        open_edited("")
     text = recipe.read_text()
     recipe.write_text(f"{text}weights: sha256:{'0' * 64}\n")
     with pytest.raises(ValueError, match="pairs.yaml:5: weights: the recipe was made for sha256:0"):

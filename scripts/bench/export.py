@@ -6,7 +6,7 @@ Makes a sharded random Llama in bfloat16 (in DIR, or in a temporary folder that 
 form, each in a process of its own. Before each, and at the end, its files are copied with `cp -r`, until they are on
 the disk. Prints seconds, GB/s, the ratio to the mean speed of the two copies beside it (disks are not always equally
 fast), and the most resident memory. An export should take at most twice as long as a copy, factors excepted, and
-1500MB of memory; at the end it is said which do not, and the exit status is 3 then.
+1500MiB of memory; at the end it is said which do not, and the exit status is 3 then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from scripts.markdown import print_table, spread
 from surgeon.machine import parse_size, show_size
 from surgeon.processes.files import sync_tree
 
-PEAK_LIMIT = parse_size("1500MB")
+PEAK_LIMIT = parse_size("1500MiB")
 SHARD_BYTES = parse_size("1GB")
 SLOWEST = 2.0  # times a plain copy
 LOW_RANK = "low-rank"

@@ -218,6 +218,8 @@ def selected_cells(
     seeds = permutation_seeds(seed, max(selection.permutations for selection in selections))
     cells = []
     names = dict.fromkeys(name for selection in selections for name in selection.operations)
+    if not names:
+        raise ValueError("operations is empty; name what to scan, such as lp, or leave it out")
     for name, heatmap in HEATMAPS.items():
         asked = (
             selection.places(heatmap, shapes) for selection in selections if name in selection.operations

@@ -84,7 +84,11 @@ def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, 
     """The candidates' plans, by name."""
     plans = {}
     for one in candidates:
-        plans[one.name] = needs.plan(one.model, one.program(needs.ranks), one.halves)
+        program = one.program(needs.ranks)
+        try:
+            plans[one.name] = needs.plan(one.model, program, one.halves)
+        except ValueError as error:
+            raise ValueError(f"{one.name}: {error}") from error
         if one.recipe is not None and not plan_factors(one.recipe, one.model).is_of_weights:
             warnings.warn(
                 f"{one.recipe.source}: ranks run factors, heads and neurons by the weights alone, not those that the "

@@ -133,7 +133,7 @@ def locate(path_or_name: str | Path) -> Path:
     if name == DEMO:
         return demo_model()
     if (named := hub_name(name)) is None:
-        raise FileNotFoundError(f"there is no model folder {name}; {HOW_TO_NAME}")
+        raise FileNotFoundError(f"there is no model folder {name or repr(name)}; {HOW_TO_NAME}")
     with explain_fetch(
         str(named), "", "check the name and the connection, or give the path of a local folder"
     ):

@@ -1,14 +1,15 @@
 """The `surgeon` command: its list of commands, and one policy for all errors.
 
 Exit codes: 1 is something the user can mend (a ValueError, an OSError, a missing extra, too little memory or disk), 2
-wrong usage (an unknown command or option, a missing argument), 70 a defect of surgeon's, 130 an interruption, 141 a
-closed pipe.
+wrong usage (an unknown command or option, a missing argument, a value that its option cannot take whatever the model
+is, two texts where one is measured), 70 a defect of surgeon's, 130 an interruption, 141 a closed pipe.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import select
 import shlex
 import sys
@@ -72,6 +73,7 @@ COMMANDS = (
     (demo, "All of this on a small model that ships with surgeon."),
 )
 MENDABLE = 1
+USAGE = 2
 INTERNAL = 70
 CLOSED_PIPE = 141
 
@@ -93,6 +95,8 @@ _INTERRUPTED |= dict.fromkeys(
 _INTERRUPTED |= dict.fromkeys(
     ["check", "families", "similarity", "show", "card", "predict", "report"], _KEEPS_NOTHING
 )
+# In a message: a parameter of a function, by its name of several words or between backticks, but no part of a path.
+_PARAMETER = re.compile(r"""(?<![\w/.'"=-])(?:`\w+`|[a-z]+_\w+)(?![\w/'"=-]|\.\w)""")
 DEBUG_FLAG = "--debug"
 STANDARD_OUTPUT = 1
 NOTE = (
@@ -144,19 +148,24 @@ def main(arguments: list[str] | None = None) -> int:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     debug = DEBUG_FLAG in arguments[:end]  # before or after the command's name, to which it is no option
     arguments[:end] = [argument for argument in arguments[:end] if argument != DEBUG_FLAG]
+    # Of other options the last one counts, so that a script's can be overridden; who gives two texts means both.
+    texts = len([*filter(re.compile("--data(=|$)").match, arguments[:end])])
+    if texts > 1 and not getattr(_options_of(arguments).get("data"), "multiple", True):
+        _say(f"error: --data takes one text, and is given {texts} times; measure each by itself")
+        return USAGE
     wait_asleep()
     avoid_cudnn_attention()
     if not debug:
         # Other libraries' progress bars and warnings stay off the screen, also in child processes; ours take one line.
-        for name, value in {
+        quiet = {
             "TRANSFORMERS_VERBOSITY": "error",
             "DATASETS_VERBOSITY": "error",
             "HF_HUB_VERBOSITY": "error",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "TOKENIZERS_PARALLELISM": "false",
             "TQDM_DISABLE": "1",
-        }.items():
-            os.environ.setdefault(name, value)
+        }
+        os.environ.update(quiet | os.environ)
         logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         if not sys.warnoptions:
@@ -183,6 +192,14 @@ def main(arguments: list[str] | None = None) -> int:
         below = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""
         _say(below + explain_interruption("".join(arguments[:1]), _output_of(arguments)))
     return code or 0
+
+
+def _options_of(arguments: list[str]) -> dict[str, Any]:
+    """The options of the command that is named, by what its function calls them."""
+    group: Any = typer.main.get_command(app)
+    command = group.commands.get(next(iter(arguments), None))
+    every = getattr(command, "params", ())
+    return {one.name: one for one in every if one.param_type_name == "option"}
 
 
 def _fail(error: Any, arguments: list[str], debug: bool) -> int:
@@ -221,7 +238,9 @@ def _fail(error: Any, arguments: list[str], debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     line, code = explain(error, _output_of(arguments))
-    _say(line)
+    options = _options_of(arguments)
+    # What functions call their parameters, the command line calls options.
+    _say(_PARAMETER.sub(lambda it: getattr(options.get(it[0].strip("`")), "opts", [it[0]])[0], line))
     return code
 
 

@@ -389,19 +389,21 @@ def _read_as(one: CommandParameter) -> tuple[Any, bool]:
 
 
 def _values(splits: bool, counts: bool) -> Callable[..., list[Any] | None]:
-    def read(param: typer.CallbackParam, values: list[Any] | None) -> list[Any] | None:
+    def read(values: list[Any] | None) -> list[Any] | None:
         if not values or not splits:
             return values
         found = split_values(map(str, values))
         if not found:
             said = ",".join(map(str, values))
-            raise ValueError(f"{said!r} names nothing; give one value or more, with commas between")
+            raise typer.BadParameter(
+                f"{said!r} names nothing; give one value or more, with commas between"
+            )
         if not counts:
             return [type(values[0])(each) for each in found]
         for each in found:
             if not (each.isdecimal() and int(each)):
-                raise ValueError(
-                    f"{param.opts[0]} {each!r} is no whole number from 1; write numbers such as 1,8"
+                raise typer.BadParameter(
+                    f"{each!r} is no whole number from 1; write numbers such as 1,8"
                 )
         return [*dict.fromkeys(map(int, found))]
 

@@ -91,7 +91,7 @@ def evaluate(
     """
     from surgeon.analysis.evaluate import Evaluation, factors_of, on_tasks, on_text
     from surgeon.commands.command import as_list
-    from surgeon.errors import needs_extra
+    from surgeon.errors import needs_extra, refuse_useless
     from surgeon.named import split_values
     from surgeon.opened import EditedModel, choose_device, open_edited
     from surgeon.processes.files import make_folder
@@ -100,6 +100,24 @@ def evaluate(
 
     if not tasks and data is None:
         raise ValueError("there is nothing to measure; give tasks, data or both")
+    refuse_useless(
+        "tasks",
+        bool(tasks),
+        num_fewshot=num_fewshot is not None,
+        limit=limit is not None,
+        batch_size=batch_size != 1,
+        seed=seed is not None,
+        apply_chat_template=apply_chat_template,
+        log_samples=log_samples,
+    )
+    refuse_useless(
+        "data",
+        data is not None,
+        against=against is not None,
+        tokens=text.get("tokens", DEFAULT_TOKENS) != DEFAULT_TOKENS,
+        window=text.get("window") is not None,
+        separator=text.get("separator") is not None,
+    )
     if log_samples and output is None:
         raise ValueError("log_samples writes files; say where to by an output folder")
     folder = None if output is None else Path(output)

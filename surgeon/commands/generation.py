@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pandas as pd
 
+from surgeon.checkpoint.describe import describe
 from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Counts, Phase
 from surgeon.runtime.model.engine import Figures
@@ -68,6 +69,7 @@ class Generation:
         first = self.figures[0]
         program = Program.parse(plan.program)
         depth = program.effective_depth(plan.family.steps_per_layer)
+        layers = describe(plan.folder).num_layers  # of the original, where the checkpoint has fewer
         shared = ""
         if cached := self._total("cached"):
             shared = f" ({cached} more were shared)"
@@ -82,9 +84,9 @@ class Generation:
         prefill = first.prefill
         lines = [
             f"ranks    {plan.ranks} ({self.ranks}, {plan.dtype})",
-            f"program  effective depth {depth:g} of {plan.layers} layers",
-            f"prefill  {prefill.tokens} tokens{shared} at {prefill.tokens / prefill.seconds:.1f} tokens/s",
-            f"decode   {self._total('new')} tokens{texts} at {rate}",
+            f"program  effective depth {depth:g} of {plural(layers, 'layer')}",
+            f"prefill  {plural(prefill.tokens, 'token')}{shared} at {prefill.tokens / prefill.seconds:.1f} tokens/s",
+            f"decode   {plural(self._total('new'), 'token')}{texts} at {rate}",
         ]
         drafted = self._total("drafted")
         accepted = self._total("accepted")

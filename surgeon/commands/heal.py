@@ -128,8 +128,12 @@ def settings_of(
     if preset is None:
         return known.TrainSettings(**given)
     chosen = known.preset(preset)
-    settings = known.TrainSettings(**chosen.values | given)
-    said = ", ".join(f"{name} {getattr(settings, name)}" for name in chosen.values)
+    values = chosen.values | given
+    for name, other in (("steps", "epochs"), ("epochs", "steps")):
+        if name in given and other not in given:
+            values.pop(other, None)  # of the paper's, which the user's replaces
+    settings = known.TrainSettings(**values)
+    said = ", ".join(f"{name} {values[name]}" for name in chosen.values if name in values)
     data = f"; the paper's data is {chosen.data}" if chosen.data else ""
     print(f"preset {preset} ({chosen.source}): {said}{data}", file=sys.stderr)
     return settings
@@ -488,7 +492,7 @@ def _settings(
         how = asked
     if not is_own:
         return how
-    if how.steps is None and how.epochs is not None and tokens is None:
+    if how.epochs is not None and tokens is None:
         raise ValueError(
             "epochs go through a text, and the original writes as much as is asked for; say how much by tokens, or "
             "give steps in place of epochs"

@@ -65,7 +65,9 @@ Separator = Annotated[
 ]
 Memory = Annotated[
     int | str | None,
-    option("The most memory the process may take, model included, such as 512MB or 2GB."),
+    option(
+        "The most memory the process may take, model included, such as 512MB or 2GB (1 MB is 10^6 bytes)."
+    ),
 ]
 SampledAcceptance = Annotated[
     bool,

@@ -187,6 +187,7 @@ def predict(
     from surgeon.cost.deployment import Deployment, Workload
     from surgeon.cost.hardware import Hardware, load_hardware, write_hardware
     from surgeon.cost.predict import read_chances
+    from surgeon.errors import refuse_useless
     from surgeon.findings.speeds import Predictions
     from surgeon.named import on_disk
     from surgeon.opened import provenance
@@ -196,13 +197,14 @@ def predict(
 
     if draft is not None and compare:
         raise ValueError("draft does not look at compare; leave one of them out")
-    if acceptance and draft is None:
-        raise ValueError("acceptance is for a draft; give draft, too")
+    refuse_useless("a draft", draft is not None, acceptance=bool(acceptance))
     chances = read_chances(as_list(acceptance or 0.8))
-    candidates = open_candidates(model, as_list(compare), program, as_range(layers))
+    stretch = as_range(layers)
+    # With a draft these are the draft's.
+    candidates = open_candidates(model, as_list(compare), program, stretch if draft is None else None)
     if draft is not None:
         drafts_by = named_draft(str(draft_program(candidates[0].model, draft)))
-        _, drafting = open_candidates(candidates[0].model, [drafts_by], layers=as_range(layers))
+        _, drafting = open_candidates(candidates[0].model, [drafts_by], layers=stretch)
         if (there := on_disk(str(draft))) is not None:
             drafting = replace(drafting, name=there.stem)
         candidates.append(drafting)
@@ -219,10 +221,13 @@ def predict(
     with progress("predict", len(candidates) * prod(map(len, axes.values())), "predictions") as advance:
         cells = predict_all(candidates, machine, deployment, workload, axes, advance)
         for cell in cells if sweep is None else ():
+            if cell.prediction is None:
+                # Variants name themselves where they cannot be made.
+                name = cell.candidate.name
+                about = "" if cell.refused.startswith(name) else f"{name}: "
+                raise ValueError(about + cell.refused)
             if cell.refused:
-                raise ValueError(
-                    cell.refused if cell.prediction is None else explain_memory(cell, machine)
-                )
+                raise ValueError(explain_memory(cell, machine))
     said: dict[str, Any] = {"heading": _heading(machine, cells), "swept": sweep is not None}
     drafts = pd.DataFrame()
     if draft is not None:

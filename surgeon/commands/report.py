@@ -35,7 +35,9 @@ class ReportPage:
         return pd.DataFrame(rows, columns=["model", "about", "finding", "figure"])
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.file.stat().st_size / 2**20:.2f} MB"
+        from surgeon.machine import show_size
+
+        return f"{self.file}: {show_size(self.file.stat().st_size)}"
 
 
 @command()

@@ -11,6 +11,7 @@ from surgeon.commands.command import command, option, several
 from surgeon.commands.options import DefaultData, MeasuringFlags, ModelName, Output, SampledAcceptance
 from surgeon.language.operations.base import HEATMAPS, describe_name
 from surgeon.named import split_values
+from surgeon.words import plural
 
 if TYPE_CHECKING:
     from surgeon.findings.scan import Scan
@@ -116,7 +117,7 @@ def scan(
     subject = open_subject(opened, data, **text, elsewhere=workers > 1)
     windows = len(subject.windows.ids)
     if screen and len(rounds(windows)) == 1:
-        few = f"{windows} windows are too few to screen: every cell gets all of them"
+        few = f"the text has {plural(windows, 'window')}, too few to screen: every cell gets all of them"
         warn([f"{few}; use a smaller window or more tokens"])
     found = measure(
         subject,

@@ -42,7 +42,7 @@ def _show(call: Callable[[], SearchResult]) -> None:
     _print(
         "perplexity", f"{measured.perplexity:.4g}; the original's is {question.original.perplexity:.4g}"
     )
-    _print("measured", f"{len(found.trials)} trials; {found.record['work']['sentence']}")
+    _print("measured", f"{plural(len(found.trials), 'trial')}; {found.record['work']['sentence']}")
     for line in winner.draft.lines() if winner.draft else []:
         _print("draft", line)
     for refused in found.record.get("refused", ()):

@@ -85,6 +85,7 @@ from surgeon.searches.workers import given_to_worker, interruptible, worker_proc
 from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.token_store import SELF
 from surgeon.version import FORMAT
+from surgeon.words import plural
 
 if TYPE_CHECKING:
     from surgeon.searches.accuracy import TaskAccuracy
@@ -176,7 +177,7 @@ def _require_what_it_takes(options: Question, model: Model) -> None:
         return
     if options.heal_data is None:
         raise ValueError(
-            f"to heal for {options.heal} steps takes text, apart from the one that is searched on"
+            f"to heal for {plural(options.heal, 'step')} takes text, apart from the one that is searched on"
         )
     if options.heal_data == SELF:
         raise ValueError(
@@ -185,8 +186,8 @@ def _require_what_it_takes(options: Question, model: Model) -> None:
         )
     if options.holdout == 0:
         raise ValueError(
-            f"candidates that are healed ({options.heal} steps) are compared on held-out text, and with 0 tokens none "
-            "is held out; leave that out"
+            f"candidates that are healed ({plural(options.heal, 'step')}) are compared on held-out text, and with 0 "
+            "tokens none is held out; leave that out"
         )
     if model.own is not None:
         raise ValueError(
@@ -432,7 +433,7 @@ def heal_finalists(
         healed = judge.measure(load(target).float())
         compared = {name: healed.by_window(name) for name in ("nll", "divergence")}
         after.append(replace(one, unseen=quality_of(compared, unseen.predicted_tokens)))
-    how = f"healed for {steps:,} steps ({settings.method}) on {data}, in {folder / HEALED}"
+    how = f"healed for {plural(steps, 'step')} ({settings.method}) on {data}, in {folder / HEALED}"
     return HealedFinalists(before, compare(after[0], after[1:], before.original, before.by), how)
 
 

@@ -183,7 +183,7 @@ def _parameters(found: Surgery) -> Iterator[str]:
 
 
 def _model(found: Surgery) -> str:
-    from surgeon.processes.files import show_bytes
+    from surgeon.machine import show_size
 
     stored = found.stored
     config = found.stored.config
@@ -201,7 +201,7 @@ def _model(found: Surgery) -> str:
     if found.recipe is not None:
         return text
     how = f", stored as {', '.join(stored.schemes)}" if stored.schemes else ""
-    return f"{text}; {stored.parameters / 1e6:,.1f}M parameters, {show_bytes(stored.size)}{how}"
+    return f"{text}; {stored.parameters / 1e6:,.1f}M parameters, {show_size(stored.size)}{how}"
 
 
 def what_it_is(found: Surgery) -> str:

@@ -18,6 +18,7 @@ from surgeon.cost.predict import Prediction, predict, predict_drafting
 from surgeon.findings.speeds import AXES, DRAFT_COLUMNS, PARTS, RATIOS, TOO_LARGE
 from surgeon.language.operations.variants import (
     HALVES,
+    RUN_OTHERWISE,
     UPPER_BOUND,
     is_variant,
     variant_names,
@@ -71,8 +72,15 @@ def open_candidates(
         weights: whether they have to be there.
 
     Raises:
-        FileNotFoundError, ValueError: if there is no such model or recipe, one cannot be read, or they do not fit.
+        FileNotFoundError, ValueError: if there is no such model or recipe, one cannot be read, they do not fit, or
+            there are layers and no variant.
     """
+    if layers is not None and not any(
+        is_variant(text) and text not in RUN_OTHERWISE for text in compared
+    ):
+        raise ValueError(
+            "layers are those that variants change, and none is compared; compare one, such as lp, or leave layers out"
+        )
     first = _open(model, weights, program)
     found = [first]
     for text in compared:

@@ -53,7 +53,7 @@ from surgeon.findings.card import write_card
 from surgeon.findings.measured import CardScore, Identity
 from surgeon.language.operations.applied import runs_whole_layers
 from surgeon.language.program import Program
-from surgeon.machine import Background, one_at_a_time, torch_threads
+from surgeon.machine import Background, one_at_a_time, show_size, torch_threads
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.opened import Model, versions
 from surgeon.processes.files import (
@@ -61,7 +61,6 @@ from surgeon.processes.files import (
     is_full_disk,
     publish,
     scratch,
-    show_bytes,
     sync_tree,
     write_json,
 )
@@ -377,12 +376,12 @@ def check_target(target: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise FileExistsError(
-            f"{target} exists and is not empty; choose another name, or pass overwrite"
+            f"{target} exists and is not empty; choose another name, or pass `overwrite`"
         )
     reason = why_kept(target)
     if reason is not None:
         raise FileExistsError(
-            f"{target} {reason}, so overwrite does not replace it; choose another name, or clear it yourself"
+            f"{target} {reason}, so `overwrite` does not replace it; choose another name, or clear it yourself"
         )
 
 
@@ -529,7 +528,7 @@ def write_export(
         return proof
     # Raised outside the handler, to stand for itself: it says more than the system's error that it comes from.
     raise OSError(
-        f"the disk of {target.parent} filled up: {show_bytes(needed)} are needed; what was written is removed"
+        f"the disk of {target.parent} filled up: {show_size(needed)} are needed; what was written is removed"
     )
 
 

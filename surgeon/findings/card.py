@@ -152,7 +152,7 @@ def require_own_card(folder: Path) -> None:
     if match is None or match[1] != hashlib.sha256(text[: match.start()].encode()).hexdigest():
         raise FileExistsError(
             f"{path} was not written by surgeon, or was changed since; keep what you added elsewhere, and pass "
-            "overwrite to replace it"
+            "`overwrite` to replace it"
         )
 
 

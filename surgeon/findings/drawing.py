@@ -288,7 +288,16 @@ def scale(
     axis: Any = getattr(axes, f"{which}axis")
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+    # As many digits as the round numbers have: 8.02 and 8.025 are not the same.
+    digits = next(
+        (
+            some
+            for some in range(3, 9)
+            if all(math.isclose(float(f"{one:.{some}g}"), one) for one in ticks)
+        ),
+        9,
+    )
+    axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, digits)))
 
 
 def points(

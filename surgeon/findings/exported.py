@@ -11,7 +11,7 @@ import pandas as pd
 
 from surgeon.findings.result import Block, Finding, Record, RunResult, Table, record_codes
 from surgeon.language.program import Program
-from surgeon.processes.files import show_bytes
+from surgeon.machine import show_size
 from surgeon.words import number, plural
 
 _PROOF = {
@@ -87,7 +87,7 @@ class ExportRun(RunResult):
     def __str__(self) -> str:
         return (
             f"effective depth {self.depth:g}, {self.program.sync_points(2)} synchronisations per forward pass on two "
-            f"ranks, {show_bytes(self.size)} of weights.\nProof: on {self.proof.tokens} random tokens the logits "
+            f"ranks, {show_size(self.size)} of weights.\nProof: on {self.proof.tokens} random tokens the logits "
             f"differ from the original's under this program\n{self.proof.differ}"
         )
 

@@ -189,7 +189,7 @@ def _tasks(record: Record, edited: bool) -> Iterator[CardScore]:
         if one.shots is not None:
             shots = f"{one.shots}-shot, "
         shown = f"{one.value:.4g}" + ("" if one.stderr is None else f" ± {one.stderr:.2g}")
-        on = f"{public(one.task)}, {shots}{one.rows:,} rows"
+        on = f"{public(one.task)}, {shots}{one.rows:,} row{'' if one.rows == 1 else 's'}"
         yield CardScore(edited, one.name, on, on, shown)
 
 

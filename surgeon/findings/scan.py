@@ -387,7 +387,7 @@ class Scan(RunResult):
                 f"stretches begin every {every} layers only, and their lengths are multiples of {every}"
             )
         if isinstance(longest, int) and longest < self.num_layers and not parts:
-            parts.append(f"stretches have at most {longest} layers")
+            parts.append(f"stretches have at most {plural(longest, 'layer')}")
         text = "; ".join(filter(None, parts))
         if text:
             return text[:1].upper() + text[1:] + "."

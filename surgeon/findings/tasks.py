@@ -100,7 +100,7 @@ class TaskRun(RunResult):
         limit = self.record.get("config", {}).get("limit")
         some = ""
         if isinstance(limit, int | float):
-            some = f" Only the first {limit:g} rows of each task."
+            some = f" Only the first {'row' if limit == 1 else f'{limit:g} rows'} of each task."
         said = f"{self._subject()}, by lm-eval {self.record.get('lm_eval_version', '')}.{some}"
         yield said.replace(" .", ".")
         yield scores_table(self.scores)

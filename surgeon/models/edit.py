@@ -37,6 +37,7 @@ from surgeon.models.weights import (
     stored_tensors,
     take_experts_apart,
 )
+from surgeon.words import show_value
 
 if TYPE_CHECKING:  # takes seconds, and who has no model yet does without
     from transformers import PreTrainedModel
@@ -381,6 +382,10 @@ def edit(
 
 def restore(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `edit`, and return the model."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"{show_value(model)} is no model that is loaded; give what surgeon.load returns"
+        )
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, EditedLayers):

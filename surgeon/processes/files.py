@@ -24,6 +24,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgeon.machine import show_size
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -63,8 +65,10 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
+        # Of a folder below a file the system names the folder.
+        there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         raise NotADirectoryError(
-            f"{folder} cannot be a folder: a file is in the way ({error.filename})"
+            f"{folder} cannot be a folder: a file is in the way ({there})"
         ) from error
 
 
@@ -122,20 +126,8 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(
-            f"the disk of {folder} is too full: {show_bytes(needed)} are needed, {show_bytes(free)} are free"
+            f"the disk of {folder} is too full: {show_size(needed)} are needed, {show_size(free)} are free"
         )
-
-
-def show_bytes(count: int) -> str:
-    """Write a size: 12.7 MB."""
-    size = float(count)
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if size < 1000:
-            if unit == "bytes":
-                return f"{size:.0f} {unit}"
-            return f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 LOOK_SECONDS = 0.002  # between two tries to get a lock that somebody else has

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from surgeon.quality import DEFAULT_TOKENS, DEFAULT_WINDOW
 from surgeon.quality.sources import DEMO, Reading, are_apart, documents
+from surgeon.words import plural
 
 __all__ = [
     "DEFAULT_TOKENS",
@@ -311,7 +312,8 @@ def load_windows(
         raise ValueError(f"{data} is empty; give a text file with something in it")
     if len(ids) < window:
         raise ValueError(
-            f"{data} has {len(ids)} tokens, fewer than one window of {window}; use a smaller window or more text"
+            f"{data} has {plural(len(ids), 'token')}, fewer than one window of {window}; use a smaller window or more "
+            "text"
         )
     ids = ids[: min(wanted, len(ids) // window * window)]
     notes = reading.lines(data)

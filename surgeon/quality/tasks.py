@@ -357,8 +357,12 @@ def load_tasks(
 
 
 def _find_items(name: str, path: Path, open_manager: Callable[[], TaskManager]) -> list[Any]:
-    """Build the tasks and groups of a name, a YAML file or a folder; `known` gives lm-eval's own."""
+    """Build the tasks and groups of a name, a YAML file or a folder; `open_manager` gives lm-eval's own."""
     is_file = path.suffix.lower() in YAML
+    if path.is_file() and not is_file and ("/" in name or name not in open_manager().all_tasks):
+        raise ValueError(
+            f"{path} is no file of tasks; those are {SUFFIX} files of rows, and YAML files of lm-eval's (.yaml)"
+        )
     if not (is_file or "/" in name or (path.is_dir() and name not in open_manager().all_tasks)):
         manager = open_manager()
         names = fnmatch.filter(manager.all_subtasks, name) if "*" in name else [name]
@@ -390,7 +394,9 @@ def _find_items(name: str, path: Path, open_manager: Callable[[], TaskManager]) 
     # All groups, and the tasks that are in none of them, by their names or tags.
     names = [one for one in names if members.isdisjoint({one, *index[one].tags})]
     if not names and not is_file:
-        raise ValueError(f"{path} holds no task of lm-eval's (a YAML file with the key task or group)")
+        raise ValueError(
+            f"{path} holds no task of lm-eval's (a YAML file with the key task or group); name {SUFFIX} files each"
+        )
     # What is wrong with a file keeps it out of the list, and is said as it is built.
     return [item for one in names or [str(path)] for item in _build(manager, one, name)]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import Hardware, load_hardware
+from surgeon.errors import refuse_useless
 from surgeon.language.program import Program
 from surgeon.opened import Model, open_model
 from surgeon.quality import DEFAULT_TOKENS
@@ -117,7 +118,15 @@ class Question:
                 raise ValueError(
                     f"budget {self.of_quality[0]}: drafts cost no quality, as the model verifies them; leave it out"
                 )
-        _ = self.limits
+        asked = (*(limit.aspect for limit in self.limits), *self.objectives)
+        refuse_useless(
+            "a latency, a speedup or a draft",
+            any(aspect.quantity.timed for aspect in asked),
+            batch=self.batch != 1,
+            prompt=self.prompt is not None,
+            new=self.new is not None,
+            link_delay=self.link_delay is not None,
+        )
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from surgeon.searches.pricing import pareto_front
 from surgeon.searches.quantities import DRAFT, HERE, Aspect, Limit, select_priced, show_seconds
 from surgeon.searches.question import PricedQuestion, Question
 from surgeon.searches.workers import say_aside
-from surgeon.words import in_words, join_words
+from surgeon.words import in_words, join_words, plural
 
 Measured = Literal["divergence", "perplexity", "draft_time"]
 RUNNERS_UP = 4
@@ -121,7 +121,7 @@ class HeldOutComparison:
         seen, unseen = (quality_by(each, self.by) for each in (first.trial.measured, first.unseen))
         both = (
             f"trial {first.trial.number}: {in_words(self.by)} {seen:.4g} on the text of the search, "
-            f"{unseen:.4g} on {first.unseen.tokens:,} held-out tokens ({windows} windows)"
+            f"{unseen:.4g} on {first.unseen.tokens:,} held-out tokens ({plural(windows, 'window')})"
         )
         found = [both, *self.verdicts(lambda one: (one.trial.measured, one.unseen))]
         if self.is_overturned:
@@ -185,14 +185,15 @@ class HealedFinalists:
     def lines(self) -> list[str]:
         first = self.before.choice.trial.number
         chosen = self.after.choice.trial.number
-        found = [f"{len(self.before.finalists)} finalists were {self.how}"]
+        finalists = len(self.before.finalists)
+        found = [f"{plural(finalists, 'finalist')} {'was' if finalists == 1 else 'were'} {self.how}"]
         found += [
             f"healed, {said}"
             for said in self.after.verdicts(lambda one: (self.after.searched.unseen, one.unseen))
         ]
         if chosen != first:
             found.append(f"HEALING CHANGES THE CHOICE: trial {chosen} is the winner, not trial {first}")
-        elif len(self.before.finalists) > 1:
+        elif finalists > 1:
             found.append(f"healing does not change the choice: trial {first} is the winner")
         return found
 
@@ -380,7 +381,7 @@ def rank_trials(question: PricedQuestion, trials: Sequence[Trial]) -> list[Trial
     if not finite:
         names = ", ".join(map(str, question.settings.objectives))
         raise ValueError(
-            f"of {len(trials)} trials within the budget none has a finite {names}; run more of them, or "
+            f"of {plural(len(trials), 'trial')} within the budget none has a finite {names}; run more of them, or "
             "look at another objective"
         )
     best: dict[str, Trial] = {}
@@ -409,8 +410,8 @@ def _nearest(question: PricedQuestion, trials: Sequence[Trial]) -> str:
         aspects = (limit.aspect for limit in select_priced(limits))
         had += f" and {', '.join(aspect.show(question.pricing.price(aspect, best.program)) for aspect in aspects)}"
     return (
-        f"of {len(trials)} trials none is within {budget}; the nearest, trial {best.number}, has {had}; allow more, or "
-        "run more trials"
+        f"of {plural(len(trials), 'trial')} none is within {budget}; the nearest, trial {best.number}, has {had}; "
+        "allow more, or run more trials"
     )
 
 

@@ -31,13 +31,14 @@ GONE = 499  # the client hung up; nobody reads this status, it is only counted
 _SHORT = reprlib.Repr()  # writes only the first items of a list
 _SHORT.maxstring = _SHORT.maxother = MOST_SHOWN
 
+_MESSAGE = '{"role": "user", "content": "Hello"}'
 # What pydantic says of a field that takes several types is a list of what each of them lacks.
 _KINDS = {
     "chat_template_kwargs": 'an object such as {"enable_thinking": false}',
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "a text or a list of texts",
     "stream_options": 'an object such as {"include_usage": true}',
-    "messages": 'a list of messages such as {"role": "user", "content": "Hello"}',
+    "messages": f"a list of messages such as {_MESSAGE}",
 }
 
 
@@ -111,6 +112,8 @@ def explain(errors: Sequence[Any]) -> ApiError:
     name = ".".join(map(str, path))
     if kind == "missing":
         return invalid(f"{name} is missing", field)
+    if field == "messages" and len(path) > 1:
+        return invalid(f"{name} must be a message such as {_MESSAGE}, not {short(value)}", field)
     if field in _KINDS:
         return invalid(f"{field} must be {_KINDS[field]}, not {short(value)}", field)
     wanted = str(error["msg"]).removeprefix("Input should be ").removeprefix("a valid ")
@@ -119,11 +122,14 @@ def explain(errors: Sequence[Any]) -> ApiError:
 
 MOST_CHOICES = 128
 
+# Of OpenAI's API and vLLM's server, what changes nothing about the answer.
 IGNORED = {
     "metadata",
     "parallel_tool_calls",
+    "priority",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "request_id",
     "safety_identifier",
     "service_tier",
     "store",

@@ -34,10 +34,10 @@ from surgeon.server.answers import respond
 from surgeon.server.bodies import ApiError, ChatBody, CompletionBody, Json, explain
 from surgeon.server.state import (
     MOST_BYTES,
+    TOO_LARGE,
     ServerState,
     count_answers,
     guard_app,
-    too_large,
     with_browsers,
 )
 from surgeon.version import __version__
@@ -105,9 +105,10 @@ def _add_errors(app: FastAPI) -> None:
             400: "the body is no JSON that can be read: it is no UTF-8, is nested too deeply, or has a number too long",
             404: f"there is no {path} here",
             405: f"{path} does not take {request.method}",
+            413: TOO_LARGE,
         }
         refused = ApiError(status, words.get(status, str(error.detail)), headers=error.headers)
-        return (too_large() if status == 413 else refused).response()
+        return refused.response()
 
     @app.exception_handler(Exception)
     async def defect(_: Request, error: Exception) -> Response:

@@ -21,6 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from surgeon.checkpoint.texts import Defaults
+from surgeon.machine import show_size
 from surgeon.runtime.service import Service
 from surgeon.server.bodies import (
     GONE,
@@ -142,7 +143,8 @@ class ServerState:
 
 
 GUARDED = "/v1"
-MOST_BYTES = 16 << 20  # of a body: a prompt of a million tokens
+MOST_BYTES = 16_000_000  # of a body: a prompt of a million tokens
+TOO_LARGE = f"the body is larger than {show_size(MOST_BYTES)}"
 ANY = "*"  # origin of web pages
 _PORTS = {"http": 80, "https": 443}
 _COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
@@ -201,17 +203,12 @@ def _refusal(scope: Scope, state: ServerState) -> ApiError | None:
         )
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > MOST_BYTES:
-        return too_large()
+        return ApiError(413, TOO_LARGE)
     if state.service.failure is not None:
         return refuse_after_failure(state.service.failure)
     if state.draining:
         return refuse_while_draining()
     return None
-
-
-def too_large() -> ApiError:
-    """413: a body nobody wants to read."""
-    return ApiError(413, f"the body is larger than {MOST_BYTES >> 20} MB")
 
 
 def check_origin(origin: str) -> str:

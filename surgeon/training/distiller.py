@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from surgeon.language.program import Program, steps_of
 from surgeon.language.sublayer import Sublayer
+from surgeon.machine import show_size
 from surgeon.models.edit import EditedLayers, edit, edited_layers, program_of
 from surgeon.models.families import family_of
 from surgeon.models.weights.store import dense
@@ -149,9 +150,9 @@ class TeacherLogits:
                     with whole_file(self._path(windows)) as beside:
                         save_file(shaped, beside)
                 except UNREADABLE as error:
-                    size = total * self.window_bytes / 2**20
+                    size = show_size(total * self.window_bytes)
                     raise OSError(
-                        f"the teacher's logits cannot be written to {self.folder} ({error}); they take {size:,.0f}MB "
+                        f"the teacher's logits cannot be written to {self.folder} ({error}); they take {size} "
                         "in all: make room and start again, which goes on from here, or keep fewer than "
                         f"{self.kept} for each token"
                     ) from error

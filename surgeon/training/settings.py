@@ -9,6 +9,7 @@ import os
 from argparse import ArgumentError, Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ from surgeon.checkpoint.tensor_file import read_json
 from surgeon.machine import avoid_cudnn_attention, describe_gpu
 from surgeon.opened import choose_device
 from surgeon.training.token_store import ALL_TOKENS
-from surgeon.words import did_you_mean, first_line, plural
+from surgeon.words import did_you_mean, first_line, plural, show_value
 
 SCOPES = ("edited", "all", "norms", "edited-norms", "routers")
 ROUTERS = ("trained", "frozen")
@@ -167,6 +168,7 @@ class Distillation:
     kept: int | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for name in PARTS:
             weight = getattr(self, name)
             if not (math.isfinite(weight) and weight >= 0):
@@ -204,7 +206,7 @@ class TrainSettings:
         lora: rank of adapters that are trained in place of the matrices in scope; None trains the matrices.
         distillation: from the original; None learns the text alone.
         steps: of the optimiser; None for as many as `epochs` takes.
-        epochs: passes over the text; where `steps` is given, it rules.
+        epochs: passes over the text, in place of `steps`.
         batch: windows per step, over all processes and micro-batches.
         micro_batch: windows per forward pass of one process; None for all that a process has of a batch.
         learning_rate: at its highest; None for the default of what is trained.
@@ -237,32 +239,7 @@ class TrainSettings:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._check_scope()
-        for name in (
-            "lora",
-            "steps",
-            "batch",
-            "micro_batch",
-            "evaluate_every",
-            "save_every",
-            "patience",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name.replace('_', ' ')} must be at least 1, not {value}")
-        if self.epochs is not None and not 0 < self.epochs < math.inf:
-            raise ValueError(f"epochs must be above 0, not {self.epochs}")
-        if self.warmup < 0:
-            raise ValueError(f"warmup must be at least 0 steps, not {self.warmup}")
-        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning rate must be above 0, not {self.learning_rate}")
-        if self.micro_batch is not None and self.batch % self.micro_batch:
-            raise ValueError(
-                f"a batch of {self.batch} windows is no multiple of a micro-batch of {self.micro_batch}; change one"
-            )
-        check_trainer_arguments(self.arguments)
-
-    def _check_scope(self) -> None:
+        _check_types(self)
         for name, choices in (("scope", SCOPES), ("router", ROUTERS)):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"there is no {name} {value!r}; {did_you_mean(value, choices)}")
@@ -274,6 +251,21 @@ class TrainSettings:
             raise ValueError(
                 f"adapters (lora) are for matrices, and the scope {self.scope} trains none; leave one of them out"
             )
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"steps ({self.steps}) and epochs ({self.epochs:g}) both say how long; leave one of them out"
+            )
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ValueError(f"epochs must be above 0, not {self.epochs}")
+        if self.warmup < 0:
+            raise ValueError(f"warmup must be at least 0 steps, not {self.warmup}")
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning rate must be above 0, not {self.learning_rate}")
+        if self.micro_batch is not None and self.batch % self.micro_batch:
+            raise ValueError(
+                f"a batch of {self.batch} windows is no multiple of a micro-batch of {self.micro_batch}; change one"
+            )
+        check_trainer_arguments(self.arguments)
 
     @property
     def rate(self) -> float:
@@ -304,8 +296,7 @@ class TrainSettings:
                 f"the learning rate rises over {plural(self.warmup, 'step')}, and the run has {steps}: it never comes "
                 f"to {self.rate:g}; use a warmup below {steps}, or more steps"
             )
-        asks_steps = self.steps is not None or self.epochs is None
-        if asks_steps and (rounds := steps * self.batch / windows) > 1:
+        if self.epochs is None and (rounds := steps * self.batch / windows) > 1:
             notes.append(
                 f"the steps go through {steps * self.batch:,} windows, and the training text has {windows:,}: each is "
                 f"trained on {rounds:.3g} times"
@@ -314,7 +305,7 @@ class TrainSettings:
 
     def tokens_on(self, window: int) -> int:
         """Most tokens of training text that the run reads, in windows of this many."""
-        if self.steps is None and self.epochs is not None:
+        if self.epochs is not None:
             return ALL_TOKENS
         return self.steps_on(self.batch) * self.batch * window
 
@@ -334,6 +325,31 @@ class TrainSettings:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"arguments": dict(self.arguments), "learning_rate": self.rate}
+
+
+# What fields take, by what their annotations have; of `Count` at least 1.
+_TAKES: dict[str, tuple[Any, str]] = {
+    "Mapping": (Mapping, "a mapping"),
+    "Distillation": (Distillation, "a Distillation"),
+    "Count": (Integral, "a whole number"),
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "str": (str, "a text"),
+}
+
+
+def _check_types(settings: Distillation | TrainSettings) -> None:
+    """Refuse values of other types than their fields', and counts below 1."""
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        name = next(name for name in _TAKES if name in str(each.type))
+        kind, words = _TAKES[name]
+        if value is None and "None" in str(each.type):
+            continue
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise ValueError(f"{each.name} must be {words}, not {show_value(value)}")
+        if name == "Count" and value < 1:
+            raise ValueError(f"{each.name.replace('_', ' ')} must be at least 1, not {value}")
 
 
 _OF_OPTIMISERS = ("optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")

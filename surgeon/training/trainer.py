@@ -22,9 +22,10 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArgu
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from surgeon.errors import Diverged, is_out_of_memory
+from surgeon.machine import show_size
 from surgeon.models.edit import ASKS_FOR_ROUTERS, EditedLayers
 from surgeon.models.lora import PeftModel
-from surgeon.processes.files import is_full_disk, show_bytes
+from surgeon.processes.files import is_full_disk
 from surgeon.quality.summary import Quality
 from surgeon.training.checkpoints import (
     WEIGHTS_FILE,
@@ -144,7 +145,7 @@ class ModelTrainer(Trainer):
             if self.args.should_save:
                 shutil.rmtree(self.checkpoints.staging, ignore_errors=True)
         # Raised outside the handler, to stand for itself: it says more than the error that it comes from.
-        needed = show_bytes(checkpoint_bytes(self.model, self._saves_frozen))
+        needed = show_size(checkpoint_bytes(self.model, self._saves_frozen))
         raise OSError(
             f"the disk of {self.checkpoints.folder} filled up at step {self.state.global_step}: a checkpoint takes "
             f"about {needed}; earlier ones are whole, so make room, and run the same command again to go on"

@@ -81,6 +81,10 @@ def test_the_papers_five_unless_others_are_asked_for() -> None:
     assert check_operations(["width"]) == ["width-heads", "width-neurons"]
     with pytest.raises(ValueError, match="'prune-atention'.*did you mean 'prune-attention'"):
         check_operations(["prune-atention"])
+    with pytest.raises(
+        ValueError, match="operations is empty; name what to scan, such as lp, or leave it out"
+    ):
+        selected_cells([select((), 4)], 4, 0)
     with pytest.raises(ValueError, match="unknown operation 'x'.*prune-mlp, .*all"):
         check_operations(["x"])
 

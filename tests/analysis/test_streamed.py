@@ -120,7 +120,7 @@ def test_what_memory_leaves_room_for(tmp_path: Path) -> None:
     plan = share([Program.dense(4)])
     assert windows_at_once(model, plan, IDS) == 3
     with pytest.raises(
-        ValueError, match=r"a memory limit of 1MB is too small: .*; set memory to \d+MB or more"
+        ValueError, match=r"a memory limit of 1.05 MB is too small: .*; set memory to \d+MB or more"
     ):
         windows_at_once(model, plan, IDS, memory=1 << 20)
     enough = windows_at_once(model, plan, IDS, memory=resident_bytes() + (100 << 20))

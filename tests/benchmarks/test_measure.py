@@ -294,6 +294,10 @@ def test_what_cannot_be_compared(
 
 def test_slices_need_ranks(checkpoint: Path) -> None:
     with pytest.raises(
+        ValueError, match="^tracks:1: the 4 heads and 2 KV heads of A1 do not divide into 3"
+    ):
+        open_plans(str(checkpoint), ["lp", "tracks:1"], Needs(3, 16, "cpu"), layers=range(1, 3))
+    with pytest.raises(
         ValueError, match="desync has a slice of the layers for each rank; use 2 ranks or more"
     ):
         open_plans(str(checkpoint), ["desync"], Needs(1, 16, "cpu"), layers=range(1, 3))

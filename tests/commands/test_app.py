@@ -304,6 +304,18 @@ def test_what_is_missing_is_shown_in_the_whole_command(
             "scan m --workers 0",
             "Invalid value for '--workers': '0' should be greater than or equal to 1",
         ),
+        (
+            "spectrum m --weights ,",
+            "Invalid value for '--weights': ',' names nothing; give one value or more",
+        ),
+        (
+            "predict m --hardware h --batch 1,0",
+            "Invalid value for '--batch': '0' is no whole number from 1",
+        ),
+        (
+            "scan m --data a.txt --data=b.txt",
+            "error: --data takes one text, and is given 2 times; measure each by itself",
+        ),
     ],
 )
 def test_wrong_options_are_said_with_their_values(

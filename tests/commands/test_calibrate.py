@@ -34,7 +34,6 @@ def test_a_file_is_written_that_predictions_read(
     ("options", "said"),
     [
         (["--ranks", "2"], "ranks 2: name each number once, and 1 among them, as in 1,2,4"),
-        (["--ranks", "1,two"], "--ranks 'two' is no whole number from 1; write numbers such as 1,8"),
         (
             ["-o", "{folder}/here.txt"],
             "{folder}/here.txt must end in .yaml, by which hardware files are known",

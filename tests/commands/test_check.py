@@ -37,5 +37,6 @@ def test_what_is_refused_ends_with_1(tmp_path: Path, surgeon_says: Run) -> None:
 def test_what_is_wrong_with_the_command_is_said_at_once() -> None:
     command = [sys.executable, "-m", "surgeon.commands", "check", "demo", "--ranks", "two"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr == "error: --ranks 'two' is no whole number from 1; write numbers such as 1,8\n"
+    assert done.returncode == 2
+    said = "Invalid value for '--ranks': 'two' is no whole number from 1; write numbers such as 1,8"
+    assert done.stderr == f"error: {said} (see surgeon check --help)\n"

@@ -167,10 +167,10 @@ def test_drafts_of_other_weights_are_refused(
         (["--draft", "upper-bound"], "error: there are no drafts 'upper-bound'; .*"),
         (["--draft", "A0 F0 A9 F9"], "error: the draft cannot run beside its model: .*A9.*"),
         (["--draft", "A0 F0 >"], "error: the draft cannot run beside its model: .*"),
-        (["--draft", "A0 F0", "--draft-tokens", "90"], "error: draft_tokens 90 .*"),
+        (["--draft", "A0 F0", "--draft-tokens", "90"], "error: --draft-tokens 90 .*"),
         (
             ["--draft-tokens", "3"],
-            "error: draft_tokens says how many tokens to draft; say with what, too: a program, or coda",
+            "error: --draft-tokens says how many tokens to draft; say with what, too: a program, or coda",
         ),
         (
             ["--draft", "coda", "--program", "A0 F0"],

@@ -135,7 +135,7 @@ def test_what_a_user_sees(tasks: str, tiny_checkpoint: Path) -> None:
     [
         (["--limit", "0"], "error: limit must be at least 1 row of each task, not 0"),
         (["--batch-size", "0"], "error: batch size must be at least 1, not 0"),
-        (["--log-samples"], "error: log_samples writes files; say where to by an output folder"),
+        (["--log-samples"], "error: --log-samples writes files; say where to by an output folder"),
         (["--device", "gpu"], "error: unknown device 'gpu'"),
         (["--program", "A0 F0 A7"], "error: A7 is out of range: the model's layers are 0 to 3"),
         (
@@ -250,6 +250,24 @@ def test_a_program_is_compared_with_that_of_the_checkpoint(
 def test_a_text_or_tasks_are_needed(run: Run) -> None:
     code, _, err = run()
     assert (code, err) == (1, "error: there is nothing to measure; give tasks, data or both\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--data", "demo", "--limit", "8"], "limit is for tasks; give tasks, too, or leave limit out"),
+        (["--data", "demo", "--batch-size", "8"], "--batch-size is for tasks; give tasks, too"),
+        (
+            ["--tasks", "piqa", "--window", "64"],
+            "window is for data; give data, too, or leave window out",
+        ),
+        (["--tasks", "piqa", "--against", "demo"], "against is for data; give data, too"),
+    ],
+)
+def test_options_of_what_is_not_measured_are_refused(run: Run, arguments: list[str], said: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (1, "")
+    assert said in err
 
 
 def test_a_recipe_with_calibrated_factors(

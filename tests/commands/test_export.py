@@ -163,7 +163,7 @@ def test_an_existing_target_is_refused_before_anything_is_read(
     before = (tmp_path / "out" / "config.json").read_bytes()
     code, _, err = run(path, "-o", tmp_path / "out", "--model", "/no/such/folder")
     assert code == 1
-    assert "pass overwrite" in err
+    assert "pass --overwrite" in err
     assert (tmp_path / "out" / "config.json").read_bytes() == before
     assert run(recipe("- prune: {layers: '1:3'}"), "-o", tmp_path / "out", "--overwrite")[0] == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 2

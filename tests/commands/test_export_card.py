@@ -63,7 +63,7 @@ def test_results_at_export_and_afterwards(
     card.write_text(card.read_text() + "My own words.\n")
     code, out, err = surgeon_says("card", target)
     assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "pass overwrite" in err
+    assert "pass --overwrite" in err
     assert surgeon_says("card", target, "--overwrite")[0] == 0
     assert "Quality" not in card.read_text()
 

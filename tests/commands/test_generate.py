@@ -155,9 +155,12 @@ def test_other_dtypes_and_ways_of_decoding(
 
 
 def test_another_program(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # As of an export with fewer layers than its original.
+    record = {"program": "A0 F0 A2 F2 A3 F3 A5 F5", "source": {"model": "m", "num_layers": 6}}
+    (tiny_checkpoint / "surgeon.json").write_text(json.dumps(record))
     assert generate(tiny_checkpoint, "--tp", "2", "--program", "A0 F0 [A1 A2] [F1 F2] >A3 >F3") == 0
     err = " ".join(capfd.readouterr().err.split())
-    assert "effective depth 3 of 4 layers" in err
+    assert "effective depth 3 of 6 layers" in err
     assert "6 all-reduces per token, as the program has; 768 bytes per token and rank" in err
 
 
@@ -290,7 +293,7 @@ def test_a_slow_link_and_compressed_reductions(endless: Path, capfd: pytest.Capt
     assert generate(endless, *options) == 0
     out, err = capfd.readouterr()
     assert out.endswith("\n")
-    assert "ranks    2 (cpu, shm, link of 5ms, 1GB/s, int8, float32)" in err
+    assert "ranks    2 (cpu, shm, link of 5ms, 1 GB/s, int8, float32)" in err
     # 32 features: one exact (4 bytes) and its place (2), a scale (4), 32 integers.
     said = " ".join(err.split())
     assert (
@@ -340,10 +343,10 @@ def test_what_changes_nothing_is_said(endless: Path, capfd: pytest.CaptureFixtur
         ),
         (["--temperature", "-1"], "error: temperature must be at least 0, not -1.0"),
         (["--temperature", "nan"], "error: temperature must be at least 0, not nan"),
-        (["--top-p", "1.5"], "error: top_p must be in 0..1, not 1.5"),
-        (["--top-k", "-2"], "error: top_k must be at least 0 .*, not -2"),
-        (["--min-p", "2"], "error: min_p must be in 0..1, not 2.0"),
-        (["--repetition-penalty", "0"], "error: repetition_penalty must be above 0 .*, not 0.0"),
+        (["--top-p", "1.5"], "error: --top-p must be in 0..1, not 1.5"),
+        (["--top-k", "-2"], "error: --top-k must be at least 0 .*, not -2"),
+        (["--min-p", "2"], "error: --min-p must be in 0..1, not 2.0"),
+        (["--repetition-penalty", "0"], "error: --repetition-penalty must be above 0 .*, not 0.0"),
         (["--stop", ""], r"error: stop must be up to 64 texts, none of them empty, not \('',\)"),
         (["--compress", "int7"], "error: there is no compression 'int7'; did you mean 'int.'.*"),
         (["--link-delay", "soon"], "error: 'soon' is no delay; write e.g. 1ms, 200us or 0.5s"),

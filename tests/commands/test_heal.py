@@ -218,7 +218,7 @@ def test_conversations_are_healed_on_by_their_answers(
     assert code == 0, err
     assert re.search(r"of the [\d,]+ tokens to train on, padding among them, [\d,]+ are learned\n", err)
     assert "\n[user] user of the dog</s>\u27e6[assistant] assistant of the dog</s>\u27e7" in err
-    assert "epochs 2.0; the paper's data is BAAI/Infinity-Instruct:7M:train" in err
+    assert "warmup 200; the paper's data is BAAI/Infinity-Instruct:7M:train" in err
     assert "predicted tokens of" in err
     assert "left out 6 answers behind a window's end (of 12 rows read)" in err
     assert json.loads((tmp_path / "healed.run" / "run.json").read_text())["data_left_out"] == {
@@ -312,7 +312,7 @@ def test_presets_are_said(heal: Any) -> None:
         (
             'pair: {layers: "1:3"}',
             ("--self-temperature", 2),
-            "self_temperature is of text that the original writes",
+            "--self-temperature is of text that the original writes",
         ),
         ('pair: {layers: "1:3"}', ("--eval-data", "self"), "self is written to train on"),
     ],

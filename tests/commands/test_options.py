@@ -82,8 +82,8 @@ def test_numbers_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     (batch,) = (option for option in GROUP.commands["bench"].params if option.opts[0] == "--batch")
     assert given("bench", batch, "8", "1", "8") == ["8", "1"]
     for wrong in ("0", "-1", "x", "1.5"):
-        assert main(["bench", "demo", "--batch", f"1,{wrong}"]) == 1
+        assert main(["bench", "demo", "--batch", f"1,{wrong}"]) == 2
         assert (
-            f"--batch '{wrong}' is no whole number from 1; write numbers such as"
+            f"error: Invalid value for '--batch': '{wrong}' is no whole number from 1; write numbers such as"
             in capsys.readouterr().err
         )

@@ -166,12 +166,21 @@ def test_other_axes_are_swept_and_drawn(
         (["--sweep", "rank=1..4"], "there is no 'rank' to sweep; did you mean 'ranks'?"),
         (["--sweep", "ranks=4..1"], "ranks=4..1: a range goes from at least 1 upwards"),
         (["--sweep", "ranks=few"], "'ranks=few' is no range; write e.g. ranks=1..64"),
-        (["--batch", "0"], "--batch '0' is no whole number from 1"),
         (
             ["--compare", "laddder"],
             "there is no model folder laddder, nor a variant of a model; did you mean 'ladder'?",
         ),
         (["--program", "A9"], "A9 is out of range"),
+        (
+            ["--compare", "tracks:2", "--layers", "0:4", "--ranks", "3"],
+            "error: tracks:2: the 8 heads and 4 KV heads of A0 do not divide into 3 slices",
+        ),
+        (["--compare", "lp", "--layers", "0:9"], "error: lp of layers 0:9: "),
+        (
+            ["--compare", "upper-bound", "--layers", "0:4"],
+            "layers are those that variants change, and none is compared; compare one, such as lp, or leave",
+        ),
+        (["--draft", "A0 F0", "--layers", "0:4"], "layers are those that variants change, and none"),
         (["--link", "nvlnk"], "has no link 'nvlnk'"),
         (
             ["--prompt", "5000"],
@@ -192,7 +201,7 @@ def test_other_axes_are_swept_and_drawn(
             "there are no drafts 'upper-bound'; give a program over the model's weights",
         ),
         (["--draft", "A0 F0 A9"], "A9 is out of range"),
-        (["--acceptance", "0.8"], "acceptance is for a draft; give draft, too"),
+        (["--acceptance", "0.8"], "acceptance is for a draft; give a draft, too"),
     ],
 )
 def test_bad_input_is_refused(
@@ -209,7 +218,7 @@ def test_what_does_not_fit_says_what_would(model: Path, tmp_path: Path, surgeon_
     code, _, err = surgeon_says("predict", model, "--hardware", tight, *LOAD)
     assert code == 1
     assert "small in float32 on 1 rank with batch 1 and texts of 28 tokens needs" in err
-    assert "round has 539KB for it; 2 ranks would do for batch 1" in err
+    assert "round has 552 KB for it; 2 ranks would do for batch 1" in err
     code, _, err = surgeon_says(
         "predict", model, "--hardware", tight, *LOAD, "--ranks", 2, "--batch", 64
     )

@@ -11,13 +11,14 @@ import surgeon
 from surgeon.findings.explore import Exploration
 from surgeon.findings.result import read_record
 from surgeon.findings.scan import Scan
+from surgeon.machine import show_size
 from tests.findings.run_folders import make_scan, make_similarity
 
 
 def test_a_page_of_runs_and_what_it_says(tmp_path: Path) -> None:
     runs = [make_scan(tmp_path / "scan"), make_similarity(tmp_path / "alike")]
     found = surgeon.report(runs, tmp_path / "pages" / "both.html")
-    assert str(found) == f"{found.file}: {found.file.stat().st_size / 2**20:.2f} MB"
+    assert str(found) == f"{found.file}: {show_size(found.file.stat().st_size)}"
     assert [chapter.name for chapter in found.chapters] == ["tiny"]
     table = found.table()
     assert set(table["model"]) == {"tiny"}

@@ -119,7 +119,7 @@ def test_screened(scan: Run, tmp_path: Path) -> None:
 def test_too_few_windows_to_screen(scan: Run, tmp_path: Path) -> None:
     code, _, err = scan("--operation", "prune", "--screen")
     assert code == 0, err
-    assert "warning: 4 windows are too few to screen" in err
+    assert "warning: the text has 4 windows, too few to screen" in err
     assert (pd.read_csv(tmp_path / "out" / "cells.csv")["tokens"] == 4 * 31).all()
 
 
@@ -200,8 +200,8 @@ def test_a_warning_about_a_separator(scan: Run, tiny_text: Path) -> None:
         (("--layers", "3"), "'3' are no range"),
         (("--every", "0"), "every must be at least 1, not 0"),
         (("--every", "5"), "every 5 is more than the 4 layers of 0:4"),
-        (("--max-length", "0"), "max_length must be at least 1, not 0"),
-        (("--max-length", "1", "--every", "2"), "max_length 1 is less than every 2"),
+        (("--max-length", "0"), "--max-length must be at least 1, not 0"),
+        (("--max-length", "1", "--every", "2"), "--max-length 1 is less than every 2"),
         (("--permutations", "0"), "permutations must be at least 1, not 0"),
     ],
 )

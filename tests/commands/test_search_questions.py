@@ -195,6 +195,14 @@ def test_a_quality_that_cannot_be_kept(
         (("--budget", "depth=0"), "no depth; write whole or half layers"),
         (("--budget", "depth=40"), "the unedited model has depth 4 already; ask for less"),
         (("--budget", "depth=1"), "out of reach"),
+        (
+            ("--budget", "depth=3", "--link-delay", "1ms"),
+            "--link-delay is for a latency, a speedup or a draft",
+        ),
+        (
+            ("--objective", "size", "--prompt", "8"),
+            "give a latency, a speedup or a draft, too, or leave prompt out",
+        ),
         (("--budget", "dpeth=3"), "did you mean 'depth'?"),
         (("--budget", "depth=3,depth=2"), "limits depth twice"),
         (("--budget", "latency=1ms"), "@"),

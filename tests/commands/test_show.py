@@ -125,7 +125,7 @@ def test_an_unedited_model(surgeon_says: Run) -> None:
     assert code == 0
     assert facts(out) == {
         "name": "demo, a checkpoint",
-        "model": "Llama, 128 wide, 4 heads over 2 KV heads, vocabulary 2048; 3.2M parameters, 6.3 MB",
+        "model": "Llama, 128 wide, 4 heads over 2 KV heads, vocabulary 2048; 3.2M parameters, 6.33 MB",
         "depth": "16 of 16 layers one after the other",
         "syncs": "32 per forward pass on two ranks (unedited: 32)",
         "program": "(layers 0-15 as they were)",

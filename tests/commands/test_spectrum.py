@@ -108,7 +108,6 @@ def test_some_matrices_without_damage(spectrum: Run, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--weights", "q,gat"), "Llama has no weight 'gat'; did you mean 'gate'?"),
-        (("--weights", ","), "',' names nothing; give one value or more"),
         (("--keep", "0"), "keep must be more than 0 and at most 1, not 0"),
         (("--keep", "0.5", "--no-damage"), "allocation by damage goes by what is left out"),
         (("--keep", "0.5", "--budget", "params=9"), "keep 0.5 is the same as the budget params=0.5x; give one of them"),

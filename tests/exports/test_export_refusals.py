@@ -96,7 +96,7 @@ def test_the_old_checkpoint_stays_if_the_new_one_fails(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(tensor_file, "content_of", full)
-    with pytest.raises(OSError, match=r"filled up: 47\d\.\d KB are needed"):
+    with pytest.raises(OSError, match=r"filled up: 47\d KB are needed"):
         run_export(tmp_path / "source", tmp_path / "target", PAIRS, overwrite=True)
     assert hash_of(tmp_path / "target") == before
     assert {path.name for path in tmp_path.iterdir()} == {"source", "target"}
@@ -107,7 +107,7 @@ def test_a_disk_that_cannot_hold_it_is_refused_before_anything_is_written(
 ) -> None:
     save_source(tmp_path / "source")
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(OSError, match=r"too full: 47\d\.\d KB are needed, 1.0 KB are free"):
+    with pytest.raises(OSError, match=r"too full: 47\d KB are needed, 1 KB are free"):
         run_export(tmp_path / "source", tmp_path / "new" / "target", PAIRS)
     assert not (tmp_path / "new").exists()
 

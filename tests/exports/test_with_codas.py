@@ -37,7 +37,7 @@ def test_both_are_written_in_one_dtype_and_replaced_together(tmp_path: Path) -> 
     assert found is not None
     assert all(torch.equal(one, written.tensors[name]) for name, one in found.coda(0).tensors.items())
     assert f"# {folder.name}" in (folder / "README.md").read_text()
-    with pytest.raises(FileExistsError, match="pass overwrite"):
+    with pytest.raises(FileExistsError, match="pass `overwrite`"):
         export(folder, [written])
     export(folder, [written], dtype="bfloat16", overwrite=True)
     found = read_codas(folder)

@@ -346,8 +346,8 @@ def make_prediction(folder: Path, **more: Any) -> Path:
             "per_token_ms": 9 / ranks / faster,
             "tokens_per_second": 100 * batch * ranks * faster,
             "communication_share": 0.25 / faster,
-            "needed_bytes": (16 + batch) * 2.0**30 / ranks,
-            "there_bytes": 64 * 2.0**30,
+            "needed_bytes": (16 + batch) * 1e9 / ranks,
+            "there_bytes": 64 * 1e9,
             **dict.fromkeys(
                 ("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup"), faster
             ),

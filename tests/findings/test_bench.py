@@ -93,7 +93,7 @@ def test_tables_fit_a_terminal() -> None:
     assert "Times as fast as a-name-of-18-chars" in text
     assert "75%" in text
     assert "4+2" in text
-    assert "2KB" in text
+    assert "2.05 KB" in text
 
 
 def test_one_program_is_not_compared() -> None:

@@ -456,13 +456,13 @@ def test_only_its_own_card_is_replaced(copied: Path) -> None:
     path = copied / "README.md"
     path.write_text(path.read_text().replace("Licence", "Licence (I asked)"))
     with pytest.raises(
-        FileExistsError, match="was not written by surgeon, or was changed since.*pass overwrite"
+        FileExistsError, match="was not written by surgeon, or was changed since.*pass `overwrite`"
     ):
         require_own_card(copied)
     write_card(copied, "mine")
     require_own_card(copied)
     path.write_bytes(b"\xff")
-    with pytest.raises(FileExistsError, match="pass overwrite"):
+    with pytest.raises(FileExistsError, match="pass `overwrite`"):
         require_own_card(copied)
     path.unlink()
     require_own_card(copied)

@@ -401,8 +401,8 @@ def test_predictions_are_drawn_and_told(tmp_path: Path) -> None:
     assert "tracks:2, batch 1: 1.00" not in page.html  # on one rank there is none
     table = page.html[page.html.index("Every prediction") :]
     assert ">refused<" in table
-    assert "80GB!" in table
-    assert "of 64GB for it" in table
+    assert "80 GB!" in table
+    assert "of 64 GB for it" in table
 
 
 def test_predictions_of_nothing_that_can_be_shared_out(tmp_path: Path) -> None:

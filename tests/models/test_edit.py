@@ -51,6 +51,10 @@ def test_restore_gives_the_original_back(model: PreTrainedModel) -> None:
     edit(model, "A5 F5")  # an edit of an edited model starts from the original
     assert model.config.num_hidden_layers == 1
     assert restore(model) is model
+    with pytest.raises(
+        ValueError, match="'x' is no model that is loaded; give what surgeon.load returns"
+    ):
+        restore("x")  # type: ignore[arg-type]
     assert model.model.layers is layers
     assert model.config.num_hidden_layers == 6
     assert list(model.state_dict()) == names

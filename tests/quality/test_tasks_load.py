@@ -126,6 +126,11 @@ def test_missing_and_damaged_files(tmp_path: Path, folder: Path) -> None:
     for name in ("a.yaml", "a.jsonl", "a/b"):
         with pytest.raises(FileNotFoundError, match="there is no task file"):
             load(tmp_path / name)
+    (tmp_path / "a.txt").write_text("a text")
+    with pytest.raises(
+        ValueError, match=r"a.txt is no file of tasks; those are .jsonl files of rows, and YAML"
+    ):
+        load(tmp_path / "a.txt")
     (tmp_path / "a.yaml").write_text("task: [")
     with pytest.raises(ValueError, match=r"a.yaml cannot be set up \(ParserError"):
         load(tmp_path / "a.yaml")

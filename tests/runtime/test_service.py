@@ -404,11 +404,12 @@ def test_memory_is_checked_before_anything_starts(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     # 4 layers of 2 KV heads of 8 features in float32: 16 tokens take 8 KB.
     with pytest.raises(
-        ValueError, match="and 200 blocks of 8KB do not fit: 1MB are allowed; at most 103 blocks do"
+        ValueError,
+        match="and 200 blocks of 8.19 KB do not fit: 1.05 MB are allowed; at most 103 blocks do",
     ):
         Service(folder, ServiceOptions(RankOptions(2), blocks=200, memory=1 << 20))
     with pytest.raises(
-        ValueError, match="the weights take 195KB and 100KB are allowed; give more memory"
+        ValueError, match="the weights take 200 KB and 102 KB are allowed; give more memory"
     ):
         Service(folder, ServiceOptions(memory=100 << 10))
     with pytest.raises(ValueError, match="max_batch must be at least 1, not 0"):
@@ -483,9 +484,9 @@ def test_ranks_say_what_is_free_on_their_gpus(folder: Path, monkeypatch: pytest.
         torch.cuda, "mem_get_info", lambda *_: pytest.fail("the starting process asks a GPU")
     )
     options = ServiceOptions(RankOptions(2, "cuda"))
-    with pytest.raises(ValueError, match=r"on each GPU and 4\.88KB are free"):
+    with pytest.raises(ValueError, match=r"on each GPU and 5 KB are free"):
         Service(folder, options)
     assert ended == ["ranks"]
-    with pytest.raises(ValueError, match=r"on each GPU and 4\.88KB are allowed"):
+    with pytest.raises(ValueError, match=r"on each GPU and 5 KB are allowed"):
         Service(folder, replace(options, memory=5000))
     assert ended == ["ranks"]  # nobody was asked

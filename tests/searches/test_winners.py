@@ -289,7 +289,7 @@ def test_a_ranking_has_whole_trials_of_different_programs_the_best_first() -> No
         trial(4, math.inf, other),
     ]
     assert [each.number for each in rank_trials(searching.question, trials)] == [1, 3]
-    with pytest.raises(ValueError, match="of 1 trials within the budget none has a finite divergence"):
+    with pytest.raises(ValueError, match="of 1 trial within the budget none has a finite divergence"):
         rank_trials(searching.question, trials[4:])
 
 

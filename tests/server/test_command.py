@@ -163,7 +163,7 @@ def test_what_ranks_cannot_run(
     assert refusal(capsys, str(chat_model), "--port", "0", "--tp", "100").startswith(
         "100 ranks cannot share this model"
     )
-    assert "200KB" in refusal(capsys, str(chat_model), "--port", "0", "--memory", "200KB")
+    assert "200 KB" in refusal(capsys, str(chat_model), "--port", "0", "--memory", "200KB")
     assert "collectives none" in refusal(capsys, str(chat_model), "--port", "0", "--collectives", "none")
     assert "no compression 'int7'" in refusal(
         capsys, str(chat_model), "--port", "0", "--tp", "2", "--compress", "int7"

@@ -170,6 +170,12 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {}, "messages", "messages is missing"),
     (CHAT, {"messages": []}, "messages", "messages is empty"),
     (CHAT, {"messages": "hello"}, "messages", "messages must be a list of messages"),
+    (
+        CHAT,
+        {"messages": [USER, 1]},
+        "messages",
+        'messages.1 must be a message such as {"role": "user", "content": "Hello"}, not 1',
+    ),
     (CHAT, {"messages": [{"content": "a"}]}, "messages", "messages.0.role must be a text"),
     (CHAT, {"messages": [USER, {"role": "user"}]}, "messages", "messages.1.content must be a text"),
     (
@@ -301,6 +307,8 @@ def test_fields_that_change_nothing_pass(server: Server) -> None:
     neutral = {
         "user": "me",
         "metadata": {"a": "b"},
+        "priority": 1,
+        "request_id": "mine",
         "frequency_penalty": 0,
         "presence_penalty": 0.0,
         "logit_bias": {},

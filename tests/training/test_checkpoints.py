@@ -82,7 +82,7 @@ def test_a_disk_without_room_is_refused_before_the_first_step(
     # Weights and Adam's, three times.
     needed = 3 * 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, needed - 1))
-    with pytest.raises(OSError, match=f"is too full: {needed / 1000:.1f} KB are needed"):
+    with pytest.raises(OSError, match=f"is too full: {needed / 1000:.0f} KB are needed"):
         run(tmp_path, model)
     assert not checkpoints_of(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, needed))

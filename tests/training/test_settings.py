@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.training.settings import PRESETS, TrainSettings, preset
+from surgeon.training.settings import PRESETS, Distillation, TrainSettings, preset
 from surgeon.training.token_store import ALL_TOKENS
 
 
@@ -18,8 +18,19 @@ from surgeon.training.token_store import ALL_TOKENS
         ({"router": "frozen", "scope": "routers"}, "the scope routers trains nothing else"),
         ({"scope": "norms", "lora": 4}, "adapters .lora. are for matrices"),
         ({"lora": 0}, "lora must be at least 1, not 0"),
+        ({"steps": "7"}, "steps must be a whole number, not '7'"),
+        ({"batch": None}, "batch must be a whole number, not None"),
+        ({"evaluate_every": 2.5}, "evaluate_every must be a whole number, not 2.5"),
+        ({"learning_rate": "0.1"}, "learning_rate must be a number, not '0.1'"),
+        ({"schedule": 3}, "schedule must be a text, not 3"),
+        ({"arguments": "bf16"}, "arguments must be a mapping, not 'bf16'"),
+        ({"distillation": "logits"}, "distillation must be a Distillation, not 'logits'"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"evaluate_every": 0}, "evaluate every must be"),
+        (
+            {"steps": 7, "epochs": 3.0},
+            r"steps \(7\) and epochs \(3\) both say how long; leave one of them out",
+        ),
         ({"epochs": 0.0}, "epochs must be above 0"),
         ({"epochs": float("nan")}, "epochs must be above 0"),
         ({"warmup": -1}, "warmup must be at least 0"),
@@ -30,13 +41,14 @@ from surgeon.training.token_store import ALL_TOKENS
 def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainSettings(**given)
+    with pytest.raises(ValueError, match="temperature must be a number, not '1'"):
+        Distillation(temperature="1")  # type: ignore[arg-type]
 
 
 def test_steps() -> None:
-    assert TrainSettings(steps=7, epochs=3.0).steps_on(100) == 7
     assert TrainSettings(epochs=2.0, batch=8).steps_on(100) == 25
     assert TrainSettings().steps_on(8) == 1000
-    assert TrainSettings(steps=7, epochs=3.0, batch=2).tokens_on(16) == 7 * 2 * 16
+    assert TrainSettings(steps=7, batch=2).tokens_on(16) == 7 * 2 * 16
     assert TrainSettings(epochs=2.0).tokens_on(16) == ALL_TOKENS
     with pytest.raises(ValueError, match="7 windows, fewer than one batch of 8"):
         TrainSettings().steps_on(7)

@@ -271,7 +271,7 @@ def _largest_batch(
             f"{show_size(needed(window))}; use shorter windows, or the CPU"
         )
     # What the process holds varies a little from run to run.
-    least = math.ceil((held + needed(window)) * 1.02 / 2**20)
+    least = math.ceil((held + needed(window)) * 1.02 / 1e6)
     raise ValueError(
         f"a memory limit of {show_size(limit)} is too small: the model and the libraries hold {show_size(held)}, "
         f"one window of {window} tokens needs {show_size(needed(window))}; set memory to {least}MB or more"

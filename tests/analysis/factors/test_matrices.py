@@ -26,8 +26,12 @@ def test_ranks() -> None:
     assert [str(rank) for rank in ranks] == ["1/8", "1/2", "32", "1/1", "1"]
     assert parse_ranks(",".join(map(str, ranks))) == ranks
     assert [rank.resolve(64) for rank in ranks] == [8, 32, 32, 64, 1]
-    assert [rank.resolve(5) for rank in ranks] == [1, 3, 32, 5, 1], "shares are rounded, and give at least 1"
-    assert parse_ranks("0.1")[0].resolve(15) == 2, "1.5 is rounded up, whatever binary fractions make of 0.1"
+    assert [rank.resolve(5) for rank in ranks] == [1, 3, 32, 5, 1], (
+        "shares are rounded, and give at least 1"
+    )
+    assert parse_ranks("0.1")[0].resolve(15) == 2, (
+        "1.5 is rounded up, whatever binary fractions make of 0.1"
+    )
 
 
 @pytest.mark.parametrize(

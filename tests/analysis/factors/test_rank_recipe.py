@@ -87,7 +87,7 @@ def test_budgets() -> None:
     for text, amount in {
         "params=0.5x": 64,
         "params = 1,000": 1000,
-        "weight_bytes=2KB": 2048,
+        "weight_bytes=2KB": 2000,
         "weight_bytes=0.25x": 0.25 * 128 * 2,
         "wire_bytes=0.5x": 0.5 * 2 * 8 * 2,
     }.items():

@@ -185,5 +185,5 @@ def test_links_as_users_write_them() -> None:
     ]
     assert parse_link(None, None) is None
     assert parse_link("1ms", None) == Link(0.001)
-    assert parse_link(None, "2KB/s") == Link(bandwidth=2048)
-    assert parse_link("200us", "1GB") == Link(0.0002, 1 << 30)
+    assert parse_link(None, "2KB/s") == Link(bandwidth=2000)
+    assert parse_link("200us", "1GB") == Link(0.0002, 1e9)

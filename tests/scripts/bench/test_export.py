@@ -23,7 +23,7 @@ def test_goals() -> None:
         "plain has 0.40 of the copy's speed, not 0.5"
     ]
     large = list(short_of_goals("low-rank", Run(1000, 900.0, 2 << 30), speed))
-    assert large == ["low-rank took 2GB, not at most 1.46GB"]
+    assert large == ["low-rank took 2.15 GB, not at most 1.57 GB"]
     assert len(list(short_of_goals("fused", Run(1000, 25.0, 2 << 30), speed))) == 2
 
 
@@ -54,4 +54,4 @@ def test_the_table_is_printed_whether_or_not_goals_are_missed(
     assert "plain" in page
     assert "0.53" in page  # 80 bytes a second beside 100 and 200
     assert "10.0 (5.0 to 10.0)" in page
-    assert missed_in(page) == (None if peak <= PEAK_LIMIT else "fused took 2GB, not at most 1.46GB")
+    assert missed_in(page) == (None if peak <= PEAK_LIMIT else "fused took 2.15 GB, not at most 1.57 GB")

@@ -189,7 +189,7 @@ def through_symmetric_memory(stage: Stage, program: str) -> str:
     made = stage.ranks.call(through_memory, plans)
     for expected, found, said, memory in made:
         found.require(expected)
-        assert said == "one shot up to 4MB, NCCL above", said
+        assert said == "one shot up to 4.19 MB, NCCL above", said
         assert {(name, aside) for name, _, aside in memory.sums} >= {
             ("one shot", False),
             ("one shot", True),

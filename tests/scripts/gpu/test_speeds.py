@@ -47,7 +47,7 @@ def test_a_line_of_the_table() -> None:
     assert speed_line("memory bandwidth", SPEEDS).split() == ["memory", "bandwidth", "2000", "GB/s"]
     ours = speed_line("surgeon, 1 x 64", SPEEDS)
     assert ours.split()[4:7] == ["250.0", "4.00", "80%"]
-    assert ours.endswith("7GB (5GB)")
+    assert ours.endswith("7.52 GB (5.37 GB)")
     assert speed_line("transformers, 1 x 64", SPEEDS).split()[4:] == ["50.0", "20.00"]
 
 
