@@ -21,7 +21,7 @@ def test_what_does_not_fit_is_streamed(tmp_path: Path) -> None:
     stored = sum(torch.Size(checkpoint.shape(name)).numel() * 2 for name in checkpoint.names())
     assert opened.bytes_on("cpu") == 2 * stored  # computed in float32
     assert streamed_layers(load_for_analysis(opened)) is None
-    with pytest.warns(UserWarning, match=r"weights \(\d+KB\) do not fit .* read layer by layer"):
+    with pytest.warns(UserWarning, match=r"weights \(\d+ KB\) do not fit .* read layer by layer"):
         model = load_for_analysis(opened, memory=resident_bytes())
     assert streamed_layers(model) is not None
 
