@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [
     *["scripts/demo", "scripts/test", "scripts/environment.sh", ".ci/run"],
     *[
+        "scripts/gpu/next",
+        "scripts/gpu/rehearse",
         "scripts/vllm/test",
         "scripts/modeling/test",
         "scripts/real/get",
