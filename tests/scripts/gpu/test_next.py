@@ -16,7 +16,8 @@ case "$*" in
 esac
 """
 ROWS = "check calibrate predict bench papers-lp papers-ladder papers-deinfer papers-pt explore drafts load-float32"
-ROWS += " load-256 load-64 load-16 load-1 heal liger random quantised compare calibrate-2 bench-2 scan-1 scan-2 heal-2 papers-racks"
+ROWS += " load-256 load-64 load-16 load-1 heal liger random quantised compare calibrate-2 bench-2"
+ROWS += " scan-1 scan-2 heal-2 papers-racks"
 
 
 def begun(folder: Path, *arguments: str, **environment: str) -> list[str]:
