@@ -103,7 +103,8 @@ prepare_environment() {
     if ! is_ready "$what"; then
         if is_usable; then
             if has_tools; then what=developer; fi # the demo takes nothing away
-        elif rmdir -- "$environment" 2>/dev/null || [ ! -e "$environment" ] || [ -e "$made" ]; then
+        elif rmdir -- "$environment" 2>/dev/null || [ ! -e "$environment" ] ||
+            { [ -e "$made" ] && [ ! -L "$environment" ]; }; then # a link is to somebody else's
             local python
             python=$(find_python) || exit 1
             make_environment "$python"

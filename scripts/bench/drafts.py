@@ -2,7 +2,7 @@
 
     python scripts/bench/drafts.py -o TABLE.md [--model demo] [--ranks 2] [--links 0us 200us 1ms gloo] [--batch 1 4 8]
                                    [--draft NAME=PROGRAM|RECIPE|FOLDER ...] [--only NAME ...]
-                                   [--draft-tokens N] [--drawn 0.8] [--rounds 3]
+                                   [--draft-tokens N] [--drawn 0.8] [--rounds 3] [--device cuda]
 
 All ways of decoding take turns in every round, in another order each time, so that whatever else the machine does
 happens to all of them and none always comes first; tables have medians over rounds of the speed beside dense decoding
@@ -98,10 +98,10 @@ def runs(
     model: Model, place: str, options: RankOptions, drafts: dict[str, str], asked: argparse.Namespace
 ) -> Iterator[Run]:
     """All ways of decoding, in turns."""
-    plan = make_plan(model, options.ranks, asked.prompt + asked.new)
+    plan = make_plan(model, options.ranks, asked.prompt + asked.new, device=options.device)
     plans = {DENSE: plan} | ({CODA: with_coda(plan)} if read_codas(model.folder) else {})
     for name, draft in drafts.items():
-        alone = make_plan(model, options.ranks, plan.max_tokens, draft)
+        alone = make_plan(model, options.ranks, plan.max_tokens, draft, options.device)
         plans |= {f"{name} {ALONE}": alone, name: with_draft(plan, model, draft)}
     sampling = Sampling(temperature=asked.drawn, max_new_tokens=asked.new, ignore_end=True)
     with Ranks(options) as started:
@@ -186,7 +186,7 @@ def draft_named(model: Model, text: str) -> tuple[str, str]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    add_defaults(parser, model="demo", ranks=2)
+    add_defaults(parser, model="demo", ranks=2, device="cpu")
     parser.add_argument(
         "--links", nargs="*", default=["0us", "200us", "1ms", GLOO], help="delays of links, and gloo"
     )
@@ -219,13 +219,13 @@ def main() -> None:
     drafts |= dict(draft_named(model, each) for each in options.draft)
     found = list[Run]()
     for link in options.links:
-        ranks = RankOptions(options.ranks, "cpu")
+        ranks = RankOptions(options.ranks, options.device)
         place = link
         if link == GLOO:
             ranks = replace(ranks, collectives=GLOO)
         elif delay := parse_seconds(link):
             ranks = replace(ranks, link=Link(delay))
-        else:
+        elif options.device == "cpu":
             place = SHARED
         found += runs(model, place, ranks, drafts, options)
     programs = [f"- {name}: `{draft}`" for name, draft in drafts.items()]

@@ -188,9 +188,9 @@ class Place:
             pairs, end = (int(number) for number in system.split(":")[1:])
             end = min(layers, max(2, -(-end * layers // printed)))
             system = f"lp:{min(max(1, pairs * layers // printed), end // 2)}:{end}"
-        spec = Spec(
-            model, system, self.ranks(run.ranks), self.small or run.link != "nvlink-off", **sizes
-        )
+        ranks = self.ranks(run.ranks)
+        p2p = self.small or ranks == 1 or run.link != "nvlink-off"  # one GPU reads no other's memory
+        spec = Spec(model, system, ranks, p2p, **sizes)
         if not run.per_layers:
             return (spec,)
         half = layers // 2

@@ -16,7 +16,8 @@ Over several machines torchrun runs papers.py, one process for each GPU of all o
 measured, those without peer to peer where the environment has NCCL_P2P_DISABLE=1.
 
 FOLDER (by default runs/papers-PAPER) is what to send back: a file for each measured program and load in runs/, written
-once it is measured, table.md, rows.csv, rows.json and machine.json. Killed, the same command goes on.
+once it is measured, table.md, rows.csv, rows.json and machine.json, also where `timeout` or Ctrl-C ends it. The same
+command goes on then.
 
 --small takes tiny shapes of the same kind and small loads on two CPU ranks: it shows that the script works, and its
 figures mean nothing. None of it has run on a GPU yet.
@@ -26,8 +27,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -176,10 +178,9 @@ def run(settings: Settings, rows: Sequence[Row], results: Results, say: Callable
         say_known()
 
 
-def run_racks(settings: Settings, results: Results, say: Callable[[str], None]) -> list[Line]:
-    """Train every size in both ways, and say the article's rows of each; the lines."""
+def run_racks(settings: Settings, results: Results) -> Iterator[Line]:
+    """Train every size in both ways, and yield the article's rows of each."""
     printed = [row for row in read_json(TABLES)["rows"] if row["use"] == TRAINING]
-    lines = list[Line]()
     for pipeline, local in _rack_jobs(settings):
         for job in (pipeline, local):
             if results.knows(job):
@@ -193,7 +194,7 @@ def run_racks(settings: Settings, results: Results, say: Callable[[str], None]) 
         for row, here in zip(
             printed, paper_racks.values(results.found, pipeline, local, printed), strict=True
         ):
-            line = Line(
+            yield Line(
                 "racks",
                 f"{row['what']}, {pipeline.size}",
                 pipeline.racks,
@@ -205,9 +206,6 @@ def run_racks(settings: Settings, results: Results, say: Callable[[str], None]) 
                 NOTHING,
                 "; ".join(dict.fromkeys(reasons)),
             )
-            lines.append(line)
-            say(str(line))
-    return lines
 
 
 def _rack_jobs(settings: Settings) -> list[tuple[paper_racks.RackJob, paper_racks.RackJob]]:
@@ -307,14 +305,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*(results.line(row) for row in rows), sep="\n")
         return 0
 
-    say = Said()
-    if options.paper == RACKS:
-        lines = run_racks(settings, results, say)
-    else:
-        run(settings, rows, results, say)
-        lines = [results.line(row) for row in rows]
     told = ", ".join(f"{package} {version}" for package, version in versions().items())
-    write(folder, lines, f"{PAPERS[options.paper]} on {place_of(settings)}; {told}; `{command_line()}`")
+    heading = f"{PAPERS[options.paper]} on {place_of(settings)}; {told}; `{command_line()}`"
+    say = Said()
+    lines = list[Line]()
+    try:
+        for line in run_racks(settings, results) if options.paper == RACKS else ():
+            say(str(line))
+            lines.append(line)
+        run(settings, rows, results, say)
+    finally:
+        lines = lines or [results.line(row) for row in rows]
+        write(folder, lines, heading)
     measured = sum(line.here == line.here for line in lines)
     print(f"{measured} of {len(lines)} rows measured; {folder} is what to send back", file=sys.stderr)
     if measured:
@@ -370,4 +372,5 @@ def place_of(settings: Settings) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as `timeout` ends it
     sys.exit(main())

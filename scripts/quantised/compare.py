@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not be installed
+
 from surgeon.models.weights import NamedTensors
 from surgeon.models.weights.quantised import quantised_matrices
 

@@ -96,7 +96,8 @@ def predict(
     model: Annotated[
         str | Path | Model | EditedModel,
         option(
-            "A config.json or a folder with one, a hub name, demo, or a recipe (.yaml). No weights are read.",
+            "A config.json or a folder with one, a hub name, a .gguf file, demo, or a recipe (.yaml). "
+            "No weights are read.",
             metavar="MODEL",
         ),
     ],

@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [
     *["scripts/demo", "scripts/test", "scripts/environment.sh", ".ci/run"],
     *[
+        "scripts/gpu/next",
+        "scripts/gpu/rehearse",
         "scripts/vllm/test",
         "scripts/modeling/test",
         "scripts/real/get",
@@ -266,6 +268,19 @@ def test_a_useless_environment_of_the_users_is_never_deleted(clone: Clone) -> No
     assert failed.returncode == 1
     assert "move it away" in failed.stderr
     assert mine.exists()
+
+
+def test_an_environment_that_is_a_link_is_left_as_it_is(clone: Clone) -> None:
+    """It is another clone's, made by the same script there."""
+    clone.run()
+    others = (clone.root / ".venv").rename(clone.root.with_name("others"))
+    (clone.root / ".venv").symlink_to(others)
+    (others / ".surgeon-ready").write_text(f"{clone.root}-2\n1 2\nsurgeon\n")
+    before = sorted(others.rglob("*"))
+    failed = clone.run()
+    assert failed.returncode == 1
+    assert "belongs elsewhere" in failed.stderr
+    assert sorted(others.rglob("*")) == before
 
 
 def test_without_ensurepip_the_pip_of_this_python_serves(clone: Clone) -> None:

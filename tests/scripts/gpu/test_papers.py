@@ -48,6 +48,7 @@ def test_rows_run_as_printed_or_on_as_many_ranks_as_there_are() -> None:
     assert row.baseline == (Spec("llama3-70b", "dense", 8, False, 1, 1024, 512),)
     assert Place(gpus=3).rows([case])[0].own[0].ranks == 2
     assert Place(gpus=3, exact=True).rows([case])[0].own[0].ranks == 8
+    assert Place(gpus=1).rows([case])[0].own == (Spec("llama3-70b", "ladder", 1, True, 1, 1024, 512),)
     other = Place(gpus=4, model="pt-6b").rows([case_of("30b", "parallel-track 7")])[0]
     assert (other.own[0].model, other.own[0].ranks) == ("pt-6b", 4)
 
@@ -230,6 +231,8 @@ def test_a_killed_run_goes_on_and_what_failed_is_tried_again(
 
     with pytest.raises(KeyboardInterrupt):
         start(5)
+    notes = [row["note"] for row in csv.DictReader((tmp_path / "rows.csv").open())]
+    assert {"", "not measured"} <= {*notes}
     assert start(99) == 0
     assert "6 of 7 rows measured" in capsys.readouterr().err
     failed = [spec for spec in asked[0] if spec.model == "llama3-8b"]
