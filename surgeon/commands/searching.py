@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ from surgeon.searches.study import (
     FINISHED,
     StudyStorage,
     compute_once,
+    interruptible,
     list_trials,
     naming_storage,
     open_storage,
@@ -81,7 +83,7 @@ from surgeon.searches.winners import (
     fast_enough_here,
     ranks_here,
 )
-from surgeon.searches.workers import given_to_worker, interruptible, worker_processes
+from surgeon.searches.workers import given_to_worker, worker_processes
 from surgeon.training.settings import Distillation, TrainSettings
 from surgeon.training.token_store import SELF
 from surgeon.version import FORMAT
@@ -136,7 +138,8 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
         study.sampler = make_sampler(
             searching, options.sampler, options.seed + len(study.trials) + 1000 * worker
         )
-        with worker_processes(1 if worker else options.workers, WORKER, given, output):
+        alone = options.workers == 1 or worker
+        with nullcontext() if alone else worker_processes(options.workers, WORKER, given, output):
             trials = _run_trials(study, searching, options, until)
         work = describe_work(searching.known_terms, study.trials)
     if worker:

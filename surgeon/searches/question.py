@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from surgeon.cost.deployment import Deployment, Workload
 from surgeon.cost.hardware import Hardware, load_hardware
-from surgeon.errors import refuse_useless
 from surgeon.language.program import Program
 from surgeon.opened import Model, open_model
 from surgeon.quality import DEFAULT_TOKENS
@@ -59,6 +58,7 @@ _IDENTITY = (
     "link_delay",
     "sampled_acceptance",
 )
+_TIMED = ("batch", "prompt", "new", "link_delay")
 _LITTLE = 0.01  # in parts of a cost: a space that saves less is not searched unless it is named
 
 
@@ -119,14 +119,11 @@ class Question:
                     f"budget {self.of_quality[0]}: drafts cost no quality, as the model verifies them; leave it out"
                 )
         asked = (*(limit.aspect for limit in self.limits), *self.objectives)
-        refuse_useless(
-            "a latency, a speedup or a draft",
-            any(aspect.quantity.timed for aspect in asked),
-            batch=self.batch != 1,
-            prompt=self.prompt is not None,
-            new=self.new is not None,
-            link_delay=self.link_delay is not None,
-        )
+        for each in fields(self) if not any(aspect.quantity.timed for aspect in asked) else ():
+            if each.name in _TIMED and getattr(self, each.name) != each.default:
+                raise ValueError(
+                    f"{each.name} is for a latency, a speedup or a draft; ask for one, or leave {each.name} out"
+                )
 
     @property
     def identity(self) -> dict[str, Any]:

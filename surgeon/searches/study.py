@@ -13,6 +13,8 @@ import os
 import platform
 import random
 import re
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +33,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import URL, event, exc, make_url
 
 from surgeon.opened import without_password
+from surgeon.processes.children import when_parent_ends
 from surgeon.processes.files import full_disk, is_full_disk, make_folder, name_file
 from surgeon.searches.search import PROGRAM
 from surgeon.searches.workers import say_aside
@@ -403,3 +406,26 @@ def _fail_lost(study: optuna.Study, me: list[Any]) -> None:
             )
             with suppress(UpdateFinishedTrialError):
                 study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+
+
+@contextmanager
+def interruptible(index: int) -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C, so that trials are given back; all workers but 0 end with the first one, too."""
+    if threading.current_thread() is not threading.main_thread():  # only that one can take signals
+        yield
+        return
+    # A shell that starts something in the background lets it ignore Ctrl-C, and so all that it starts.
+    before = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    if index:
+        main = threading.main_thread().ident
+        assert main is not None
+        # The signal goes to that thread, as it may be asleep.
+        when_parent_ends(lambda: signal.pthread_kill(main, signal.SIGINT))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.machine import gpus_in_turn, threads_per_rank
-from surgeon.processes.children import Child, when_parent_ends
+from surgeon.processes.children import Child
 from surgeon.processes.files import make_folder
 
 Say = Callable[[str], None]
@@ -40,7 +39,7 @@ def worker_processes(
     give back their trials; so they do when this process is killed. Other ends are reported, and the rest goes on.
 
     Args:
-        count: of workers, this process among them.
+        count: of workers, this process among them, at least 2.
         command: for the interpreter, as in ["-m", "surgeon.commands.searching"].
         given: to each of them, as JSON values; `given_to_worker` reads it.
         output: folder of the search.
@@ -48,11 +47,10 @@ def worker_processes(
     processes: list[Child] = []
     watches: list[threading.Thread] = []
     ending = threading.Event()
-    if count > 1:
-        import torch  # takes a second, which a worker only needs for its model
+    import torch  # takes a second, which a worker only needs for its model
 
-        torch.set_num_threads(threads_per_rank(count))
-        make_folder(output / FOLDER)
+    torch.set_num_threads(threads_per_rank(count))
+    make_folder(output / FOLDER)
 
     def watch(index: int, process: Child) -> None:
         if process.wait() and not ending.is_set():
@@ -90,26 +88,3 @@ def given_to_worker() -> tuple[int, dict[str, Any]]:
     """Read a worker's number, from 1 on, and its values."""
     index, given = json.loads(os.environ[GIVEN])
     return index, given
-
-
-@contextmanager
-def interruptible(index: int) -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C, so that trials are given back; all workers but 0 end with the first one, too."""
-    if threading.current_thread() is not threading.main_thread():  # only that one can take signals
-        yield
-        return
-    # A shell that starts something in the background lets it ignore Ctrl-C, and so all that it starts.
-    before = {
-        number: signal.signal(number, signal.default_int_handler)
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    if index:
-        main = threading.main_thread().ident
-        assert main is not None
-        # The signal goes to that thread, as it may be asleep.
-        when_parent_ends(lambda: signal.pthread_kill(main, signal.SIGINT))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

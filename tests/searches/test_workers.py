@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from surgeon.processes.children import Child
-from surgeon.searches.workers import interruptible, worker_processes
+from surgeon.searches.study import interruptible
+from surgeon.searches.workers import worker_processes
 from tests.waiting import PATIENCE, wait_until
 
 # What a worker runs in these tests: it writes down what it was given, and that it was interrupted.
@@ -44,7 +45,7 @@ with workers.worker_processes(2, ["-c", Path(sys.argv[2]).read_text(), sys.argv[
 CHILD = """
 import sys, time
 from pathlib import Path
-from surgeon.searches.workers import interruptible
+from surgeon.searches.study import interruptible
 try:
     with interruptible(1):
         Path(sys.argv[1], "started").touch()
@@ -99,12 +100,6 @@ def test_one_that_is_killed_is_told_of(tmp_path: Path) -> None:
     assert said[0].endswith("was ended by SIGKILL; the others go on")
     assert len(said) == 1
     assert (tmp_path / "2.interrupted").exists()
-
-
-def test_one_alone_starts_nothing(tmp_path: Path) -> None:
-    with workers(1, tmp_path, "end", print) as others:
-        assert others == []
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_they_are_interrupted_when_the_first_is_killed(tmp_path: Path) -> None:
