@@ -31,7 +31,7 @@ def refuse_useless(needed: str, is_there: bool, **given: bool) -> None:
     """
     for name, is_given in given.items():
         if is_given and not is_there:
-            raise ValueError(f"{name} is for {needed}; give {needed}, too, or leave {name} out")
+            raise ValueError(f"`{name}` is for {needed}; give {needed}, too, or leave `{name}` out")
 
 
 class NotProven(ValueError):

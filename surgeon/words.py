@@ -87,9 +87,12 @@ def allowance(ratio: float) -> str:
 def tick(value: float, digits: int = 3) -> str:
     """Write a number on an axis."""
     text = number(value, digits)
-    if "." in text and TIMES not in text:
-        return text.rstrip("0").rstrip(".")
-    return text
+    if TIMES in text:  # with a digit fewer
+        text = number(value, digits + 1)
+    mantissa, times, power = text.partition(f" {TIMES}")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    return mantissa + times + power
 
 
 def stretch(first: int, last: int) -> str:

@@ -98,7 +98,7 @@ def costs(loss: Loss) -> str:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
     peak = torch.cuda.max_memory_allocated() - before
-    return f"{1000 * min(seconds):.0f} ms, {peak / 2**30:.2f} GB"
+    return f"{1000 * min(seconds):.0f} ms, {peak / 1e9:.2f} GB"
 
 
 def main() -> int:

@@ -238,10 +238,23 @@ def _fail(error: Any, arguments: list[str], debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     line, code = explain(error, _output_of(arguments))
-    options = _options_of(arguments)
-    # What functions call their parameters, the command line calls options.
-    _say(_PARAMETER.sub(lambda it: getattr(options.get(it[0].strip("`")), "opts", [it[0]])[0], line))
+    _say(_name_options(line, arguments))
     return code
+
+
+def _name_options(line: str, arguments: list[str]) -> str:
+    """Call parameters in a message as the command line does; but a user's own words stay as they are."""
+    options = _options_of(arguments)
+    values = (word.partition("=")[2] if word.startswith("-") else word for word in arguments)
+    own = re.findall(r"\w+", " ".join(values))
+
+    def name(found: re.Match[str]) -> str:
+        word = found[0].strip("`")
+        if word not in options or (word == found[0] and word in own):
+            return found[0]
+        return str(options[word].opts[0])
+
+    return _PARAMETER.sub(name, line)
 
 
 def _stdout_has_no_reader() -> bool:

@@ -133,7 +133,9 @@ def settings_of(
         if name in given and other not in given:
             values.pop(other, None)  # of the paper's, which the user's replaces
     settings = known.TrainSettings(**values)
-    said = ", ".join(f"{name} {values[name]}" for name in chosen.values if name in values)
+    said = ", ".join(
+        f"{name} {values[name]}" for name in values if name in (*chosen.values, "steps", "epochs")
+    )
     data = f"; the paper's data is {chosen.data}" if chosen.data else ""
     print(f"preset {preset} ({chosen.source}): {said}{data}", file=sys.stderr)
     return settings

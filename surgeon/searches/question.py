@@ -122,7 +122,7 @@ class Question:
         for each in fields(self) if not any(aspect.quantity.timed for aspect in asked) else ():
             if each.name in _TIMED and getattr(self, each.name) != each.default:
                 raise ValueError(
-                    f"{each.name} is for a latency, a speedup or a draft; ask for one, or leave {each.name} out"
+                    f"`{each.name}` is for a latency, a speedup or a draft; ask for one, or leave `{each.name}` out"
                 )
 
     @property

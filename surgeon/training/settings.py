@@ -350,6 +350,9 @@ def _check_types(settings: Distillation | TrainSettings) -> None:
             raise ValueError(f"{each.name} must be {words}, not {show_value(value)}")
         if name == "Count" and value < 1:
             raise ValueError(f"{each.name.replace('_', ' ')} must be at least 1, not {value}")
+        if kind in (Integral, Real) and not isinstance(value, int | float):
+            # NumPy's, which no record can hold.
+            object.__setattr__(settings, each.name, int(value) if kind is Integral else float(value))
 
 
 _OF_OPTIMISERS = ("optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")

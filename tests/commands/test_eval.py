@@ -255,13 +255,18 @@ def test_a_text_or_tasks_are_needed(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--data", "demo", "--limit", "8"], "limit is for tasks; give tasks, too, or leave limit out"),
+        (
+            ["--data", "demo", "--limit", "8"],
+            "--limit is for tasks; give tasks, too, or leave --limit out",
+        ),
         (["--data", "demo", "--batch-size", "8"], "--batch-size is for tasks; give tasks, too"),
         (
             ["--tasks", "piqa", "--window", "64"],
-            "window is for data; give data, too, or leave window out",
+            "--window is for data; give data, too, or leave --window out",
         ),
-        (["--tasks", "piqa", "--against", "demo"], "against is for data; give data, too"),
+        (["--tasks", "piqa", "--against", "demo"], "--against is for data; give data, too"),
+        # A user's own word is no parameter.
+        (["--data", "demo", "--against", "log_samples"], "there is no model folder log_samples"),
     ],
 )
 def test_options_of_what_is_not_measured_are_refused(run: Run, arguments: list[str], said: str) -> None:

@@ -201,7 +201,7 @@ def test_other_axes_are_swept_and_drawn(
             "there are no drafts 'upper-bound'; give a program over the model's weights",
         ),
         (["--draft", "A0 F0 A9"], "A9 is out of range"),
-        (["--acceptance", "0.8"], "acceptance is for a draft; give a draft, too"),
+        (["--acceptance", "0.8"], "--acceptance is for a draft; give a draft, too"),
     ],
 )
 def test_bad_input_is_refused(

@@ -201,7 +201,7 @@ def test_a_quality_that_cannot_be_kept(
         ),
         (
             ("--objective", "size", "--prompt", "8"),
-            "ask for one, or leave prompt out",
+            "ask for one, or leave --prompt out",
         ),
         (("--budget", "dpeth=3"), "did you mean 'depth'?"),
         (("--budget", "depth=3,depth=2"), "limits depth twice"),

@@ -139,3 +139,9 @@ def test_fused_pairs_of_narrow_layers_are_not_taken_apart(tmp_path: Path) -> Non
     run_export(tmp_path / "source", tmp_path / "fused", "[A0#1 A1#1] [F0#24 F1#24]")
     with pytest.raises(ValueError, match="cannot be taken apart .* use the recipe and the original"):
         unfuse(tmp_path / "fused")
+
+
+def test_experts_are_not_narrowed_to_the_width_that_they_have(tmp_path: Path) -> None:
+    width = save_source(tmp_path / "source", "mixtral", num_layers=2).config.intermediate_size
+    with pytest.raises(ValueError, match="the neurons of a mixture's experts stay"):
+        run_export(tmp_path / "source", tmp_path / "target", f"A0 F0#{width} A1 F1")

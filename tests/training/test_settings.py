@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from surgeon.training.settings import PRESETS, Distillation, TrainSettings, preset
@@ -43,6 +45,11 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> 
         TrainSettings(**given)
     with pytest.raises(ValueError, match="temperature must be a number, not '1'"):
         Distillation(temperature="1")  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_kept_as_a_record_can_hold_them() -> None:
+    settings = TrainSettings(steps=np.int64(2), learning_rate=np.float32(0.5))  # type: ignore[arg-type]
+    assert json.loads(json.dumps([settings.steps, settings.learning_rate])) == [2, 0.5]
 
 
 def test_steps() -> None:

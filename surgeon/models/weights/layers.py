@@ -15,7 +15,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, Sublayer, require_width
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, NO_WIDTH, Sublayer, require_width
 from surgeon.models.families import Family, Projection, SublayerSpec
 from surgeon.models.families.specs import Bounds, Units
 from surgeon.models.weights.store import Dense, Factored, Store
@@ -120,7 +120,9 @@ def indivisible(sublayer: Sublayer, units: Units) -> str | None:
 
 
 def require_parts(sublayer: Sublayer, spec: SublayerSpec, family: Family) -> None:
-    """Refuse fewer heads of an attention that is kept as it is, and factors where it has no matrices."""
+    """Refuse narrower mixtures, fewer heads of an attention that is kept as it is, and factors without matrices."""
+    if sublayer.width is not None and spec.mixture is not None:
+        raise ValueError(f"{sublayer}: {NO_WIDTH}")
     if spec.kept is None:
         return
     factors = sublayer.ranks and not spec.projections

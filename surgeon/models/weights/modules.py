@@ -22,7 +22,7 @@ from surgeon.models.replacements import (
     leave_experts,
     narrow,
 )
-from surgeon.models.weights.layers import modules_of, own_path
+from surgeon.models.weights.layers import modules_of, own_path, require_parts
 from surgeon.models.weights.store import Tensors
 from surgeon.models.weights.view import ModelWeights
 
@@ -101,6 +101,8 @@ def make_room(model: Any, weights: ModelWeights, program: Program) -> None:
         for kind in KINDS:
             width = widths.get((kind, (index,)))
             if width is not None and width == weights.stored_width(kind, index):
+                own = Sublayer(kind, (index,), width=width)
+                require_parts(own, family.spec(kind, index), family)
                 narrow(layer, entry, kind, width)
             factorise(layer, entry, dict(weights.stored_ranks(Sublayer(kind, (index,)))))
 
