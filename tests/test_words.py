@@ -7,6 +7,7 @@ import math
 import pytest
 
 from surgeon.words import (
+    TIMES,
     WIDTH,
     align_columns,
     change,
@@ -76,7 +77,7 @@ def test_lists_counts_and_intervals() -> None:
     assert interval(None, 2.5) == interval(1.0, math.nan) == ""
     assert (tick(0.5), tick(20.0), tick(1000.0)) == ("0.5", "20", "1,000")
     assert [tick(value, 4) for value in (8.02e-5, 8.025e-5, 5e-5)] == [
-        f"{mantissa} × 10⁻⁵" for mantissa in ("8.02", "8.025", "5")
+        f"{mantissa} {TIMES} 10⁻⁵" for mantissa in ("8.02", "8.025", "5")
     ]
 
 
