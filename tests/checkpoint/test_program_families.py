@@ -211,6 +211,24 @@ def test_lora_on_slices(family: str) -> None:
     assert relative_error(logits_of(merged), plain_logits(model, TRACKS)) < 1e-5
 
 
+def test_lora_on_factors_of_experts() -> None:
+    """Adapters wrap the maps of experts, which have to be called for that."""
+    model = tiny_model("mixtral", 2)
+    entry = family_entry(family_of(model.config), model.config)._asdict()
+    own = {"surgeon_program": "A0 F0@gate4,down6 A1 F1", "surgeon_family": entry}
+    model_class = PROGRAM.shipped.model_class("mixtral")
+    running = model_class(model_class.config_class.from_dict(model.config.to_dict() | own)).eval()
+    torch.manual_seed(0)
+    for parameter in running.parameters():
+        parameter.data = 0.1 * torch.randn(parameter.shape)
+    before = logits_of(running)
+    names = [f"experts.{name}.weight" for name in ("gate.first", "gate.second", "down.second")]
+    lora = get_peft_model(running, LoraConfig(r=2, target_parameters=names, init_lora_weights=False))
+    adapted = logits_of(lora.eval())
+    assert relative_error(adapted, before) > 1e-4
+    assert relative_error(logits_of(lora.merge_and_unload()), adapted) < 1e-5
+
+
 def gradients(model: Any, **inputs: Any) -> dict[str, Tensor]:
     model.zero_grad()
     model(input_ids=IDS, labels=IDS, **inputs).loss.backward()

@@ -62,7 +62,7 @@ class RemoteCode:
     def text(self) -> str:
         """Return the file as it lies in a checkpoint, with the text of modules of this package that it imports."""
         text = (Path(__file__).parents[1] / "remote_code" / self.file_name).read_text()
-        for node in ast.parse(text).body:
+        for node in reversed(ast.parse(text).body):  # from the end, so that numbers of lines stay
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("surgeon."):
                 lines = text.splitlines(keepends=True)
                 own_imports = {line for line in lines if line.startswith(("import ", "from "))}
