@@ -21,6 +21,7 @@ def _show(call: Callable[[], Conversation]) -> None:
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with call() as conversation:
         # Only now, as these come by what the model needs.
+        from surgeon.checkpoint.describe import describe
         from surgeon.commands.generation import GeneratedText, Generation
 
         if is_terminal:
@@ -54,8 +55,9 @@ def _show(call: Callable[[], Conversation]) -> None:
         if any(text.usage.new for text in texts):
             service = conversation.service
             drafts = service.options.draft is not None
+            layers = describe(service.plan.folder).num_layers
             found = Generation(
-                tuple(texts), service.plan, service.options.ranks, service.figures(), drafts
+                tuple(texts), service.plan, layers, service.options.ranks, service.figures(), drafts
             )
             print(found, file=sys.stderr)
 

@@ -174,6 +174,7 @@ def generate(
     writing["ranks"] = on = RankOptions.of(writing.get("ranks", 1))
     with early_ranks(on) as started:
         # These need `transformers`, and take as long to import as ranks take to start.
+        from surgeon.checkpoint.describe import describe
         from surgeon.commands.generation import GeneratedText, Generation
         from surgeon.commands.opening import service_options
         from surgeon.opened import open_model
@@ -181,6 +182,7 @@ def generate(
         from surgeon.runtime.service import Service
 
         opened = open_model(model)
+        layers = describe(opened.folder).num_layers
         shared = 1 if pipeline else on.ranks
         most = make_plan(opened, shared, None, program).max_tokens
         tokens = _encode(opened, texts_by_place, most, chat, system)
@@ -207,7 +209,7 @@ def generate(
                     if on_event is not None:
                         on_event(text, event)
             return Generation(
-                tuple(texts), service.plan, on, service.figures(), options.draft is not None
+                tuple(texts), service.plan, layers, on, service.figures(), options.draft is not None
             )
 
 

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pandas as pd
 
-from surgeon.checkpoint.describe import describe
 from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Counts, Phase
 from surgeon.runtime.model.engine import Figures
@@ -42,6 +41,7 @@ class Generation:
 
     texts: tuple[GeneratedText, ...]
     plan: Plan
+    layers: int  # of the original, where the checkpoint has fewer
     ranks: RankOptions
     figures: Sequence[Figures]
     drafts: bool = False
@@ -69,7 +69,6 @@ class Generation:
         first = self.figures[0]
         program = Program.parse(plan.program)
         depth = program.effective_depth(plan.family.steps_per_layer)
-        layers = describe(plan.folder).num_layers  # of the original, where the checkpoint has fewer
         shared = ""
         if cached := self._total("cached"):
             shared = f" ({cached} more were shared)"
@@ -84,7 +83,7 @@ class Generation:
         prefill = first.prefill
         lines = [
             f"ranks    {plan.ranks} ({self.ranks}, {plan.dtype})",
-            f"program  effective depth {depth:g} of {plural(layers, 'layer')}",
+            f"program  effective depth {depth:g} of {plural(self.layers, 'layer')}",
             f"prefill  {plural(prefill.tokens, 'token')}{shared} at {prefill.tokens / prefill.seconds:.1f} tokens/s",
             f"decode   {plural(self._total('new'), 'token')}{texts} at {rate}",
         ]

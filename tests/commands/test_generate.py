@@ -162,6 +162,10 @@ def test_another_program(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str
     err = " ".join(capfd.readouterr().err.split())
     assert "effective depth 3 of 6 layers" in err
     assert "6 all-reduces per token, as the program has; 768 bytes per token and rank" in err
+    (tiny_checkpoint / "surgeon.json").write_text("{")
+    assert generate(tiny_checkpoint) == 1
+    out, err = capfd.readouterr()
+    assert (out, "surgeon.json is not valid JSON" in err) == ("", True), "it is said before any text"
 
 
 def test_norms_of_all_heads_are_sums_of_their_own(

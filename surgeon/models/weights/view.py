@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, NO_WIDTH, ROLES, Sublayer, require_experts
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, ROLES, Sublayer, require_experts
 from surgeon.models.families import Family, Projection, SublayerSpec
 from surgeon.models.families.specs import Bounds, Units, unit_bounds
 from surgeon.models.weights.decompose import TruncatedSVD
@@ -59,11 +59,7 @@ class ModelWeights(StoredWeights):
         self.spec(sublayer)  # refuses parts of what is kept as it is
         if sublayer.kind == FEED_FORWARD:
             counts_of = (self.stored_experts(layer) for layer in sublayer.layers)
-            require_experts(
-                sublayer, experts := next((count for count in counts_of if count is not None), None)
-            )
-            if experts is not None and sublayer.width is not None:
-                raise ValueError(f"{sublayer}: {NO_WIDTH}")
+            require_experts(sublayer, next((count for count in counts_of if count is not None), None))
         counts = [self.stored_units(sublayer.kind, layer) for layer in sublayer.layers]
         if any(count != counts[0] for count in counts):
             raise ValueError(f"{sublayer} cannot be averaged: its layers differ in width ({counts})")
