@@ -386,7 +386,7 @@ def leave_experts(layer: nn.Module, mixture: dict[str, Any], count: int) -> None
     names = [f"{mixture['experts']}.{name}" for name, _ in whole.named_parameters()]
     for path in (*names, *(path for path in mixture["rows"] if has(layer, path))):
         old = attrgetter(path)(layer)
-        new = old.new_empty(count, *old.shape[1:])
+        new = old.detach()[:count].clone()
         set_at(layer, path, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)
     recount_experts(layer, mixture["counts"], mixture["top_k"], count)
 
@@ -438,7 +438,7 @@ def narrow(layer: nn.Module, family: FamilyEntry, kind: str, width: int) -> None
             set_at(layer, path, type(whole)(outputs, inputs).to(whole.weight))
     for path in by_head(family) if kind == "A" else ():
         old = attrgetter(path)(layer)
-        set_at(layer, path, nn.Parameter(old.new_empty(len(old) * width // units, *old.shape[1:])))
+        set_at(layer, path, nn.Parameter(old.detach()[: len(old) * width // units].clone()))
     called = called_in(layer, family, kind)
     recount(layer, [path for path in family.counts if path.startswith(called)], width, units)
 
@@ -505,12 +505,16 @@ def linear(inputs: int, outputs: int, rank: int | None, like: Any) -> nn.Module:
 
 
 def expert_maps(weight: Tensor, bias: Tensor | None, rank: int | None) -> ExpertMaps:
-    """Make room for one matrix of each expert, (experts, out, in), or for two factors of a rank; numbers come later."""
+    """Make a module of one matrix of each expert, (experts, out, in), or of two factors of a rank.
+
+    Random factors, whose products are about as large as the matrices: numbers of a checkpoint come later.
+    """
     experts, outputs, inputs = weight.shape
     second = "" if rank is None else "second."
-    made = {f"{second}weight": weight.new_empty(experts, outputs, inputs if rank is None else rank)}
+    made = {f"{second}weight": weight.detach().clone()}
     if rank is not None:
-        made["first.weight"] = weight.new_empty(experts, rank, inputs)
+        made["first.weight"] = weight.new_empty(experts, rank, inputs).normal_(std=inputs**-0.5)
+        made["second.weight"] = weight.new_empty(experts, outputs, rank).normal_(std=rank**-0.5)
     if bias is not None:
-        made[f"{second}bias"] = bias.new_empty(bias.shape)
+        made[f"{second}bias"] = bias.detach().clone()
     return ExpertMaps(made)

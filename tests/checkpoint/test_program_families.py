@@ -229,6 +229,25 @@ def test_lora_on_factors_of_experts() -> None:
     assert relative_error(logits_of(lora.merge_and_unload()), adapted) < 1e-5
 
 
+@pytest.mark.parametrize("program", ["A0 F0@gate4,down6", "A0 F0!e0,e2", "A0 F0!e0@up4", "A0#1 F0"])
+def test_a_model_made_of_its_configuration_has_numbers(program: str) -> None:
+    """Memory that nothing was written to holds what was there before."""
+    model = tiny_model("qwen3_moe", 1)
+    entry = family_entry(family_of(model.config), model.config)._asdict()
+    own = {"surgeon_program": program, "surgeon_family": entry}
+    config = type(model.config).from_dict(model.config.to_dict() | own)
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+    try:
+        made = PROGRAM.shipped.model_class("qwen3_moe")(config)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(parameter.isfinite().all() for parameter in made.parameters())
+    assert all(
+        parameter.abs().max() > 0 for name, parameter in made.named_parameters() if "bias" not in name
+    )
+    assert logits_of(made.eval()).isfinite().all()
+
+
 def gradients(model: Any, **inputs: Any) -> dict[str, Tensor]:
     model.zero_grad()
     model(input_ids=IDS, labels=IDS, **inputs).loss.backward()
