@@ -18,7 +18,7 @@ from surgeon.checkpoint.tensor_file import verify
 from surgeon.errors import NotProven
 from surgeon.exports.in_memory import edit
 from surgeon.models.edit import program_of, restore
-from surgeon.models.families import FAMILIES
+from surgeon.models.families import FAMILIES, Unsupported
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error
 from tests.selection import one_in
 from tests.tiny_models import DENSE_FAMILIES, save_checkpoint, tiny_model, tiny_tokenizer
@@ -68,6 +68,11 @@ def test_what_a_model_is_now_is_exported(family: str, program: str, tmp_path: Pa
     assert verify(tmp_path / "target", tmp_path / "target" / "surgeon.json") > 3
     assert relative_error(logits_of(surgeon.load(tmp_path / "target")), expected) < 1e-5
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    if FORMS[program] == "program":
+        with pytest.raises(
+            Unsupported, match="opened by the code in a checkpoint of surgeon's; open the folder"
+        ):
+            surgeon.export(loaded_by_others(tmp_path / "target"), tmp_path / "again")
     # The model in memory is as it was, and can still be restored.
     assert str(program_of(model)) == program
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())

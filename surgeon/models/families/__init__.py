@@ -32,6 +32,11 @@ def family_named(model_type: str) -> Family:
     """
     if model_type == FUSED.model_type:
         return FUSED
+    if model_type.startswith("surgeon_"):  # as a checkpoint's modeling file names what it edits
+        raise Unsupported(
+            "the model was opened by the code in a checkpoint of surgeon's; open the folder with surgeon.load, "
+            "or give the folder (save_pretrained writes what has changed)"
+        )
     if model_type not in FAMILIES:
         names = sorted((family.name for family in FAMILIES.values()), key=str.lower)
         raise Unsupported(
