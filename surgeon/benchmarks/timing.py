@@ -120,29 +120,25 @@ class TimedCollectives(Around):
         super().__init__(inner)
         self.recorder = recorder
 
-    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Wait:  # noqa: ARG002
-        """Start summing a tensor over the group; waiting on the result gives the sum. Waiting is always apart."""
-        return self._time("all-reduce", self.inner.all_reduce, tensor, counts)
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Wait:
+        """Start summing a tensor over the group; waiting on the result gives the sum."""
+        return self._time("all-reduce", self.inner.all_reduce, tensor, counts, at_once)
 
-    def start_all_gather(
-        self,
-        tensor: Tensor,
-        counts: Counts,
-        at_once: bool = False,  # noqa: ARG002
-    ) -> Wait:
+    def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Wait:
         """Start gathering the group's tensors; waiting on the result gives them joined."""
-        return self._time("all-gather", self.inner.start_all_gather, tensor, counts)
+        return self._time("all-gather", self.inner.start_all_gather, tensor, counts, at_once)
 
     def _time(
         self,
         kind: str,
-        start: Callable[[Tensor, Counts], Wait],
+        start: Callable[[Tensor, Counts, bool], Wait],
         tensor: Tensor,
         counts: Counts,
+        at_once: bool,
     ) -> Wait:
         recorder = self.recorder
-        if not recorder.marking:
-            return start(tensor, counts)
+        if not recorder.marking:  # a GPU's streams are those that it has without being timed
+            return start(tensor, counts, at_once)
         profiled = recorder.profiled
         what = recorder.what
         if counts is recorder.phase.vocabulary:
@@ -151,7 +147,7 @@ class TimedCollectives(Around):
         sent: list[int] = []
         began = now()
         with mark_calls(sent), in_profile(f"start {kind} {what}", profiled):
-            wait = start(tensor, counts)
+            wait = start(tensor, counts, False)  # waiting is apart
         started = now()
         if counts.bytes == before:
             return wait

@@ -21,6 +21,7 @@ from surgeon.runtime.comm.collectives import (
     Link,
     TorchCollectives,
     Unconnected,
+    Wait,
 )
 from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SLOTS
 from surgeon.runtime.plan.checks import make_plan
@@ -234,3 +235,23 @@ def test_what_a_cuda_graph_can_hold() -> None:
     assert not EmulatedLink(nccl, Link(0.001)).capturable
     gloo = TorchCollectives(0, (0, 1))
     assert not any(one.capturable for one in (gloo, Compressed(gloo, "int8")))
+
+
+@pytest.mark.parametrize(("marking", "seen"), [(True, [False, False]), (False, [True, True])])
+def test_timing_leaves_sums_on_the_streams_that_they_have(marking: bool, seen: list[bool]) -> None:
+    """On CPUs waiting is apart, so that it can be timed; a GPU's current stream has what is awaited at once."""
+    asked = list[bool]()
+
+    class Noted(Unconnected):
+        def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Wait:
+            asked.append(at_once)
+            return super().all_reduce(tensor, counts, at_once)
+
+        def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Wait:
+            asked.append(at_once)
+            return super().start_all_gather(tensor, counts, at_once)
+
+    timed = TimedCollectives(Noted(0, (0, 1)), PassRecorder(marking=marking))
+    timed.all_reduce(torch.ones(1), Counts(), at_once=True)()
+    timed.all_gather(torch.ones(1), Counts())
+    assert asked == seen
