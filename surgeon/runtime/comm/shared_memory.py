@@ -302,6 +302,7 @@ def fence() -> None:
 MOST_BYTES = 4 << 20
 ONE_SHOT_BYTES = 256 << 10  # an estimate, for more than two ranks
 DTYPES = torch.float32, torch.bfloat16  # of which these operations take operands
+TWO_SHOT_RANKS = 2, 4, 8  # PyTorch has no other kernel whose result lies apart from its operand
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 # Takes an operand in symmetric memory, the group's name, and the result.
 Operation = Callable[[Tensor, str, Tensor], object]
@@ -360,7 +361,7 @@ def by_bytes(ways: Sequence[SymmetricSum], ranks: int) -> list[SymmetricSum]:
     one_shot, *others = ways
     if ranks == 2:
         return [one_shot]
-    return [replace(one_shot, most=ONE_SHOT_BYTES), others[-1]]
+    return [replace(one_shot, most=ONE_SHOT_BYTES), *others[-1:]]
 
 
 def side_stream(
@@ -488,6 +489,8 @@ def ways_through_memory(
         return []
     cast = _holds_everywhere(inner, device, bool(handles[-1].multicast_ptr))
     names = [each for each in OPERATIONS if cast or each != "multimem"]
+    if len(inner.group) not in TWO_SHOT_RANKS:
+        names.remove("two shots")
     return [
         SymmetricSum(each, len(inner.group), members.group_name, (rooms[0], rooms[1])) for each in names
     ]

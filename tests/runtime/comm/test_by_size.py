@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from surgeon.runtime.comm import shared_memory as symmetric_memory
+from surgeon.runtime.comm.collectives import TorchCollectives
 from surgeon.runtime.comm.shared_memory import (
     MOST_BYTES,
     ONE_SHOT_BYTES,
@@ -14,6 +17,7 @@ from surgeon.runtime.comm.shared_memory import (
     SymmetricSum,
     by_bytes,
     is_allowed,
+    ways_through_memory,
 )
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
@@ -54,6 +58,19 @@ def test_the_way_by_bytes_and_ranks() -> None:
     assert chosen[0] == [("one shot", MOST_BYTES)]
     assert chosen[1] == [("one shot", ONE_SHOT_BYTES), ("two shots", MOST_BYTES)]
     assert chosen[2] == [("one shot", ONE_SHOT_BYTES), ("multimem", MOST_BYTES)]
+
+
+@pytest.mark.parametrize(("ranks", "names"), [(3, ["one shot"]), (4, ["one shot", "two shots"])])
+def test_two_shots_are_of_two_four_or_eight_ranks(
+    ranks: int, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's kernel is "Not implemented for world_size=3"; larger sums of three go by NCCL."""
+    monkeypatch.setattr(symmetric_memory, "_holds_everywhere", lambda *given: given[-1])
+    memory = SimpleNamespace(empty=torch.empty, rendezvous=lambda *_: SimpleNamespace(multicast_ptr=0))
+    inner = TorchCollectives(0, tuple(range(ranks)), SimpleNamespace(group_name="0"))
+    ways = ways_through_memory(inner, torch.device("cpu"), memory)
+    assert [way.name for way in ways] == names
+    assert [way.name for way in by_bytes(ways, ranks)] == names
 
 
 def test_what_the_operations_on_symmetric_memory_take() -> None:
