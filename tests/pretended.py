@@ -341,7 +341,15 @@ def _again(
     compute: Callable[..., Any], func: Any, args: Any, kwargs: Any, found: Any
 ) -> Callable[[], Any]:
     """Computes an operation again, into the same memory."""
-    if func._schema.is_mutable or func.namespace == "c10d":
+    if func.namespace == "c10d":  # it has ended when the next operation begins, as on a stream
+
+        def send() -> None:
+            for one in tree_leaves(compute(*args, **kwargs)):
+                if isinstance(one, torch.ScriptObject):
+                    one.wait()
+
+        return send
+    if func._schema.is_mutable:
         return lambda: compute(*args, **kwargs)
 
     def again() -> None:

@@ -326,6 +326,9 @@ class SymmetricSum:
     """One of these operations on the memory of a group: sums small operands in place, on the current stream.
 
     Attributes:
+        rooms: of the current stream and of the one beside it. Each is an allocation of its own: the words by which
+            ranks wait for each other come with it, and kernels of two streams must not share these.
+        handle: PyTorch's, of the current stream's room.
         most: bytes of an operand.
     """
 
@@ -333,6 +336,7 @@ class SymmetricSum:
     ranks: int
     group: str
     rooms: tuple[Tensor, Tensor]
+    handle: Any = None
     most: int = MOST_BYTES
 
     def fits(self, tensor: Tensor) -> bool:
@@ -350,6 +354,17 @@ class SymmetricSum:
         operand = self.rooms[aside][: tensor.nbytes].view(tensor.dtype)
         operand.copy_(flat)
         OPERATIONS[self.name](operand, self.group, flat)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Copy what all ranks have, of any dtype, on the current stream."""
+        operand = self.rooms[0][: tensor.nbytes].view(tensor.dtype)
+        operand.copy_(tensor.reshape(-1))
+        gathered = tensor.new_empty(self.ranks, *tensor.shape)
+        self.handle.barrier()  # all have written
+        for rank, part in enumerate(gathered.view(self.ranks, tensor.numel())):
+            part.copy_(self.handle.get_buffer(rank, operand.shape, operand.dtype))
+        self.handle.barrier()  # all have read
+        return gathered
 
 
 def by_bytes(ways: Sequence[SymmetricSum], ranks: int) -> list[SymmetricSum]:
@@ -385,7 +400,10 @@ def side_stream(
 
 
 class BySize(Around):
-    """Other collectives, whose small sums go other ways."""
+    """Other collectives, whose small sums go other ways.
+
+    Where ranks share a GPU and the others are gloo's, a recorded pass has all that it sends go these ways.
+    """
 
     def __init__(
         self,
@@ -398,11 +416,12 @@ class BySize(Around):
         self.chosen = chosen
         self._aside = aside
         self._wrapped = connect
+        self._gathers = not inner.capturable and shares_gpus()
+        self.capturable = inner.capturable or self._gathers
 
     def __str__(self) -> str:
-        return ", ".join(
-            [*(f"{way.name} up to {show_size(way.most)}" for way in self.chosen), "NCCL above"]
-        )
+        above = "gloo above" if self._gathers else "NCCL above"
+        return ", ".join([*(f"{way.name} up to {show_size(way.most)}" for way in self.chosen), above])
 
     def around(self, inner: Collectives) -> Collectives:
         return self._wrapped(inner)
@@ -422,12 +441,26 @@ class BySize(Around):
 
         return wait
 
+    def _all_gather(self, tensor: Tensor, at_once: bool) -> Wait:
+        if not self._gathers or tensor.nbytes > MOST_BYTES:
+            return self.inner._all_gather(tensor, at_once)
+        gathered = self.chosen[0].gather(tensor)
+        return lambda: gathered
+
+
+def shares_gpus() -> bool:
+    """Tell whether ranks may share a GPU in symmetric memory."""
+    return os.environ.get(OVERLAPPING) == "1"
+
 
 def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Collectives:
     """Send small sums of ranks, all on one machine, through that memory where it can be had.
 
     Every rank of the group calls this at the same time. `SURGEON_SYMMETRIC_MEMORY=off` in the environment leaves it,
     and so does `NCCL_P2P_DISABLE=1`. With `TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1` ranks may share a GPU.
+
+    Raises:
+        RuntimeError: if they are to share one, and this memory cannot be had.
     """
     group = inner.group
     if inner.rank not in group or len(group) == 1:
@@ -436,7 +469,7 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
     reached = all(
         torch.cuda.can_device_access_peer(device, other) for other in gpus if other != device.index
     )
-    enough = len(gpus) >= len(group) or os.environ.get(OVERLAPPING) == "1"
+    enough = len(gpus) >= len(group) or shares_gpus()
     if not _holds_everywhere(inner, device, is_allowed(os.environ) and enough and reached):
         return inner
     ways = ways_through_memory(inner, device)
@@ -485,6 +518,8 @@ def ways_through_memory(
     except (
         RuntimeError
     ) as error:  # the driver or the machine does not let processes share memory of GPUs
+        if shares_gpus():  # who asked for it wants to know, and not the same by other ways
+            raise
         print(f"rank {inner.rank} sums by NCCL alone: {first_line(error)}", file=sys.stderr, flush=True)
         return []
     cast = _holds_everywhere(inner, device, bool(handles[-1].multicast_ptr))
@@ -492,7 +527,8 @@ def ways_through_memory(
     if len(inner.group) not in TWO_SHOT_RANKS:
         names.remove("two shots")
     return [
-        SymmetricSum(each, len(inner.group), members.group_name, (rooms[0], rooms[1])) for each in names
+        SymmetricSum(each, len(inner.group), members.group_name, (rooms[0], rooms[1]), handles[0])
+        for each in names
     ]
 
 

@@ -61,7 +61,11 @@ from surgeon.runtime.comm.collectives import (
     TorchCollectives,
     Unconnected,
 )
-from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives, with_symmetric_memory
+from surgeon.runtime.comm.shared_memory import (
+    SharedMemoryCollectives,
+    shares_gpus,
+    with_symmetric_memory,
+)
 from surgeon.runtime.comm.wires import WIRES
 from surgeon.words import did_you_mean
 
@@ -335,7 +339,8 @@ class Rank:
                     os.environ.setdefault(name, value)
             ways = options.collectives, self.rank, options.ranks, settings.rendezvous
             connected = TorchCollectives.connect(*ways, device=self.device)
-            if options.collectives == "nccl" and settings.location.local_ranks == options.ranks:
+            can_record = options.collectives == "nccl" or (self.device.type == "cuda" and shares_gpus())
+            if can_record and settings.location.local_ranks == options.ranks:
                 connected = with_symmetric_memory(connected, self.device)
         if options.link is not None:
             connected = EmulatedLink(connected, options.link)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surgeon.runtime.comm import shared_memory as symmetric_memory
 from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts, TorchCollectives
-from surgeon.runtime.comm.shared_memory import BySize, side_stream, ways_through_memory
+from surgeon.runtime.comm.shared_memory import BySize, SymmetricSum, side_stream, ways_through_memory
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
@@ -183,6 +183,41 @@ class FakeMemory:
         self.asked.append(what)
         if self.fails == f"{what} {self.asked.count(what)}":
             raise RuntimeError(f"CUDA driver error: invalid argument in {what}\nof this machine")
+
+
+class FileMemory:
+    """Memory of all ranks that each of them can read, in files, as PyTorch's handle gives it."""
+
+    def __init__(self, folder: str, ranks: int) -> None:
+        self.rooms = [
+            torch.from_file(f"{folder}/{rank}", shared=True, size=1024, dtype=torch.uint8)
+            for rank in range(ranks)
+        ]
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def get_buffer(self, rank: int, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
+        assert len(sizes) == 1
+        return self.rooms[rank][: sizes[0] * dtype.itemsize].view(dtype)
+
+
+def gathered_through_memory(rank: Rank, folder: str) -> list[Tensor]:
+    """What ranks that share a GPU gather: some shapes and dtypes, over and over in the same room."""
+    memory = FileMemory(folder, 2)
+    way = SymmetricSum("one shot", 2, "0", (memory.rooms[rank.rank], torch.empty(0)), memory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(symmetric_memory.OVERLAPPING, "1")
+        by_size = BySize(rank.collectives, [way], lambda compute: compute)
+    assert by_size.capturable
+    assert not rank.collectives.capturable
+    counts = Counts()
+    found = [
+        by_size.all_gather(torch.full((2, 3), 10 * rank.rank + k, dtype=dtype), counts)
+        for k in range(5)
+        for dtype in (torch.float64, torch.int64, torch.bfloat16)
+    ]
+    return [*found, by_size.all_gather(torch.empty(0, 3), counts)]
 
 
 def ways_agreed_on(rank: Rank, fails: str) -> tuple[list[str], list[str]]:

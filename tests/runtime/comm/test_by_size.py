@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from surgeon.processes.torchrun import RankLocation
 from surgeon.runtime.comm import shared_memory as symmetric_memory
 from surgeon.runtime.comm.collectives import TorchCollectives
 from surgeon.runtime.comm.shared_memory import (
@@ -19,7 +23,8 @@ from surgeon.runtime.comm.shared_memory import (
     is_allowed,
     ways_through_memory,
 )
-from surgeon.runtime.worker.rank import RankOptions
+from surgeon.runtime.worker import rank as rank_module
+from surgeon.runtime.worker.rank import Rank, RankOptions, RankSettings
 from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime import on_ranks
 from tests.runtime.comm import on_collectives
@@ -115,6 +120,48 @@ def test_ranks_agree_before_they_wait_for_each_other(ranks: Ranks, fails: str, a
 )
 def test_ranks_that_share_a_gpu(ranks: Ranks, gpus: int, shared: bool, tries: bool) -> None:
     assert ranks.call(on_collectives.asked_for_memory, gpus, shared) == [tries] * 2
+
+
+def test_ranks_that_share_a_gpu_gather_through_its_memory(ranks: Ranks, tmp_path: Path) -> None:
+    """Over gloo no pass could be recorded: the host waits in it."""
+    for *found, nothing in ranks.call(on_collectives.gathered_through_memory, str(tmp_path)):
+        assert [one[:, 1, 2].tolist() for one in found[::3]] == [[k, 10 + k] for k in range(5)]
+        assert [one.dtype for one in found[:3]] == [torch.float64, torch.int64, torch.bfloat16]
+        assert all(torch.equal(one.float(), found[k - k % 3].float()) for k, one in enumerate(found))
+        assert nothing.shape == (2, 0, 3)
+
+
+def test_ranks_that_are_to_share_a_gpu_say_why_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums by other ways would look as if they had gone this one."""
+
+    def refuse(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("CUDA driver error: operation not supported")
+
+    monkeypatch.setattr(symmetric_memory, "_holds_everywhere", lambda *given: given[-1])
+    monkeypatch.setenv(symmetric_memory.OVERLAPPING, "1")
+    inner = TorchCollectives(0, (0, 1), SimpleNamespace(group_name="0"))
+    with pytest.raises(RuntimeError, match="CUDA driver error: operation not supported"):
+        ways_through_memory(inner, torch.device("cpu"), SimpleNamespace(empty=refuse))
+
+
+@pytest.mark.parametrize(
+    ("device", "collectives", "shared", "tries"),
+    [
+        ("cuda", "gloo", "1", True),
+        ("cuda", "gloo", "0", False),
+        ("cuda", "nccl", "0", True),
+        ("cpu", "gloo", "1", False),
+    ],
+)
+def test_who_tries_symmetric_memory(
+    device: str, collectives: str, shared: str, tries: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(symmetric_memory.OVERLAPPING, shared)
+    monkeypatch.setattr(TorchCollectives, "connect", lambda *_, **__: "connected")
+    monkeypatch.setattr(rank_module, "with_symmetric_memory", lambda inner, _: f"{inner} by memory")
+    settings = RankSettings(0, RankLocation(0, 2), RankOptions(2, device, collectives), Path("unused"))
+    made: Any = SimpleNamespace(settings=settings, rank=0, device=torch.device(device))
+    assert Rank._connect(made) == ("connected by memory" if tries else "connected")
 
 
 def test_memory_of_others_is_left_alone_where_nccl_leaves_it() -> None:

@@ -180,16 +180,21 @@ def recorded_at_start(stage: Stage, program: str) -> str:
     return f"{counts[0]} graphs at the start, none later"
 
 
-def through_symmetric_memory(stage: Stage, program: str) -> str:
-    """Two ranks choose ways for small sums alike, late ones go beside the current stream, and tokens are the CPU's."""
+def through_symmetric_memory(stage: Stage, program: str, shared: bool = False) -> str:
+    """Two ranks choose ways for small sums alike, late ones go beside the current stream, and tokens are the CPU's.
+
+    Args:
+        shared: whether they share a GPU; gloo, in which the host waits, sends nothing of a recorded pass then.
+    """
     plans = [
         stage.plan("cpu", program, ranks=2),
-        stage.plan("cuda", program, ranks=2, decoding="static"),
+        stage.plan("cuda", program, ranks=2, decoding="auto" if shared else "static"),
     ]
-    made = stage.ranks.call(through_memory, plans)
+    made = stage.ranks.call(through_memory, plans, shared)
     for expected, found, said, memory in made:
         found.require(expected)
-        assert said == "one shot up to 4.19 MB, NCCL above", said
+        assert said == f"one shot up to 4.19 MB, {'gloo' if shared else 'NCCL'} above", said
+        assert found.launches["graph"] == shared, found.launches
         assert {(name, aside) for name, _, aside in memory.sums} >= {
             ("one shot", False),
             ("one shot", True),
@@ -258,6 +263,9 @@ def parts() -> dict[str, Part]:
         found[f"two ranks over gloo, {name}"] = partial(over_gloo, program=program, **more)
     return found | {
         "recorded at the start": partial(recorded_at_start, program=PROGRAMS["ladder over a pair"]),
+        "two ranks that share a GPU, recorded": partial(
+            through_symmetric_memory, program=PROGRAMS["ladder"], shared=True
+        ),
         "two ranks over gloo, symmetric memory": partial(
             through_symmetric_memory, program=PROGRAMS["ladder"]
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -148,7 +149,15 @@ class Memory:
         return self._rooms[-1]
 
     def rendezvous(self, room: Tensor, group: str) -> SimpleNamespace:  # noqa: ARG002 - as PyTorch has it
-        return SimpleNamespace(multicast_ptr=0)
+        copies = room.new_empty(2, len(room))
+
+        def read(rank: int, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+            return copies[rank, : sizes[0] * dtype.itemsize].view(dtype)
+
+        def fetch() -> None:
+            dist.all_gather_into_tensor(copies.view(-1), room)
+
+        return SimpleNamespace(multicast_ptr=0, barrier=fetch, get_buffer=read)
 
     def way(self, name: str) -> Operation:
         """One of its operations."""
@@ -161,20 +170,27 @@ class Memory:
         return add
 
 
-def through_memory(rank: Rank, plans: Sequence[Plan]) -> tuple[Found, Found, str, Memory]:
-    """Runs on a rank: what it makes of texts by a plan for the CPU and one for GPUs with symmetric memory."""
+def through_memory(rank: Rank, plans: Sequence[Plan], shared: bool) -> tuple[Found, Found, str, Memory]:
+    """Runs on a rank: what it makes of texts by a plan for the CPU and one for GPUs with symmetric memory.
+
+    Args:
+        shared: whether ranks share a GPU, and record what they send.
+    """
     assert isinstance(rank.collectives, TorchCollectives)
     expected = continued(RankEngine(plans[0], rank.collectives, rank.device))
     memory = Memory()
 
-    with pretended_gpus(2), ExitStack() as stack:
-        device = torch.device("cuda", rank.rank)
+    with pretended_gpus(2 - shared) as noted, ExitStack() as stack:
+        device = torch.device("cuda", 0 if shared else rank.rank)
+        stack.enter_context(
+            mock.patch.dict(os.environ, {symmetric_memory.OVERLAPPING: str(int(shared))})
+        )
         stack.enter_context(
             mock.patch.multiple(symmetric, empty=memory.empty, rendezvous=memory.rendezvous)
         )
         ways = {name: memory.way(name) for name in ("one shot", "two shots")}
         stack.enter_context(mock.patch.dict(symmetric_memory.OPERATIONS, ways, clear=True))
         collectives = symmetric_memory.with_symmetric_memory(rank.collectives, device)
-        found = continued(RankEngine(plans[1], collectives, device))
+        found = continued(RankEngine(plans[1], collectives, device), noted)
     memory._rooms.clear()
     return expected, found, str(collectives), memory
