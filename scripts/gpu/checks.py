@@ -6,8 +6,9 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,36 +192,39 @@ def without_kernels(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
                         f"{name}: {way}, no kernels",
                         {"tokens": _on(rank, setup, program, 1, decoding=way)},
                     )
-        for how in setup.collectives:
-            with _two_ranks(setup, how) as ranks:
-                for name, program in programs().items():
-                    tokens = _on(ranks, setup, program, 2, low_rank="gather")
-                    yield f"{name}: {how}, no kernels", {"tokens": tokens}
+        yield from on_ranks(setup, side, programs, ", no kernels")
 
 
-def on_ranks(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
+def on_ranks(
+    setup: Setup, side: Side, compared: Callable[[], dict[str, str]] = forms, ending: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Two ranks."""
     if side == "expected":
         return
     for how in setup.collectives:
         with _two_ranks(setup, how) as ranks:
-            for name, program in forms().items():
-                yield f"{name}: {how}", {"tokens": _on(ranks, setup, program, 2, low_rank="gather")}
+            for name, program in compared().items():
+                tokens = _on(ranks, setup, program, 2, low_rank="gather")
+                yield f"{name}: {how}{ending}", {"tokens": tokens}
 
 
 # One GPU between ranks: NCCL's kernels take few processors, so that both ranks' make progress.
-SHARED = {NCCL_SHARES: "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2", OVERLAPPING: "1"}
+SHARED = {
+    "nccl": {NCCL_SHARES: "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"},
+    "memory": {OVERLAPPING: "1"},
+    "gloo": {},
+}
 
 
 @contextmanager
 def _two_ranks(setup: Setup, how: str) -> Iterator[Ranks]:
-    """Over NCCL with a GPU each, or with one between them where there is one, or over gloo."""
+    """Over NCCL with a GPU each, or with one between them where there is one, or over gloo or the memory of one."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(setup.gpus))))
     if how == "gloo":
         shown = shown.split(",")[0]
     with (
-        changed_environment(CUDA_VISIBLE_DEVICES=shown, **(SHARED if setup.gpus == 1 else {})),
-        Ranks(RankOptions(2, setup.device, how)) as ranks,
+        changed_environment(CUDA_VISIBLE_DEVICES=shown, **(SHARED[how] if setup.gpus == 1 else {})),
+        Ranks(RankOptions(2, setup.device, how.replace("memory", "gloo"))) as ranks,
     ):
         yield ranks
 
@@ -240,7 +244,8 @@ def benched(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     texts = Workload(1, 32, 8)
     needs = Needs(2, texts.length, device, {"low_rank": "gather"})
     plans = {name: needs.plan(setup.demo, program) for name, program in programs().items()}
-    with Ranks(RankOptions(2, device, "gloo" if device == "cpu" else setup.collectives[0])) as ranks:
+    how = "gloo" if device == "cpu" else setup.collectives[0]
+    with _two_ranks(replace(setup, device=device), how) as ranks:
         table = bench_table(RankBench.load(ranks, plans).measure([texts], 2, lambda _: None))
     for _, row in table.iterrows():
         sent = {key: int(row[f"decode_{key}"]) for key in ("all_reduces", "all_gathers", "bytes")}
@@ -263,9 +268,14 @@ def scanned(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     _command(
         "scan", setup.demo, "--data", "demo", "--tokens", 1024, "--window", 128, *maps, "-o", folder
     )
-    cells = list(csv.DictReader((folder / "cells.csv").open()))
-    keys = ("operation", "first", "last")
-    yield "scan", {" ".join(cell[key] for key in keys): float(cell["perplexity"]) for cell in cells}
+    cells = csv.DictReader((folder / "cells.csv").open())
+    yield (
+        "scan",
+        {
+            " ".join(cell[key] for key in ("operation", "first", "last")): float(cell["perplexity"])
+            for cell in cells
+        },
+    )
 
 
 def evaluated(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
@@ -275,7 +285,7 @@ def evaluated(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
         ("eval, 16 bits", "demo", ()),
     ):
         folder = Path(setup.folder) / f"{name}-{side}"
-        text = ("--data", "demo", "--tokens", 1024, "--window", 128)
+        text = "--data", "demo", "--tokens", 1024, "--window", 128
         _command("eval", model, *more, *text, "--device", setup.on(side), "-o", folder)
         yield name, {"perplexity": float(json.loads((folder / "text.json").read_text())["perplexity"])}
 
@@ -287,14 +297,14 @@ def healed(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     steps = ("--steps", 2, "--batch", 4, "--evaluate-every", 1, "--train", "all", "--distill", "logits")
     program = ("--program", programs()["lp"])
     _command("heal", setup.demo, *program, *text, *steps, "--device", setup.on(side), "-o", folder)
-    rows = list(csv.DictReader((folder.with_name(f"{folder.name}.run") / "held_out.csv").open()))
+    rows = csv.DictReader((folder.with_name(f"{folder.name}.run") / "held_out.csv").open())
     yield "heal, two steps", {f"step {row['step']}": float(row["perplexity"]) for row in rows}
 
 
 def checks(setup: Setup) -> dict[str, Check]:
     """All of them by their names, the cheapest first."""
-    kinds = list(programs())
-    more = list(forms())
+    kinds = programs()
+    more = forms()
     same = judge_error(EXACT)
     both = {
         f"{name}: {what}": judge
@@ -302,11 +312,13 @@ def checks(setup: Setup) -> dict[str, Check]:
         for what, judge in (("logits", same), ("tokens", judge_tokens))
     }
     ways = {f"{name}: {way} passes": f"{name}: tokens" for name in more for way in setup.ways}
-    plainly = (*setup.ways, *setup.collectives)
-    plain = {f"{name}: {way}, no kernels": f"{name}: tokens" for name in kinds for way in plainly}
+    plain = {
+        f"{name}: {way}, no kernels": f"{name}: tokens"
+        for name in kinds
+        for way in (*setup.ways, *setup.collectives)
+    }
     ranks = {f"{name}: {how}": f"{name}: tokens" for how in setup.collectives for name in more}
     halves = rows_in_16_bits()
-    evals = {"eval, factors of files": judge_numbers(EXACT), "eval, 16 bits": judge_numbers(HALF)}
     return {
         "basics": Check(basics, {"float32 products": judge_product, "cuDNN attention": judge_switch}),
         "kernels": Check(kernels_in_16_bits, halves["kernels"]),
@@ -320,7 +332,10 @@ def checks(setup: Setup) -> dict[str, Check]:
         "bench": Check(benched, {f"{name}: bench": judge_bench for name in kinds}),
         "generate": Check(generated, {"generate": judge_tokens}),
         "scan": Check(scanned, {"scan": judge_numbers(EXACT)}),
-        "eval": Check(evaluated, evals),
+        "eval": Check(
+            evaluated,
+            {"eval, factors of files": judge_numbers(EXACT), "eval, 16 bits": judge_numbers(HALF)},
+        ),
         "heal": Check(healed, {"heal, two steps": judge_numbers(TRAINED)}),
     }
 

@@ -5,14 +5,14 @@
 Edits, scans, continues texts, benches, evaluates and heals the demo model on the CPU and on the GPUs of this machine,
 and compares: in float32 the same greedy tokens and the same numbers, of every form of program, in passes of any shape,
 of fixed shapes, and recorded as CUDA graphs, with kernels of ours and without; layers on two devices; two ranks that
-share a GPU over gloo, and have one each over NCCL where there are two. A row of the table is one such comparison, "s"
-the seconds that it took on the GPU. Then a random Llama of 3 billion parameters (of 1 billion where less than 24 GB are
-free) is decoded on one GPU: the share of the memory's measured bandwidth, what was allocated at the peak beside what
-the memory plan says, and the time beside that of passes of any shape, of the same layers in pairs (fused, and side by
-side), of transformers (static cache), of the same compiled
-("reduce-overhead"), and of vLLM where this Python has it. It needs 7 GB of disk. What is computed runs in processes of
-their own: one that fails, is killed or hangs costs its rows, and the rest goes on. A verdict in words is the end. The
-exit status is 0 if every comparison is right, else 1; speed has no part in it.
+share a GPU over gloo and through its memory, and have one each over NCCL where there are two. A row of the table is one
+such comparison, "s" the seconds that it took on the GPU. Then a random Llama of 3 billion parameters (of 1 billion
+where less than 24 GB are free) is decoded on one GPU: the share of the memory's measured bandwidth, what was allocated
+at the peak beside what the memory plan says, and the time beside that of passes of any shape, of the same layers in
+pairs (fused, and side by side), of transformers (static cache), of the same compiled ("reduce-overhead"), and of vLLM
+where this Python has it. It needs 7 GB of disk. What is computed runs in processes of their own: one that fails, is
+killed or hangs costs its rows, and the rest goes on. A verdict in words is the end. The exit status is 0 if every
+comparison is right, else 1; speed has no part in it.
 
 --small takes the CPU for a GPU, and a tiny model, which shows that the script works and nothing else.
 """
@@ -272,10 +272,7 @@ def place_of(setup: Setup) -> str:
     if setup.device == "cpu":
         return "the CPU itself, in place of a GPU"
     ranks = " and ".join(setup.collectives)
-    lacking = "" if setup.gpus > 1 else " (NCCL wants two GPUs)"
-    return (
-        f"{describe_gpu(torch.device('cuda', 0))}, {setup.gpus} in all; two ranks over {ranks}{lacking}"
-    )
+    return f"{describe_gpu(torch.device('cuda', 0))}, {setup.gpus} in all; two ranks over {ranks}"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -314,9 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sentence in verdict(rights, found, failed):
             say(sentence)
     say.write(options.output)
-    if all(rights.values()):
-        return 0
-    return 1
+    return int(not all(rights.values()))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from ctypes import CDLL, byref, c_int
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -98,7 +100,7 @@ def judge_switch(_: Any, found: Any) -> Judgement:
     return Judgement("off", "on" if found else "off", not found)
 
 
-SHARING_NCCL = (2, 30)  # from which on ranks may share a GPU
+SHARING_NCCL = 23000  # 2.30, from which on ranks may share a GPU
 
 
 @dataclass(frozen=True)
@@ -140,10 +142,16 @@ class Setup:
 
     @property
     def collectives(self) -> tuple[str, ...]:
-        """How two ranks talk: over NCCL where each has a GPU of its own or may share one, and over gloo on one."""
-        if self.gpus > 1 or (self.gpus and torch.cuda.nccl.version() >= SHARING_NCCL):
-            return ("nccl", "gloo")
-        return ("gloo",)
+        """How two ranks talk: over NCCL where each has a GPU of its own or may share one, and over gloo on one.
+
+        On one GPU also through its "memory", beside gloo: what is recorded goes by PyTorch's symmetric memory alone.
+        """
+        if self.gpus != 1:
+            return ("nccl", "gloo")[not self.gpus :]
+        version = c_int()  # of the library that is there; PyTorch tells which one it was built with
+        with suppress(OSError):
+            CDLL("libnccl.so.2").ncclGetVersion(byref(version))
+        return ("nccl", "memory", "gloo")[version.value < SHARING_NCCL :]
 
 
 @dataclass(frozen=True)

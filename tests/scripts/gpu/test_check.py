@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.gpu import run, sixteen_bits
+from scripts.gpu import checks as script
+from scripts.gpu import run, sides, sixteen_bits
 from scripts.gpu.checks import MODELS, checks, without_kernels
 from scripts.gpu.sides import (
     Setup,
@@ -26,7 +27,7 @@ from scripts.gpu.sides import (
 from scripts.gpu.sixteen_bits import kernels_in_16_bits, rows_in_16_bits
 from surgeon.runtime.kernels.build import kernels_used
 from surgeon.runtime.kernels.triton.functions import TritonKernels
-from surgeon.runtime.worker.rank import Rank
+from surgeon.runtime.worker.rank import Rank, RankOptions
 from tests import warm
 
 SCRIPT = Path(run.__file__).with_name("check")
@@ -197,14 +198,58 @@ def test_kernels_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("gpus", "version", "ways"),
-    [(2, (2, 27, 5), {"nccl", "gloo"}), (1, (2, 27, 5), {"gloo"}), (1, (2, 30, 4), {"nccl", "gloo"})],
+    [
+        (0, 22809, {"gloo"}),
+        (2, 22809, {"nccl", "gloo"}),
+        (1, 22809, {"memory", "gloo"}),
+        (1, None, {"memory", "gloo"}),
+        (1, 23004, {"nccl", "memory", "gloo"}),
+    ],
 )
 def test_rows_over_nccl_where_it_lets_two_ranks_meet(
-    gpus: int, version: tuple[int, ...], ways: set[str], monkeypatch: pytest.MonkeyPatch
+    gpus: int, version: int | None, ways: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    """By the library that is loaded; PyTorch tells the version that it was built with."""
+
+    class Library:
+        def __init__(self, _: str) -> None:
+            if version is None:
+                raise OSError("libnccl.so.2: cannot open shared object file")
+
+        def ncclGetVersion(self, pointer: Any) -> None:
+            pointer._obj.value = version
+
+    monkeypatch.setattr(sides, "CDLL", Library)
     rows = checks(Setup("cuda", gpus, ""))["ranks"].rows
     assert {row.split(": ")[1] for row in rows} == ways
+
+
+@pytest.mark.parametrize(
+    ("how", "collectives", "shared"),
+    [
+        ("nccl", "nccl", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),
+        ("memory", "gloo", {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}),
+        ("gloo", "gloo", {}),
+    ],
+)
+def test_bench_has_what_two_ranks_on_one_gpu_need(
+    how: str, collectives: str, shared: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Setup, "collectives", (how,))
+    monkeypatch.setattr(script.Needs, "plan", lambda *_: None)
+
+    class Started(Exception):
+        pass
+
+    def start(options: RankOptions) -> None:
+        names = ("NCCL_MULTI_RANK_GPU_ENABLE", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
+        assert {name: os.environ[name] for name in names if name in os.environ} == shared
+        assert (options.device, options.collectives) == ("cuda", collectives)
+        raise Started
+
+    monkeypatch.setattr(script, "Ranks", start)
+    with pytest.raises(Started):
+        next(script.benched(Setup("cuda", 1, ""), "found"))
 
 
 @pytest.mark.parametrize(
