@@ -8,6 +8,7 @@ go by it.
 
 from __future__ import annotations
 
+import itertools
 import os
 import traceback
 from collections import Counter
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -402,9 +404,25 @@ class Graph:
                 again()
 
 
+_handles = itertools.count()
+_pools: dict[object, WeakSet[Graph]] = {}  # the graphs of each pool of memory
+
+
 @contextmanager
-def _graph(graph: Graph, **_: Any) -> Iterator[None]:
+def _graph(
+    graph: Graph,
+    pool: object = None,
+    stream: object = None,  # noqa: ARG001 - all are one
+    capture_error_mode: str = "global",
+) -> Iterator[None]:
     assert _noted.recording is None, "graphs are recorded one after the other"
+    assert capture_error_mode in ("global", "thread_local", "relaxed"), capture_error_mode
+    if pool is not None:
+        # Where all graphs of a pool have gone and other memory in it has not, this is all that PyTorch says. Memory
+        # that cuBLAS works in is such: PyTorch keeps it for each stream, from the first product there on.
+        if pool in _pools and not _pools[pool]:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        _pools.setdefault(pool, WeakSet()).add(graph)
     _noted.recording = graph.operations
     try:
         yield
@@ -461,7 +479,6 @@ def _answers(count: int, free: int) -> dict[str, Any]:
             total_memory=80 << 30, name="a pretended GPU", major=9, minor=0
         ),
         "current_stream": stream,
-        "graph_pool_handle": (0, 0),
         **dict.fromkeys(
             ("_lazy_init", "set_device", "empty_cache", "set_rng_state", "manual_seed_all"), None
         ),
@@ -475,6 +492,7 @@ def _answers(count: int, free: int) -> dict[str, Any]:
         "Stream": lambda *_, **__: stream,
         "stream": _stream,
         "Event": _Event,
+        "graph_pool_handle": lambda: (0, next(_handles)),
         "CUDAGraph": Graph,
         "graph": _graph,
     }

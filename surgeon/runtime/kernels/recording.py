@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_float
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -245,21 +246,26 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        # One for all graphs: libraries keep memory for each stream that they have computed on.
+        self._aside = torch.cuda.Stream(device)
+        self._graphs = WeakSet[torch.cuda.CUDAGraph]()
 
     def __call__(self, compute: Callable[[], T]) -> Callable[[], T]:
         """Record a function's launches; it is called a few times before, which must do no harm."""
         current = torch.cuda.current_stream(self._device)
-        aside = torch.cuda.Stream(self._device)
+        aside = self._aside
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
             for _ in range(WARM_UPS):
                 compute()
         current.wait_stream(aside)
+        if not self._graphs:  # PyTorch refuses a pool all of whose graphs have gone
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads, NCCL's watchdog among them, may ask for events meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, self._pool, aside, capture_error_mode="thread_local"):
             outputs = compute()
+        self._graphs.add(graph)
 
         def replay() -> T:
             graph.replay()

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from surgeon.runtime.plan.specification import Decoding
 from surgeon.runtime.worker.rank import RankOptions, Sender
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import Leader, complete, load, unload
+from tests.pretended import pretended_gpus
 from tests.runtime.model.test_paged_cache import places_of, plain_attention
 from tests.runtime.on_ranks import complete_twice
 from tests.selection import case, one_in
@@ -326,8 +328,8 @@ class FakeCuda:
             name=name, wait_stream=lambda other: self.events.append((name, "waits for", other.name))
         )
 
-    def CUDAGraph(self) -> SimpleNamespace:
-        return SimpleNamespace(name="graph", replay=lambda: self.events.append("replay"))
+    def CUDAGraph(self) -> Mock:
+        return Mock(replay=lambda: self.events.append("replay"))
 
     def graph_pool_handle(self) -> str:
         return "pool"
@@ -339,9 +341,11 @@ class FakeCuda:
         self.where.pop()
 
     @contextmanager
-    def graph(self, graph: SimpleNamespace, pool: str, capture_error_mode: str) -> Iterator[None]:
-        assert (pool, capture_error_mode) == ("pool", "thread_local")
-        with self.stream(graph):
+    def graph(
+        self, _: Mock, pool: str, stream: SimpleNamespace, capture_error_mode: str
+    ) -> Iterator[None]:
+        assert (pool, stream.name, capture_error_mode) == ("pool", "aside", "thread_local")
+        with self.stream(SimpleNamespace(name="graph")):
             yield
 
 
@@ -360,6 +364,16 @@ def test_what_becomes_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.events == [waits[0], *["aside"] * WARM_UPS, waits[1], "graph"]
     assert replay() is replay() is made[-1]
     assert cuda.events[-2:] == ["replay", "replay"]
+
+
+def test_graphs_come_after_others_that_have_gone() -> None:
+    """They get other memory then; all of them are warmed up in one stream, as each keeps memory of libraries."""
+    with pretended_gpus(1), patch.object(torch.cuda, "Stream", wraps=torch.cuda.Stream) as streams:
+        record = CudaRecorder(torch.device("cuda", 0))
+        x = torch.ones(1, device="cuda")
+        for number in range(3):
+            assert record(lambda number=number: x + number)().tolist() == [1.0 + number]
+        assert streams.call_count == 1
 
 
 @pytest.mark.usefixtures("as_on_gpus")
