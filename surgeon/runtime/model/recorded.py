@@ -347,6 +347,9 @@ class StaticDecode(Way):
         self._recorder = recorder
         # Angles of all positions, as recordings hold their address.
         self._angles = model.angles_up_to(model.plan.max_tokens)
+        # On any rank, whatever this one's cache holds: where one records a size and another replays, sums do not meet.
+        plans = [model.plan] if model.plan.draft is None else [model.plan, model.plan.draft.plan]
+        self._rebuilds = any(one.kv in ("lowrank", "fewer") and one.can_be_low_rank for one in plans)
         # By cache, because recordings hold its address.
         self._passes: WeakKeyDictionary[PagedCache, dict[PassSize, StaticPass]] = WeakKeyDictionary()
 
@@ -428,10 +431,9 @@ class StaticDecode(Way):
         self._model.peers.counts.add(static.sent)
         return static.replay()
 
-    @staticmethod
-    def gathers(cache: PagedCache) -> bool:
-        """Tell whether keys are copied, as many blocks of each text as the longest has."""
-        return cache.triton is None or bool(cache.rebuilds)
+    def gathers(self, cache: PagedCache) -> bool:
+        """Tell whether keys are copied, as many blocks of each text as the longest has; the same on all ranks."""
+        return cache.triton is None or self._rebuilds
 
     def _compute(self, static: StaticPass, cache: PagedCache) -> Outputs:
         layout = StaticLayout(static.inputs, cache, self._angles, static.counters)

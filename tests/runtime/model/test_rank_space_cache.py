@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from surgeon.models.families import FAMILIES
 from surgeon.runtime.batching.request import Row, Wanted
-from surgeon.runtime.comm.collectives import Alone, Counts
+from surgeon.runtime.comm.collectives import Alone, Counts, Unconnected
 from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.model.recorded import StaticDecode
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from tests.checkpoint.helpers import plain_logits, relative_error
@@ -132,6 +134,26 @@ def test_what_auto_keeps(tmp_path: Path) -> None:
     assert rebuilt() == rebuilt(kv="full") == []
     assert rebuilt(kv="fewer") == [0, 2]
     assert rebuilt(kv="lowrank") == [0, 1, 2]
+
+
+def test_all_ranks_take_passes_of_the_same_sizes(tmp_path: Path) -> None:
+    """Where one keeps what first factors give, and kernels for GPUs read the other's cache as it is."""
+    saved(tmp_path, "llama")
+    plan = make_plan(
+        tmp_path,
+        *(2, 64, "[A0@k4,v4 A1] [F0 F1] A2 F2"),
+        decoding="static",
+        low_rank="replicate",
+        kv="lowrank",
+    )
+    found = list[tuple[bool, bool]]()
+    for rank in range(2):
+        engine = RankEngine(plan, Unconnected(rank, (0, 1)), torch.device("cpu"))
+        static, cache = engine.ways[0], engine.new_cache(4)
+        assert isinstance(static, StaticDecode)
+        cache.triton = Mock()
+        found.append((bool(cache.rebuilds), static.gathers(cache)))
+    assert found == [(True, True), (False, True)]
 
 
 def test_buffers_are_there_before_they_are_needed(tmp_path: Path) -> None:
