@@ -1,6 +1,6 @@
 """Whether surgeon computes on GPUs what it computes on a CPU, and how fast it decodes there.
 
-    scripts/gpu/check [--small] [--only NAME ...] [-o TABLE.txt]
+    scripts/gpu/check [--small] [--only NAME ...] [--seconds N] [-o TABLE.txt]
 
 Edits, scans, continues texts, benches, evaluates and heals the demo model on the CPU and on the GPUs of this machine,
 and compares: in float32 the same greedy tokens and the same numbers, of every form of program, in passes of any shape,
@@ -36,14 +36,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 
 import torch
 
-from scripts.commands import Said, make_parser
+from scripts.commands import Said, add_defaults, make_parser
 from scripts.gpu.checks import MODELS, checks
 from scripts.gpu.sides import Check, Judgement, Setup, Side
 from scripts.gpu.speeds import MEMORY, SPEEDS, speed_rows
 from surgeon.machine import describe_gpu, show_size
 from surgeon.opened import versions
 
-LIMIT_SECONDS = 570.0  # for everything
+LIMIT_SECONDS = 570.0
 CHECK_SECONDS = 180.0  # for one check on one side
 POLL_SECONDS = 0.05
 CHILD = Path(__file__).with_name("child.py")
@@ -88,7 +88,7 @@ class Processes:
         left = list(names)
         while left:
             if time.monotonic() >= self.until:
-                results.failures |= dict.fromkeys(left, f"not run: {LIMIT_SECONDS:.0f} s were over")
+                results.failures |= dict.fromkeys(left, "not run: the time was over")
                 yield from left
                 return
             for event in self._events(side, list(left)):
@@ -278,7 +278,11 @@ def place_of(setup: Setup) -> str:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, prog="scripts/gpu/check")
     known = [*checks(Setup("cpu", 0, "")), *SPEEDS]
-    parser.add_argument("--small", action="store_true", help="on the CPU, in place of a GPU")
+    add_defaults(
+        parser,
+        small=(False, "on the CPU, in place of a GPU"),
+        seconds=(LIMIT_SECONDS, "for everything"),
+    )
     parser.add_argument(
         "--only", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known)
     )
@@ -303,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             setup = replace(setup, device="cpu", gpus=0)
         told = ", ".join(f"{name} {version}" for name, version in versions().items())
         say(f"{place_of(setup)}; {told}")
-        processes = Processes(setup, folder, time.monotonic() + LIMIT_SECONDS)
+        processes = Processes(setup, folder, time.monotonic() + options.seconds)
         compared = [name for name in options.only if name in checks(setup)]
         measured = [name for name in options.only if name in SPEEDS]
         rights = compare(setup, compared, processes, say) if compared else {}

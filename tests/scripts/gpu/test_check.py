@@ -145,13 +145,10 @@ def test_processes_that_fail_cost_their_rows(
     assert (work / "expected.jsonl.started").read_text().split() == ["expected", MODELS, *names]
 
 
-def test_what_is_left_when_the_time_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run, "LIMIT_SECONDS", 0.0)
-    assert run.main(["--small", "--folder", str(tmp_path), "--only", "scan"]) == 1
+def test_what_is_left_when_the_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--small", "--folder", str(tmp_path), "--only", "scan", "--seconds", "0"]) == 1
     said = capsys.readouterr().out
-    assert "on the CPU, scan failed: not run: 0 s were over" in said
+    assert "on the CPU, scan failed: not run: the time was over" in said
     assert said.splitlines()[-1] == "0 of 1 comparisons are right, 1 WRONG: scan"
 
 
