@@ -58,6 +58,7 @@ from surgeon.runtime.worker.worker import ENGINE, complete, load
 
 WARM_UP_TOKENS = 2
 PROFILED_TOKENS = 6  # new ones
+SPLIT_TOKENS = 32  # likewise: a profile of hundreds of passes takes minutes to read
 
 
 @dataclass(frozen=True)
@@ -211,10 +212,11 @@ class RankBench:
         return results
 
     def split(self, name: str, load: Workload, rounds: Sequence[Measurement]) -> list[Measurement]:
-        """Measurements with the split of passes on GPUs, too, by one more run with a profiler, which takes time."""
+        """Measurements with the split of passes on GPUs, too, by one more run with a profiler, of a few passes."""
         if self.ranks.options.device != "cuda":
             return list(rounds)
-        found = summarise(self.run(name, load, profiled=True), load, name not in self.unconnected)
+        short = replace(load, new=min(SPLIT_TOKENS, load.new))
+        found = summarise(self.run(name, short, profiled=True), short, name not in self.unconnected)
         return [
             replace(one, prefill_pass=found.prefill_pass, decode_pass=found.decode_pass)
             for one in rounds

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -246,20 +248,31 @@ def waits_of_passes(events: Iterable[Any]) -> list[float]:
     seen = list(events)
     passes = [one.time_range for one in seen if one.name == PASS and one.device_type.name == "CPU"]
     kernels = [one for one in seen if one.device_type.name == "CUDA" and not one.is_user_annotation]
-    all_ = [one.time_range for one in kernels]
-    computing = [one.time_range for one in kernels if not COLLECTIVE.search(one.name)]
+    computing = [one for one in kernels if not COLLECTIVE.search(one.name)]
     passes.sort(key=lambda span: float(span.start))
-    return [(_covered_time(all_, span) - _covered_time(computing, span)) / 1e6 for span in passes]
+    busy, computed = (
+        _covered_times([one.time_range for one in some], passes) for some in (kernels, computing)
+    )
+    return [(all_ - own) / 1e6 for all_, own in zip(busy, computed, strict=True)]
 
 
-def _covered_time(spans: Sequence[Any], within: Any) -> float:
-    total = 0.0
-    until = within.start
+def _covered_times(spans: Sequence[Any], passes: Iterable[Any]) -> list[float]:
+    """Of each pass, the time in which there was any of some spans, of which a profile may have 100,000."""
+    apart: list[tuple[float, float]] = []  # in their order, joined where they overlap
     for one in sorted(spans, key=lambda span: float(span.start)):
-        end = min(one.end, within.end)
-        total += max(0.0, end - max(one.start, until))
-        until = max(until, end)
-    return total
+        begin = one.start
+        end = one.end
+        if apart and begin <= apart[-1][1]:
+            begin, before = apart.pop()
+            end = max(before, end)
+        apart.append((begin, end))
+    found = []
+    for within in passes:
+        first = bisect_left(apart, within.start, key=itemgetter(1))
+        last = bisect_left(apart, within.end, key=itemgetter(0))
+        inside = apart[first:last]
+        found.append(sum(min(end, within.end) - max(begin, within.start) for begin, end in inside))
+    return found
 
 
 def in_profile(what: object, wanted: bool) -> AbstractContextManager[object]:

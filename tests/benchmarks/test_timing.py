@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from surgeon.benchmarks.measure import Measurement, RankBench, Split
+from surgeon.benchmarks.measure import SPLIT_TOKENS, Measurement, RankBench, Split
 from surgeon.benchmarks.timing import PASS, TimedEngine, trace_files, waits_of_passes, write_profile
 from surgeon.cost.deployment import Workload
 from surgeon.language.program import Program
@@ -87,6 +87,19 @@ def test_waiting_is_what_nothing_but_collectives_takes() -> None:
     assert waits_of_passes(reversed(events)) == pytest.approx([20e-6, 10e-6])
 
 
+def test_spans_may_overlap_and_reach_beyond_a_pass() -> None:
+    events = [
+        event(PASS, 100, 200, DeviceType.CPU),
+        event("ncclDevKernel_AllReduce_Sum", 50, 120),
+        event("ncclDevKernel_AllReduce_Sum", 60, 70),
+        event("gemm", 110, 130),
+        event("gemm", 150, 250),
+        event("ncclDevKernel_AllReduce_Sum", 140, 300),
+        event("norm", 400, 500),
+    ]
+    assert waits_of_passes(events) == pytest.approx([20e-6])
+
+
 def test_the_split_of_a_profiled_run_goes_to_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = Split(0, math.nan, 1.0, Counts(), Counts())
     rounds = [Measurement(1, 1, 1, seconds, 1, nothing, nothing) for seconds in (2.0, 3.0)]
@@ -97,10 +110,14 @@ def test_the_split_of_a_profiled_run_goes_to_all_rounds(monkeypatch: pytest.Monk
     ranks.options.device = "cuda"
     known = Split(1, 0.25, 0.5, Counts(), Counts())
     profiled = Measurement(9, 9, 9, 9, 9, known, known)
-    monkeypatch.setattr(RankBench, "run", lambda *given, **how: asked.append(how) or given)
+    monkeypatch.setattr(
+        RankBench, "run", lambda *given, **how: asked.append((given[2].new, how)) or given
+    )
     monkeypatch.setattr("surgeon.benchmarks.measure.summarise", lambda *_: profiled)
-    found = bench.split("dense", Workload(), rounds)
-    assert asked == [{"profiled": True}]
+    found = bench.split("dense", Workload(new=4096), rounds)
+    assert asked == [
+        (SPLIT_TOKENS, {"profiled": True})
+    ]  # a profile of all passes would take minutes to read
     assert [(one.per_token, one.decode_pass) for one in found] == [(2.0, known), (3.0, known)]
 
 
