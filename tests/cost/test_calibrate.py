@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from surgeon.cost.calibrate import (
     BATCHES,
@@ -16,6 +18,7 @@ from surgeon.cost.calibrate import (
     ROWS,
     SHORT,
     SIZES,
+    TURNS,
     WHOLE,
     MachineCalibration,
     Round,
@@ -25,6 +28,8 @@ from surgeon.cost.calibrate import (
     matrices_of,
     merge_rounds,
     short_plan,
+    time_launches,
+    time_products,
 )
 from surgeon.cost.deployment import Deployment, Workload, plan_on_paper
 from surgeon.cost.hardware import Hardware, parse_hardware
@@ -37,6 +42,7 @@ from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from tests.cost.examples import shapes
+from tests.pretended import pretended_gpus
 
 TRUE = """\
 name: known
@@ -254,3 +260,15 @@ def test_launches_that_seem_longer_than_products_make_no_figure_below_nothing() 
     host = parse_hardware(hardware_text("found", calibration, {1: [disturbed]})).host
     assert host.launch == 0
     assert all(seconds >= 0 for _, seconds in host.forward.points)
+
+
+def test_on_gpus_products_are_timed_from_recordings_as_passes_are() -> None:
+    """Else a small model's would be those of their launches."""
+    rank: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    with pretended_gpus(1) as noted:
+        time_products(rank, [8, 24], 16, "float32")
+        assert noted.launches["graph"] == len(ROWS) * (1 + TURNS)
+        noted.clear()
+        found = time_launches(rank)
+        assert noted.launches["graph"] == TURNS
+    assert {name: len(seconds) for name, seconds in found.items()} == dict.fromkeys(found, TURNS)
