@@ -43,7 +43,6 @@ from scripts.gpu.speeds import MEMORY, SPEEDS, speed_rows
 from surgeon.machine import describe_gpu, show_size
 from surgeon.opened import versions
 
-LIMIT_SECONDS = 570.0
 CHECK_SECONDS = 180.0  # for one check on one side
 POLL_SECONDS = 0.05
 CHILD = Path(__file__).with_name("child.py")
@@ -281,7 +280,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_defaults(
         parser,
         small=(False, "on the CPU, in place of a GPU"),
-        seconds=(LIMIT_SECONDS, "for everything"),
+        seconds=(570.0, "for everything"),
     )
     parser.add_argument(
         "--only", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known)

@@ -21,7 +21,7 @@ def free_port() -> int:
     """A port that nobody has at the moment."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+        return one.getsockname()[1]
 
 
 @contextmanager
@@ -31,12 +31,12 @@ def serving(
     """A server's address, once it answers; it and all that it has started have ended afterwards.
 
     Args:
-        environment: in place of this process's own with the project on its path.
+        environment: in place of this process's own, in which the same modules are found.
 
     Raises:
         SystemExit: if it ends before, or takes longer than a quarter of an hour.
     """
-    environment = environment or os.environ | {"PYTHONPATH": str(PROJECT)}
+    environment = environment or os.environ | {"PYTHONPATH": ":".join(sys.path)}
     with log.open("w") as written:
         process = subprocess.Popen(
             [*map(str, command)],

@@ -19,8 +19,10 @@ case "$*" in
     "$FAILS"*) echo "$SAYS"; $LEAVES; exit $STATUS ;;
 esac
 """
-ROWS = "check calibrate predict bench papers-lp papers-ladder papers-deinfer papers-pt explore drafts load-float32"
-ROWS += " load-256 load-64 load-16 load-1 heal liger random quantised compare calibrate-2 bench-2"
+ROWS = (
+    "check large calibrate predict bench papers-lp papers-ladder papers-deinfer papers-pt explore drafts"
+)
+ROWS += " load-float32 load-256 load-64 load-16 load-1 heal liger random quantised compare calibrate-2 bench-2"
 ROWS += " scan-1 scan-2 heal-2 papers-racks"
 
 
@@ -90,7 +92,7 @@ def test_no_row_begins_when_the_time_is_over(tmp_path: Path) -> None:
 def test_rows_that_the_first_one_had_no_time_for_follow_it(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "check.txt").write_text("heal, two steps    not run: the time was over\n")
-    assert begun(tmp_path)[:4] == ["check", "speeds", "commands", "calibrate"]
+    assert begun(tmp_path)[:4] == ["check", "speeds", "commands", "large"]
 
 
 BESIDE = "setsid sleep 1000"  # as servers have a session of their own
