@@ -7,8 +7,7 @@ The random Llama of runtime.py (24 layers, 512 wide, float32), every matrix of i
 by rank columns, sums after each pair, and has every rank compute all heads. DeInfer gathers first factors in rank
 space; what is added to the stream is summed there, too. Auto shares out first factors or not, as measured at the start.
 
-All are loaded at once, and every round runs each of them. One markdown table for each way of connecting the ranks, and
-with -o a picture of the first batch size beside it.
+All are loaded at once, and every round runs each of them. One markdown table for each way of connecting the ranks.
 """
 
 from __future__ import annotations
@@ -128,33 +127,6 @@ def row(compared: Compared, own: Result, dense: Result, base: Result) -> list[ob
     ]
 
 
-def draw(found: dict[Compared, Plan], measured: dict[str, list[Result]], path: Path) -> None:
-    """Tokens per second over keep, one panel for each way of connecting the ranks, at the first batch size."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.2 * len(measured), 3.7), layout="constrained")
-    for axes, (way, results) in zip(
-        figure.subplots(1, len(measured), squeeze=False)[0], measured.items(), strict=True
-    ):
-        first = results[0].load.batch
-        rates = {one.name: rate(one) for one in results if one.load.batch == first}
-        for how, marker in zip(WAYS, "os^", strict=True):
-            points = [(one.keep, rates[one.name]) for one in found if one.how == how]
-            axes.plot(*zip(*points, strict=True), marker=marker, label=how)
-        axes.axhline(rates[DENSE], color="gray", linestyle="--", label=DENSE)
-        axes.set(
-            title=way.replace("shared memory and a ", ""),
-            xlabel="keep: share of parameters",
-            ylim=(0, None),
-        )
-        axes.invert_xaxis()
-    figure.axes[0].set_ylabel(f"tokens/s, batch {first}")
-    lines, labels = figure.axes[0].get_legend_handles_labels()
-    # Inside it would hide a line.
-    figure.legend(lines, labels, loc="outside lower center", ncols=len(labels))
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--links", nargs="+", type=parse_way, default=[*map(parse_way, LINKS)])
@@ -182,8 +154,6 @@ def main() -> None:
     write_tables(
         options.output, texts, {way: bench_record(results) for way, results in measured.items()}
     )
-    if options.output is not None:
-        draw(found, measured, options.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

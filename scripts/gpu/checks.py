@@ -9,22 +9,25 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import dispatch_model
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import surgeon
 from scripts.commands import changed_environment
 from scripts.gpu.sides import (
     Check,
+    Numbers,
     Setup,
     Side,
     judge_bench,
     judge_error,
     judge_numbers,
+    judge_overlap,
     judge_product,
     judge_switch,
     judge_tokens,
@@ -37,7 +40,7 @@ from scripts.gpu.sixteen_bits import (
     rows_in_16_bits,
     token_ids,
 )
-from scripts.gpu.speeds import Load, continued, open_engine
+from scripts.gpu.speeds import Load, continued, llama, make_model, open_engine
 from surgeon.benchmarks.measure import Needs, RankBench, bench_table, decode_together
 from surgeon.commands.app import main as surgeon_command
 from surgeon.cost.deployment import Workload
@@ -46,10 +49,12 @@ from surgeon.language.program import Program
 from surgeon.machine import avoid_cudnn_attention
 from surgeon.named import demo_model
 from surgeon.runtime.batching.request import Sampling
-from surgeon.runtime.comm.shared_memory import OVERLAPPING
+from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.comm.shared_memory import OVERLAPPING, BySize, side_stream, ways_through_memory
 from surgeon.runtime.kernels.build import SWITCH
+from surgeon.runtime.kernels.recording import CudaRecorder
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.worker.rank import NCCL_SHARES, RankOptions
+from surgeon.runtime.worker.rank import NCCL_SHARES, Rank, RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import load
 
@@ -57,44 +62,44 @@ EXACT = 1e-4  # relative; float32 on both sides
 TRAINED = 1e-3  # after steps of AdamW, which makes steps of how a gradient near 0 was rounded
 HALF = 5e-2  # 16-bit numbers beside float32; half of that is usual
 CHECKED = "checked"  # a plan's name on ranks
+MIDDLE = range(2, 14)  # layers of the demo model that programs change
 MODELS = "models"  # what the first process makes for all others
 TEXTS = {"cuda": Load(batch=3, prompt=21, new=24), "cpu": Load(batch=3, prompt=21, new=6)}
 
 
 def programs() -> dict[str, str]:
     """The kinds of programs that are compared everywhere, on the demo model."""
-    dense = Program.dense(16)
-    middle = range(2, 14)
-    ranks = "A{0}@q32,k16,v16,o32 F{0}@gate48,up48,down48"
-    whole = "A{0} F{0}"
-    return {
-        "dense": str(dense),
-        "lp": str(variant("lp", dense, middle, 1)),
-        "ladder": str(variant("ladder", dense, middle, 1)),
-        "low rank": " ".join((ranks if k in middle else whole).format(k) for k in range(16)),
+    return {name: named(name) for name in ("dense", "lp", "ladder")} | {
+        "low rank": edited("A{0}@q32,k16,v16,o32 F{0}@gate48,up48,down48")
     }
+
+
+def named(name: str) -> str:
+    """A variant of the demo model."""
+    return str(variant(name, Program.dense(16), MIDDLE, 2))
+
+
+def edited(form: str) -> str:
+    """The demo model with other layers in the middle."""
+    return " ".join((form if k in MIDDLE else "A{0} F{0}").format(k) for k in range(16))
 
 
 def derived() -> dict[str, str]:
     """Programs whose sublayers have weights that no layer has."""
-    kept = "A0 F0 A1 F1 A2 F2"
     return {
-        "averages": f"{kept} A3~A12 F3~F12 A13 F13 A14 F14 A15 F15",
-        "slices": f"{kept} {{A3/2:0 F3/2:0 A12/2:0 F12/2:0 | A3/2:1 F3/2:1 A12/2:1 F12/2:1}} A15 F15",
+        "averages": "A0 F0 A1 F1 A2 F2 A3~A12 F3~F12 A13 F13 A14 F14 A15 F15",
+        "tracks": named("tracks:4"),
     }
 
 
 def forms() -> dict[str, str]:
     """Every form of a step or a sublayer."""
-
-    def edited(form: str) -> str:
-        return " ".join((form if k in range(2, 14) else "A{0} F{0}").format(k) for k in range(16))
-
     repeated = [*range(7), *range(4, 16)]
     return (
         programs()
         | derived()
         | {
+            "ladder over lp": named("ladder-over-lp"),
             "side by side": edited("[A{0} F{0}]"),
             "width": edited("A{0}#1 F{0}#96"),
             "repeat": " ".join(f"A{k} F{k}" for k in repeated),
@@ -107,18 +112,9 @@ def make_models(setup: Setup) -> None:
     surgeon.load(demo_model()).save_pretrained(setup.demo)
     for path in demo_model().glob("tokenizer*"):
         (setup.demo / path.name).write_bytes(path.read_bytes())
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=128,
-        initializer_range=0.05,
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(setup.wide)
+    config = llama(512, 1024, 2, 8, 4, 128, 512)
+    config.initializer_range = 0.05
+    make_model(setup.wide, config, "cpu")
 
 
 def basics(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
@@ -133,7 +129,7 @@ def basics(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     yield "cuDNN attention", torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def edited(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
+def run_edited(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     """Edited models inside transformers: logits, and the tokens of `generate`."""
     device = setup.on(side)
     model = surgeon.load(setup.demo, device_map=None if device == "cpu" else device)
@@ -208,6 +204,33 @@ def on_ranks(
                 yield f"{name}: {how}{ending}", {"tokens": tokens}
 
 
+def summed(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
+    """Sums of two ranks through the memory of one GPU, by each operation that two ranks have."""
+    if side == "found":
+        with _two_ranks(setup, "memory") as ranks:
+            yield from ranks.call(sum_each_way)[0].items()
+
+
+def sum_each_way(rank: Rank) -> dict[str, Numbers]:
+    """Errors of two sums at a time, one of them beside the current stream, recorded as a CUDA graph."""
+    inner = rank.collectives.inner
+    numbers = torch.arange(8192.0, device=rank.device).view(2, -1)
+    given = torch.zeros_like(numbers)
+
+    def compute(sums: BySize) -> torch.Tensor:
+        late, soon = given.clone()
+        wait = sums.all_reduce(late, Counts())
+        return sums.all_reduce(soon, Counts(), at_once=True)() + wait()
+
+    found = {}
+    for way in ways_through_memory(inner, rank.device):
+        sums = BySize(inner, [way], side_stream(rank.device))
+        replay = CudaRecorder(rank.device)(partial(compute, sums))
+        given.copy_(numbers * (1 + rank.rank))
+        found[f"sum, {way.name}"] = {"error": float((replay() - 3 * numbers.sum(0)).abs().max())}
+    return found
+
+
 # One GPU between ranks: NCCL's kernels take few processors, so that both ranks' make progress.
 SHARED = {
     "nccl": {NCCL_SHARES: "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"},
@@ -250,6 +273,7 @@ def benched(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     for _, row in table.iterrows():
         sent = {key: int(row[f"decode_{key}"]) for key in ("all_reduces", "all_gathers", "bytes")}
         yield f"{row['program']}: bench", sent | {"rate": float(row["tokens_per_second"])}
+        yield f"{row['program']}: overlap", row["decode_hidden_ms"]
 
 
 def generated(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
@@ -318,18 +342,23 @@ def checks(setup: Setup) -> dict[str, Check]:
         for way in (*setup.ways, *setup.collectives)
     }
     ranks = {f"{name}: {how}": f"{name}: tokens" for how in setup.collectives for name in more}
+    sums = ("sum, one shot", "sum, two shots") if "memory" in setup.collectives else ()
+    overlap = {"ladder: overlap": judge_overlap} if setup.device == "cuda" else {}
     halves = rows_in_16_bits()
     return {
         "basics": Check(basics, {"float32 products": judge_product, "cuDNN attention": judge_switch}),
         "kernels": Check(kernels_in_16_bits, halves["kernels"]),
         "attention": Check(attention_in_16_bits, halves["attention"]),
         "passes": Check(passes_in_16_bits, halves["passes"]),
-        "edited": Check(edited, both),
+        "edited": Check(run_edited, both),
         "spread": Check(spread, {f"{name} on two devices": same for name in ("low rank", *derived())}),
         "decoded": Check(decoded, dict.fromkeys(ways, judge_tokens), ways),
         "no-kernels": Check(without_kernels, dict.fromkeys(plain, judge_tokens), plain),
+        "sums": Check(
+            summed, dict.fromkeys(sums, judge_product), dict.fromkeys(sums, "float32 products")
+        ),
         "ranks": Check(on_ranks, dict.fromkeys(ranks, judge_tokens), ranks),
-        "bench": Check(benched, {f"{name}: bench": judge_bench for name in kinds}),
+        "bench": Check(benched, {f"{name}: bench": judge_bench for name in kinds} | overlap),
         "generate": Check(generated, {"generate": judge_tokens}),
         "scan": Check(scanned, {"scan": judge_numbers(EXACT)}),
         "eval": Check(

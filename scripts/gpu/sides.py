@@ -91,6 +91,10 @@ def judge_bench(expected: Any, found: Any) -> Judgement:
     return Judgement(words.format(**sent), f"{same}, {found['rate']:.0f} tokens/s", right)
 
 
+def judge_overlap(_: Any, found: Any) -> Judgement:
+    return Judgement("above 0 ms hidden", f"{found:.3g} ms", found > 0)
+
+
 def judge_product(_: Any, found: Any) -> Judgement:
     error = found["error"]
     return Judgement(f"below {FLOAT32_PRODUCTS:g} off", f"{error:.1e} off", error < FLOAT32_PRODUCTS)

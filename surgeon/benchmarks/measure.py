@@ -107,6 +107,7 @@ class Split:
 
     Attributes:
         waiting: in collectives; NaN where that is not known.
+        hidden: of collectives beside computing; NaN where that is not known.
         compute: everything else.
         layers, vocabulary: collectives of steps and forks, and of the embedding and the output head, of one pass.
     """
@@ -116,6 +117,7 @@ class Split:
     compute: float
     layers: Counts
     vocabulary: Counts
+    hidden: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -260,9 +262,12 @@ def summarise(runs: Sequence[RankRun], load: Workload, connected: bool) -> Measu
 def _split(passes_by_rank: list[list[PassTiming]]) -> Split:
     splits = []
     for rank, passes in enumerate(passes_by_rank):
-        waiting = fmean(math.nan if one.waiting is None else one.waiting for one in passes)
+        waiting, hidden = (
+            fmean(math.nan if seconds is None else seconds for seconds in of_all)
+            for of_all in zip(*((one.waiting, one.hidden) for one in passes), strict=True)
+        )
         compute = fmean(one.seconds for one in passes) - waiting
-        splits.append(Split(rank, waiting, compute, passes[-1].layers, passes[-1].vocabulary))
+        splits.append(Split(rank, waiting, compute, passes[-1].layers, passes[-1].vocabulary, hidden))
     return max(
         splits, key=lambda split: (0 if math.isnan(split.waiting) else split.waiting, split.compute)
     )
@@ -321,6 +326,7 @@ def _split_columns(phase: str, splits: Sequence[Split]) -> dict[str, object]:
     columns = {
         "compute_ms": median(split.compute for split in splits) * MS,
         "waiting_ms": median(split.waiting for split in splits) * MS,
+        "hidden_ms": median(split.hidden for split in splits) * MS,
         **asdict(splits[-1].layers),
         "vocabulary_collectives": vocabulary.all_reduces + vocabulary.all_gathers,
         "vocabulary_bytes": vocabulary.bytes,

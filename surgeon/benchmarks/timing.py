@@ -60,6 +60,7 @@ class PassTiming:
         began: when the rank turned to it; on rank 0 the end of the pass before.
         waiting: seconds in collectives, starting them included; None where that cannot be told.
         layers, vocabulary: collectives of steps and forks, and of the embedding and the output head.
+        hidden: seconds of collectives beside computing; of profiled passes on GPUs.
     """
 
     decode: bool
@@ -69,6 +70,7 @@ class PassTiming:
     waiting: float | None
     layers: Counts
     vocabulary: Counts
+    hidden: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -223,7 +225,7 @@ def run_timed(
     name: str,
     profiled: bool = False,
 ) -> RankRun:
-    """Continue texts on a rank until all have ended; profiled, the record of each pass has its waiting on GPUs, too."""
+    """Continue texts on a rank until all have ended; profiled, passes on GPUs have what they wait, too."""
     engine: TimedEngine = rank.engines[name]
     recorder = engine.recorder
     recorder.passes = []
@@ -234,8 +236,10 @@ def run_timed(
         outputs, _ = complete(rank, requests, blocks, limits, name)
         recorder.profiled = False
     if profiler is not None:
-        for one, waiting in zip(recorder.passes, waits_of_passes(profiler.events() or ()), strict=True):
+        collectives = collectives_of_passes(profiler.events() or ())
+        for one, (waiting, hidden) in zip(recorder.passes, collectives, strict=True):
             one.waiting = waiting
+            one.hidden = hidden
     if any(output.finish_reason == "undefined" for output in outputs):
         raise UndefinedLogits(
             f"the logits of {name} are not finite (NaN or infinity); are the weights damaged?"
@@ -243,17 +247,22 @@ def run_timed(
     return RankRun(began, recorder.passes)
 
 
-def waits_of_passes(events: Iterable[Any]) -> list[float]:
-    """Seconds of each pass of a profile in which a GPU did nothing but collectives."""
+def collectives_of_passes(events: Iterable[Any]) -> list[tuple[float, float]]:
+    """Seconds of each pass of a profile in which a GPU did collectives and nothing else, and those beside computing."""
     seen = list(events)
     passes = [one.time_range for one in seen if one.name == PASS and one.device_type.name == "CPU"]
     kernels = [one for one in seen if one.device_type.name == "CUDA" and not one.is_user_annotation]
+    sending = [one for one in kernels if COLLECTIVE.search(one.name)]
     computing = [one for one in kernels if not COLLECTIVE.search(one.name)]
     passes.sort(key=lambda span: float(span.start))
-    busy, computed = (
-        _covered_times([one.time_range for one in some], passes) for some in (kernels, computing)
+    times = zip(
+        *(
+            _covered_times([one.time_range for one in some], passes)
+            for some in (kernels, sending, computing)
+        ),
+        strict=True,
     )
-    return [(all_ - own) / 1e6 for all_, own in zip(busy, computed, strict=True)]
+    return [((busy - computed) / 1e6, (sent + computed - busy) / 1e6) for busy, sent, computed in times]
 
 
 def _covered_times(spans: Sequence[Any], passes: Iterable[Any]) -> list[float]:

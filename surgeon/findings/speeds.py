@@ -68,7 +68,8 @@ class Benchmark(RunResult):
             [row["program"], str(row["batch"]), *(number(row[name], 3) for name in COLUMNS)]
             for _, row in table.iterrows()
         ]
-        split = ("compute, ms", "waiting, ms", "")
+        is_seen = "prefill_hidden_ms" in table and table["prefill_hidden_ms"].notna().any()
+        split = ("compute, ms", "waiting, ms", "hidden, ms" if is_seen else "")
         caption = "One pass, on the rank that waits most"
         tables = [
             Table("Latency, medians over rounds", head, body),
@@ -355,10 +356,13 @@ def passes_table(
 def _compute_and_waiting(row: Any, phase: str) -> list[str]:
     compute = row[f"{phase}_compute_ms"]
     waiting = row[f"{phase}_waiting_ms"]
-    share = ""
-    if not math.isnan(waiting):
-        share = f"{waiting / (compute + waiting):.0%}"
-    return [number(compute, 3), number(waiting, 3), share]
+    hidden = row.get(f"{phase}_hidden_ms", math.nan)
+    last = ""
+    if not math.isnan(hidden):
+        last = number(hidden, 3)
+    elif not math.isnan(waiting):
+        last = f"{waiting / (compute + waiting):.0%}"
+    return [number(compute, 3), number(waiting, 3), last]
 
 
 def _pass_chart(speeds: pd.DataFrame, phase: str, parts: Sequence[str]) -> Chart:

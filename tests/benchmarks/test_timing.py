@@ -13,7 +13,13 @@ import torch
 from torch.autograd import DeviceType
 
 from surgeon.benchmarks.measure import SPLIT_TOKENS, Measurement, RankBench, Split
-from surgeon.benchmarks.timing import PASS, TimedEngine, trace_files, waits_of_passes, write_profile
+from surgeon.benchmarks.timing import (
+    PASS,
+    TimedEngine,
+    collectives_of_passes,
+    trace_files,
+    write_profile,
+)
 from surgeon.cost.deployment import Workload
 from surgeon.language.program import Program
 from surgeon.runtime.batching.request import Row, Wanted
@@ -84,7 +90,9 @@ def test_waiting_is_what_nothing_but_collectives_takes() -> None:
         event("norm", 345, 350),
         event("aten::mm", 310, 311, DeviceType.CPU),
     ]
-    assert waits_of_passes(reversed(events)) == pytest.approx([20e-6, 10e-6])
+    (waits, hidden), (waits_later, hidden_later) = collectives_of_passes(reversed(events))
+    assert (waits, waits_later) == pytest.approx((20e-6, 10e-6))
+    assert (hidden, hidden_later) == pytest.approx((0.0, 25e-6))
 
 
 def test_spans_may_overlap_and_reach_beyond_a_pass() -> None:
@@ -97,7 +105,7 @@ def test_spans_may_overlap_and_reach_beyond_a_pass() -> None:
         event("ncclDevKernel_AllReduce_Sum", 140, 300),
         event("norm", 400, 500),
     ]
-    assert waits_of_passes(events) == pytest.approx([20e-6])
+    assert collectives_of_passes(events) == [pytest.approx((20e-6, 60e-6))]
 
 
 def test_the_split_of_a_profiled_run_goes_to_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

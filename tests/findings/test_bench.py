@@ -96,6 +96,15 @@ def test_tables_fit_a_terminal() -> None:
     assert "2.05 KB" in text
 
 
+def test_gpus_tell_what_sums_take_beside_computing() -> None:
+    table = bench_table([result("a-name-of-18-chars", [99.9], 128)])
+    assert "hidden" not in str(found(table))
+    seen = str(found(table.assign(prefill_hidden_ms=0.5, decode_hidden_ms=1.25)))
+    assert max(map(len, seen.splitlines())) <= 80
+    assert all(words in seen for words in ("waiting hidden collectives", " 0.500 ", " 1.25 "))
+    assert "75%" not in seen
+
+
 def test_one_program_is_not_compared() -> None:
     assert "Times as fast" not in str(found(bench_table([result("dense", [1.0])])))
 

@@ -193,7 +193,8 @@ def choose_device(wanted: str, ranks: int) -> str:
     gpus = torch.cuda.device_count()
     ranks = ranks_of_this_machine(ranks)
     enough = gpus >= ranks or sees_its_own_gpu()
-    if wanted == "cuda" and not enough:
+    may_share = gpus and (shares_gpus() or os.environ.get(NCCL_SHARES) == "1")
+    if wanted == "cuda" and not (enough or may_share):
         raise ValueError(
             f"{ranks} ranks need a GPU each, and there are {gpus}; use the CPU or fewer ranks"
         )

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from scripts.gpu import checks as script
 from scripts.gpu import run, sides, sixteen_bits
-from scripts.gpu.checks import MODELS, checks, without_kernels
+from scripts.gpu.checks import MODELS, checks, sum_each_way, without_kernels
 from scripts.gpu.sides import (
     Setup,
     judge_bench,
     judge_error,
     judge_numbers,
+    judge_overlap,
     judge_product,
     judge_switch,
     judge_tokens,
@@ -249,6 +254,34 @@ def test_bench_has_what_two_ranks_on_one_gpu_need(
         next(script.benched(Setup("cuda", 1, ""), "found"))
 
 
+@pytest.mark.parametrize(("factor", "error"), [(3, 0.0), (2, 12286.0)])
+def test_sums_of_two_ranks(factor: int, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank has twice as much, so that a sum is three times what this one has."""
+
+    class Way(SimpleNamespace):
+        def fits(self, _: Tensor) -> bool:
+            return True
+
+        def __call__(self, tensor: Tensor, aside: bool) -> None:
+            calls.append(aside)
+            tensor.mul_(factor)
+
+    calls: list[bool] = []
+    ways = [Way(name="one shot"), Way(name="two shots")]
+    monkeypatch.setattr(script, "ways_through_memory", lambda *_: ways)
+    monkeypatch.setattr(script, "side_stream", lambda _: lambda compute: compute() or (lambda: None))
+    monkeypatch.setattr(script, "CudaRecorder", lambda _: lambda compute: compute)
+    inner = Mock(rank=0, group=(0, 1), capturable=False)
+    rank: Any = SimpleNamespace(collectives=Mock(inner=inner), device="cpu", rank=0)
+    found = sum_each_way(rank)
+    assert found == {"sum, one shot": {"error": error}, "sum, two shots": {"error": error}}
+    assert calls == [True, False] * 2
+    rows = checks(Setup("cuda", 1, ""))["sums"].rows
+    assert rows.keys() == found.keys()
+    assert {judge(None, found[name]).right for name, judge in rows.items()} == {not error}
+    assert not checks(Setup("cuda", 2, ""))["sums"].rows
+
+
 @pytest.mark.parametrize(
     ("judge", "expected", "found", "words", "right"),
     [
@@ -278,6 +311,9 @@ def test_bench_has_what_two_ranks_on_one_gpu_need(
         (judge_tokens, {"tokens": [[1, 2], [3, 4]]}, {"tokens": [[1, 2], [3]]}, "3 tokens", False),
         (judge_product, None, {"error": 1e-3}, "1.0e-03 off", False),
         (judge_switch, False, True, "on", False),
+        (judge_overlap, math.nan, 0.125, "0.125 ms", True),
+        (judge_overlap, math.nan, 0.0, "0 ms", False),
+        (judge_overlap, math.nan, math.nan, "nan ms", False),
     ],
 )
 def test_judges(judge: Any, expected: Any, found: Any, words: str, right: bool) -> None:
