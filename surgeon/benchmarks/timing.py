@@ -266,7 +266,7 @@ def collectives_of_passes(events: Iterable[Any]) -> list[tuple[float, float]]:
 
 
 def _covered_times(spans: Sequence[Any], passes: Iterable[Any]) -> list[float]:
-    """Of each pass, the time in which there was any of some spans, of which a profile may have 100,000."""
+    """Sum up for each pass the time in which there was any of some spans, of which a profile may have 100,000."""
     apart: list[tuple[float, float]] = []  # in their order, joined where they overlap
     for one in sorted(spans, key=lambda span: float(span.start)):
         begin = one.start

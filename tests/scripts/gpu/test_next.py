@@ -22,7 +22,7 @@ esac
 ROWS = (
     "check large calibrate predict bench papers-lp papers-ladder papers-deinfer papers-pt explore drafts"
 )
-ROWS += " load-float32 load-256 load-64 load-16 load-1 heal liger random quantised compare calibrate-2 bench-2"
+ROWS += " load-float32 load-256 load-64 load-16 load-1 heal deepspeed liger random quantised compare calibrate-2 bench-2"
 ROWS += " scan-1 scan-2 heal-2 papers-racks"
 
 
