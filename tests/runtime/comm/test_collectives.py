@@ -180,6 +180,18 @@ def test_choosing_collectives_and_devices() -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "NCCL_MULTI_RANK_GPU_ENABLE"]
+)
+def test_ranks_share_a_gpu_where_that_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="2 ranks need a GPU each, and there are 1"):
+        choose_device("cuda", 2)
+    monkeypatch.setenv(name, "1")
+    assert choose_device("cuda", 2) == "cuda"
+    assert choose_device("auto", 2) == "cpu"  # not unless GPUs are asked for
+
+
+@pytest.mark.parametrize(
     ("kind", "gpus", "number"), [("gloo", 1, 0), ("gloo", 2, 1), ("gloo", 4, 3), ("nccl", 4, 3)]
 )
 def test_the_gpu_of_a_rank(kind: str, gpus: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:

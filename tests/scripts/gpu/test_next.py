@@ -19,11 +19,9 @@ case "$*" in
     "$FAILS"*) echo "$SAYS"; $LEAVES; exit $STATUS ;;
 esac
 """
-ROWS = (
-    "check large calibrate predict bench papers-lp papers-ladder papers-deinfer papers-pt explore drafts"
-)
-ROWS += " load-float32 load-256 load-64 load-16 load-1 heal deepspeed liger random quantised compare calibrate-2 bench-2"
-ROWS += " scan-1 scan-2 heal-2 papers-racks"
+ROWS = "check large overlap calibrate predict bench papers-lp papers-ladder papers-deinfer papers-pt explore drafts"
+ROWS += " load-float32 load-256 load-64 load-16 load-1 heal deepspeed liger random quantised compare"
+ROWS += " calibrate-2 bench-2 scan-1 scan-2 heal-2 papers-racks"
 
 
 def started(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
