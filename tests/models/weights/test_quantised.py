@@ -22,6 +22,9 @@ def test_numbers(scheme: str, shape: tuple[int, int]) -> None:
     for dim, first, end in ((0, 0, 5), (0, 3, 21), (0, 17, 32), (1, 0, 16), (1, 7, 30), (1, 31, 32)):
         assert torch.equal(found.part(dim, first, end), found.whole().narrow(dim, first, end - first))
     assert torch.equal(found.rows(3, 9), found.whole()[3:9])
+    # Of ranks with no heads.
+    for dim, first in ((0, 0), (0, 5), (1, 16), (1, shape[1])):
+        assert torch.equal(found.part(dim, first, first), found.whole().narrow(dim, first, 0))
 
 
 def test_blocks_that_are_cut_off() -> None:

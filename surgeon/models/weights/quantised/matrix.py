@@ -241,10 +241,13 @@ class Quantised:
 
     def part(self, dim: int, first: int, end: int) -> Tensor:
         """Compute elements first..end-1 along one dimension; little else is read."""
+        shape = list(self.shape)
+        if first == end:  # of a rank that has no heads
+            shape[dim] = 0
+            return torch.empty(shape)
         if dim in self.arrangement.whole:
             return self.whole().narrow(dim, first, end - first)
         unit = self.arrangement.unit(dim)
-        shape = list(self.shape)
         begin = first // unit * unit
         stop = min(math.ceil(end / unit) * unit, shape[dim])
         shape[dim] = stop - begin
