@@ -33,12 +33,12 @@ from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
 from surgeon.language.recipe import operations_in
-from surgeon.language.sublayer import size_lines
+from surgeon.language.sublayer import FEED_FORWARD, size_lines
 from surgeon.named import hub_name
 from surgeon.processes.files import write_text
 from surgeon.quality.summary import Quality
 from surgeon.version import __version__
-from surgeon.words import plural
+from surgeon.words import join_words, plural
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 WIDTH = 100  # of the card's lines
@@ -292,17 +292,29 @@ def usage(found: Surgery, folder: Path, name: str) -> Record:
     units = found.stored.family.units(found.stored.config)
     heads = units["heads"]
     kv_heads = units.get("kv_heads", heads)
+    # The plugin has neurons in parts of any size.
+    neurons = set[int]()
+    if "PATH_OF_SURGEON" not in serving[1]:
+        layers = (
+            found.stored.weights.stored_units(FEED_FORWARD, n) for n in range(found.stored.num_layers)
+        )
+        neurons = {count for layer in layers for count in layer.values()}
     counts = [
         count
         for count in range(1, heads + 1)
-        if heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
+        if heads % count == 0
+        and (kv_heads % count == 0 or count % kv_heads == 0)
+        and not any(width % count for width in neurons)
     ]
     vllm_ranks = None
     on_vllm = not serving[0].startswith(NOT_ON_VLLM)
     if on_vllm and not all(count in counts for count in (2, 4, 8) if count <= heads):
+        shared = [plural(heads, "head"), plural(kv_heads, "KV head")]
+        if neurons:
+            shared.append(f"{join_words(map(str, sorted(neurons)), 'or')} neurons")
         vllm_ranks = (
-            f"vLLM shares {plural(heads, 'head')} and {plural(kv_heads, 'KV head')} among "
-            f"{', '.join(map(str, counts))} ranks; `surgeon serve` takes any number."
+            f"vLLM shares {join_words(shared)} among {', '.join(map(str, counts))} "
+            f"{'rank' if counts == [1] else 'ranks'}; `surgeon serve` takes any number."
         )
     return {
         "reason": found.report.get("reason"),

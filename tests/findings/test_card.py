@@ -149,7 +149,26 @@ def test_ranks_of_vllm_are_said_where_heads_do_not_divide(tmp_path: Path) -> Non
     config = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 24}
     run_export(save_checkpoint(tmp_path / "six", num_layers=2, **config), tmp_path / "of-six", "A1 F1")
     words = " ".join(card_of(tmp_path / "of-six").split())
-    assert "``` vLLM shares 6 heads and 3 KV heads among 1, 3, 6 ranks; `surgeon serve` takes" in words
+    assert (
+        "``` vLLM shares 6 heads, 3 KV heads and 48 neurons among 1, 3, 6 ranks; `surgeon serve` takes"
+        in words
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("A0 F0#21 A1 F1", "vLLM shares 4 heads, 2 KV heads and 21 or 48 neurons among 1 rank;"),
+        ("A0 F0#21 >A1 >F1", None),  # by surgeon's plugin, which cuts neurons anywhere
+    ],
+)
+def test_ranks_of_vllm_are_said_where_neurons_do_not_divide(
+    program: str, said: str | None, tmp_path: Path
+) -> None:
+    run_export(save_checkpoint(tmp_path / "tiny", num_layers=2), tmp_path / "edited", program)
+    words = " ".join(card_of(tmp_path / "edited").split())
+    assert ("vLLM shares" in words) == (said is not None)
+    assert said is None or said in words
 
 
 def test_factors_that_vllm_cannot_divide_are_left_to_the_plugin(tmp_path: Path) -> None:
