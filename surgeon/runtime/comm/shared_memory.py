@@ -32,7 +32,7 @@ from surgeon.runtime.comm.collectives import TIMEOUT, Around, Collectives, Count
 from surgeon.runtime.kernels.functions import NOTES
 from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
-from surgeon.words import first_line
+from surgeon.words import first_line, join_words
 
 SLOTS = 4  # reductions in flight; a ladder has two
 # Per rank and slot, of which what is written to is taken; longer tensors travel in several pieces.
@@ -466,11 +466,21 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
     if inner.rank not in group or len(group) == 1:
         return inner
     gpus = range(torch.cuda.device_count())
-    reached = all(
-        torch.cuda.can_device_access_peer(device, other) for other in gpus if other != device.index
-    )
+    apart = [
+        other
+        for other in gpus
+        if other != device.index and not torch.cuda.can_device_access_peer(device, other)
+    ]
     enough = len(gpus) >= len(group) or shares_gpus()
-    if not _holds_everywhere(inner, device, is_allowed(os.environ) and enough and reached):
+    wanted = is_allowed(os.environ) and enough
+    if wanted and apart:
+        others = join_words(f"GPU {other}" for other in apart)
+        print(
+            f"rank {inner.rank} sums by NCCL alone: GPU {device.index} cannot reach the memory of {others}",
+            file=sys.stderr,
+            flush=True,
+        )
+    if not _holds_everywhere(inner, device, wanted and not apart):
         return inner
     ways = ways_through_memory(inner, device)
     if not ways:

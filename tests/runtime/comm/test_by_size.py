@@ -164,6 +164,19 @@ def test_who_tries_symmetric_memory(
     assert Rank._connect(made) == ("connected by memory" if tries else "connected")
 
 
+def test_gpus_that_cannot_reach_each_other_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, other: other == 0)
+    # What other ranks say.
+    monkeypatch.setattr(symmetric_memory, "_holds_everywhere", lambda _inner, _device, here: here)
+    inner = TorchCollectives(1, (0, 1, 2, 3))
+    assert symmetric_memory.with_symmetric_memory(inner, torch.device("cuda", 1)) is inner
+    said = "rank 1 sums by NCCL alone: GPU 1 cannot reach the memory of GPU 2 and GPU 3\n"
+    assert capsys.readouterr().err == said
+
+
 def test_memory_of_others_is_left_alone_where_nccl_leaves_it() -> None:
     assert is_allowed({})
     assert is_allowed({"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "NVL"})
