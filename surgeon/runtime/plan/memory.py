@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
@@ -302,10 +303,12 @@ def imbalance(plan: Plan, source: Sizes | None = None) -> float:
     waited_for = 0.0
     total = 0
     together = [0] * plan.ranks
+    works = [iter(work_of(plan, rank)) for rank in range(plan.ranks)]
     for number, node in enumerate(program.nodes):
-        for rank in range(plan.ranks):
-            work = rank_work(Program((node,)), rank, plan.ranks, plan.sliced, plan.balance)
-            parts = [(part.sublayer, len(part.sharers)) for one in work for part in one.parts]
+        for rank, work in enumerate(works):
+            steps = len(rank_work(Program((node,)), rank, plan.ranks, plan.sliced))
+            own = islice(work, steps)
+            parts = [(part.sublayer, len(part.sharers)) for one in own for part in one.parts]
             together[rank] += sum(numbers_of(plan, source, part) for part in parts)
         following = program.nodes[number + 1 : number + 2]
         if not any(isinstance(one, Step) and one.late for one in following):

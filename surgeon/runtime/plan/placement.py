@@ -57,11 +57,11 @@ def rank_work(
     """A rank's work, in the order in which the executor comes to it."""
     work: list[Work] = []
     slots = 0
-    for step, group in _visits(program.nodes, rank, tuple(range(ranks))):
+    for step, group, before in _visits(program.nodes, rank, tuple(range(ranks))):
         if not isinstance(step, Step):
             continue
         parts = []
-        placed, sharing = placed_parts(step, group.index(rank), len(group), sliced, balance)
+        placed, sharing = placed_parts(step, group.index(rank), len(group), sliced, balance, before)
         sharers = tuple(group[other] for other in sharing)
         for index, sublayer in placed:
             attends = sublayer.kind == ATTENTION
@@ -112,14 +112,20 @@ def norm_sums(plan: Plan) -> int:
 
 
 def placed_parts(
-    step: Step, member: int, members: int, sliced: bool = False, balance: Balance | None = None
+    step: Step,
+    member: int,
+    members: int,
+    sliced: bool = False,
+    balance: Balance | None = None,
+    before: Node | None = None,
 ) -> tuple[tuple[tuple[int, Sublayer], ...], range]:
     """A member's part of a step, with the numbers of the sublayers in it, and the members that share these.
 
     Sublayers of one kind are placed whole: on groups of members, one sublayer each, where there are fewer of them (an
     LP pair on two ranks: one layer per rank; on four: two ranks per layer), or several per member. Where neither
     divides, where the kinds differ (attention || MLP, whose costs differ), and if `sliced`, every member takes a slice
-    of each, of neurons as `balance` says.
+    of each. Neurons are cut as `balance` says beside whole attentions, which are in the step or, of a late one, as many
+    in the node `before` it, whose sums are on their way meanwhile.
     """
     sublayers = step.sublayers
     count = len(sublayers)
@@ -128,7 +134,8 @@ def placed_parts(
         each = members // count
         index = member // each
         part = _slice(sublayers[index], member % each, each)
-        if balance is not None and step.late:
+        beside = isinstance(before, Step) and _whole_attentions(before) == len(before.sublayers) == count
+        if balance is not None and step.late and beside:
             part = _balance_neurons(part, cut_neurons(balance, 1, 1, each), member % each)
         return ((index, part),), range(index * each, (index + 1) * each)
     if alike and count % members == 0:
@@ -137,11 +144,17 @@ def placed_parts(
         return tuple((index, sublayers[index]) for index in own), range(member, member + 1)
     ends = None
     if balance is not None:
-        attentions = sum(one.kind == ATTENTION for one in sublayers)
+        attentions = _whole_attentions(step)
         if 0 < attentions < count:
             ends = cut_neurons(balance, attentions, count - attentions, members)
     parts = (_balance_neurons(_slice(one, member, members), ends, member) for one in sublayers)
     return tuple(enumerate(parts)), range(members)
+
+
+def _whole_attentions(step: Step) -> int:
+    """Count the attentions of a step; 0 where one has fewer heads or two factors, which neurons cannot make up for."""
+    found = [one for one in step.sublayers if one.kind == ATTENTION]
+    return len(found) if all(one.width is None and not one.ranks for one in found) else 0
 
 
 def assigned_branches(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[Node, ...], ...], Group]:
@@ -165,7 +178,7 @@ def groups_within(
     inside of it (`exchanges`).
     """
     everybody = tuple(range(ranks))
-    found = {group for rank in everybody for _, group in _visits(program.nodes, rank, everybody)}
+    found = {group for rank in everybody for _, group, _ in _visits(program.nodes, rank, everybody)}
     if exchanges is not None and any(map(exchanges, program.sublayers())):
         work = (work for rank in everybody for work in rank_work(program, rank, ranks, sliced))
         found |= {part.sharers for one in work for part in one.parts if exchanges(part.sublayer)}
@@ -190,10 +203,12 @@ def _balance_neurons(part: Sublayer, ends: tuple[int, ...] | None, member: int) 
     return replace(part, piece=(first, ends[-1]), span=ends[member] - first)
 
 
-def _visits(nodes: tuple[Node, ...], rank: int, group: Group) -> Iterator[tuple[Node, Group]]:
-    """The nodes that a rank comes to, and the group of each: it ends in a reduction, a fork of forks too."""
-    for node in nodes:
-        yield node, group
+def _visits(
+    nodes: tuple[Node, ...], rank: int, group: Group
+) -> Iterator[tuple[Node, Group, Node | None]]:
+    """The nodes that a rank comes to, the group of each, and what is before it; all end in a reduction, forks too."""
+    for before, node in zip((None, *nodes), nodes, strict=False):
+        yield node, group, before
         if not isinstance(node, Step):
             branches, subgroup = assigned_branches(node, rank, group)
             for branch in branches:

@@ -90,7 +90,7 @@ class Mixtures:
 
 NO_MIXTURES = Mixtures()
 
-GRAIN = 64  # neurons that the kernels multiply side by side
+GRAIN = 16  # neurons that the kernels multiply side by side at least (`linear.LEAST`)
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,10 @@ def cut_neurons(
     """Cut the neurons of each of some feed-forwards beside some attentions, all shared by as many members.
 
     Returns:
-        Where each member's neurons end; None where equal parts do.
+        Where each member's neurons end; None where equal parts do, or are no worse for the busiest member.
     """
-    grain = GRAIN if balance.neurons >= GRAIN * members else 1
+    # Of few, rounding would cost more.
+    grain = GRAIN if balance.neurons >= 4 * GRAIN * members else 1
     units: Units = {"heads": balance.heads, "kv_heads": balance.kv_heads}
     busy = []  # numbers of each member's attentions
     for member in range(members):
@@ -141,7 +142,13 @@ def cut_neurons(
         before = ends[-1] if ends else 0
         # Everybody has some: the first of the slices adds the bias.
         ends.append(min(max(rounded, before + grain), balance.neurons - (members - member) * grain))
-    return (*ends[:-1], balance.neurons)
+    ends[-1] = balance.neurons
+    even = [balance.neurons * (member + 1) // members for member in range(members)]
+    busiest, least = (
+        max(own + each * (end - first) for own, first, end in zip(busy, (0, *cut), cut, strict=False))
+        for cut in (ends, even)
+    )
+    return tuple(ends) if busiest < least else None
 
 
 def balance_of(

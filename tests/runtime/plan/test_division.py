@@ -35,16 +35,19 @@ def nine_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_neurons_make_up_for_heads() -> None:
     assert cut_neurons(SMOL, 1, 1, 3) is None  # three ranks have three heads each
-    assert cut_neurons(SMOL, 1, 1, 2) == (832, 1536)
-    first, second = 4 * SMOL.head + 832 * SMOL.neuron, 8 * SMOL.head + 704 * SMOL.neuron
-    assert max(first, second) / ((first + second) / 2) < 1.03 < 1.08
+    assert cut_neurons(SMOL, 1, 1, 2) == (848, 1536)
+    first, second = 4 * SMOL.head + 848 * SMOL.neuron, 8 * SMOL.head + 688 * SMOL.neuron
+    assert max(first, second) / ((first + second) / 2) < 1.01 < 1.08
+    # Qwen2.5-0.5B: in steps of 16 neurons the busiest of eight would have more than by equal parts.
+    qwen = Balance(14, 2, 4864, 2 * 896 * 64, 2 * 896 * 64, 3 * 896)
+    assert cut_neurons(qwen, 1, 1, 8) is None
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 300), st.integers(1, 9), st.integers(1, 3))
 def test_cuts_are_of_all_neurons(
     groups: int, each: int, neurons: int, members: int, attentions: int
 ) -> None:
-    """Every member has some, and the busiest no more than by equal parts but for rounding."""
+    """Every member has some, and the busiest less than by equal parts."""
     balance = Balance(groups * each, groups, neurons, 8, 8, 3)
     ends = cut_neurons(balance, attentions, 1, members)
     if ends is None:
@@ -61,27 +64,38 @@ def test_cuts_are_of_all_neurons(
         own + 3 * (neurons * (at + 1) // members - neurons * at // members)
         for at, own in enumerate(busy)
     )
-    grain = 64 if neurons >= 64 * members else 1
-    assert (
-        max(own + 3 * size for own, size in zip(busy, sizes, strict=True)) <= even + 3 * grain * members
-    )
+    assert max(own + 3 * size for own, size in zip(busy, sizes, strict=True)) < even
 
 
 @pytest.mark.parametrize(
-    ("step", "is_balanced"),
-    [("[A0 F0]", True), (">F0", True), ("F0", False), ("[F0 F1]", False), ("[A0 F0#20]", False)],
+    ("steps", "is_balanced"),
+    [
+        ("A1 [A0 F0]", True),
+        ("A1 >F0", True),
+        (">A1 >F0", True),
+        ("A1 F0", False),
+        ("A1 [F0 F1]", False),
+        ("A1 [A0 F0#20]", False),
+        # Late ones beside no attention, or one that neurons cannot make up for.
+        ("F1 >F0", False),
+        ("A1#1 >F0", False),
+        ("[A1 A2] >F0", False),
+        ("{A1 | A2} >F0", False),
+        ("A1 [A0#1 F0]", False),
+        ("A1 [A0@q2,o2 F0]", False),
+    ],
 )
-def test_where_neurons_make_up(step: str, is_balanced: bool) -> None:
-    (node,) = Program.parse(f"A1 {step}").nodes[1:]
+def test_where_neurons_make_up(steps: str, is_balanced: bool) -> None:
+    before, node = Program.parse(steps).nodes
     assert isinstance(node, Step)
-    parts = [placed_parts(node, member, 2, balance=SMOL)[0] for member in range(2)]
+    parts = [placed_parts(node, member, 2, False, SMOL, before)[0] for member in range(2)]
     found = [part for own in parts for _, part in own if part.kind == "F" and part.span > 1]
     if not is_balanced:
         assert not found
         return
     assert found == [
-        Sublayer("F", (0,), (0, 1536), span=832),
-        Sublayer("F", (0,), (832, 1536), span=704),
+        Sublayer("F", (0,), (0, 1536), span=848),
+        Sublayer("F", (0,), (848, 1536), span=688),
     ]
 
 
@@ -99,6 +113,7 @@ def test_imbalance(nine_heads: Path) -> None:
     # Neurons are 31 and 10: 4 * 576 + 31 * 108 and 8 * 576 + 10 * 108.
     assert found("[A0 F0]") == pytest.approx(2 * (8 * head + 10 * neuron) / total)
     assert found("A0 >F0") < found("A0 F0")
+    assert found("F0 >F1") == pytest.approx(42 / 41)  # beside no attention
 
 
 def test_that_of_a_configuration_is_that_of_the_weights(nine_heads: Path) -> None:
