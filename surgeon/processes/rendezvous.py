@@ -277,7 +277,8 @@ def connect_rank0(
     try:
         connected = socket.create_connection((torchrun.address, port), torchrun.patience)
         interface = interface_of(connected.getsockname()[0])
-        prove(connected, secret, first=False)
+        # It listens from its beginning, and answers once it has planned.
+        prove(connected, secret, first=False, seconds=torchrun.patience)
         connection = Connection(connected.detach())
         location = RankLocation(torchrun.local_rank, torchrun.local_ranks, interface)
         host = socket.gethostname()
@@ -285,6 +286,11 @@ def connect_rank0(
         connection.send(
             Hello(purpose, torchrun.rank, torchrun.ranks, location, host, os.getpid(), __version__, now)
         )
+    except BlockingIOError:
+        raise TimeoutError(
+            f"rank 0 at {torchrun.address}, port {port}, did not answer rank {torchrun.rank} within "
+            f"{torchrun.patience:g} s; see what it says"
+        ) from None
     except (EOFError, OSError) as error:
         reason = str(error) or "it closed the connection"
         raise ConnectionError(f"rank 0 at {torchrun.address}, port {port}, has gone: {reason}") from None

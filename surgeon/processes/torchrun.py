@@ -229,10 +229,13 @@ def watch_over(connected: socket.socket) -> None:
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def prove(connected: socket.socket, secret: bytes, first: bool) -> None:
+def prove(connected: socket.socket, secret: bytes, first: bool, seconds: float = PROOF_SECONDS) -> None:
     """Have both ends prove that they know a secret, which is not sent: by HMAC of random challenges.
 
     The end that listens asks first.
+
+    Args:
+        seconds: that the other end may be silent.
 
     Raises:
         ConnectionError: if the other end does not.
@@ -243,7 +246,7 @@ def prove(connected: socket.socket, secret: bytes, first: bool) -> None:
         steps = (deliver_challenge, answer_challenge)
     else:
         steps = (answer_challenge, deliver_challenge)
-    limit_silence(connected, PROOF_SECONDS)
+    limit_silence(connected, seconds)
     with Connection(os.dup(connected.fileno())) as connection:
         try:
             for step in steps:
@@ -257,6 +260,8 @@ def prove(connected: socket.socket, secret: bytes, first: bool) -> None:
     limit_silence(connected, 0)
 
 
-def limit_silence(connected: socket.socket, seconds: int) -> None:
+def limit_silence(connected: socket.socket, seconds: float) -> None:
     """Give up reading when nothing comes for a while; 0 for waiting as long as it takes."""
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+    whole, rest = divmod(seconds, 1)
+    limit = struct.pack("ll", int(whole), int(1e6 * rest))
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

@@ -229,6 +229,15 @@ def test_ranks_know_that_it_is_rank_0(torchrun: TorchrunEnvironment) -> None:
         assert isinstance(joining.outcome(), ConnectionError)
 
 
+def test_rank_0_takes_long_to_plan(torchrun: TorchrunEnvironment) -> None:
+    """It listens meanwhile, and is waited for as long as ranks wait for each other."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        said = f"rank 0 at 127.0.0.1, port {port}, did not answer rank 1 within 0.2 s"
+        with pytest.raises(TimeoutError, match=said):
+            connect_rank0(replace(other(torchrun), patience=0.2), port, b"x" * 32, "commands")
+
+
 def test_addresses_that_are_not_here(torchrun: TorchrunEnvironment) -> None:
     with pytest.raises(
         ValueError, match=r"^MASTER_ADDR '192\.0\.2\.1' \(192\.0\.2\.1\) is no address of .*"
