@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
 import pickle
 import select
@@ -24,7 +25,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -342,7 +343,10 @@ class Rank:
             connected = TorchCollectives.connect(*ways, device=self.device)
             can_record = options.collectives == "nccl" or (self.device.type == "cuda" and shares_gpus())
             if can_record and settings.location.local_ranks == options.ranks:
-                connected = with_symmetric_memory(connected, self.device)
+                with redirect_stderr(io.StringIO()) as said:  # which goes to a file that does not stay
+                    connected = with_symmetric_memory(connected, self.device)
+                for line in said.getvalue().splitlines():
+                    self.notify(line)
         if options.link is not None:
             connected = EmulatedLink(connected, options.link)
         if options.compression is None:

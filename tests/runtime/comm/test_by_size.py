@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,10 +159,19 @@ def test_who_tries_symmetric_memory(
 ) -> None:
     monkeypatch.setenv(symmetric_memory.OVERLAPPING, shared)
     monkeypatch.setattr(TorchCollectives, "connect", lambda *_, **__: "connected")
-    monkeypatch.setattr(rank_module, "with_symmetric_memory", lambda inner, _: f"{inner} by memory")
+
+    def connect(inner: Any, _: torch.device) -> str:
+        print("as rank 0 says", file=sys.stderr)
+        return f"{inner} by memory"
+
+    monkeypatch.setattr(rank_module, "with_symmetric_memory", connect)
+    said: list[str] = []
     settings = RankSettings(0, RankLocation(0, 2), RankOptions(2, device, collectives), Path("unused"))
-    made: Any = SimpleNamespace(settings=settings, rank=0, device=torch.device(device))
+    made: Any = SimpleNamespace(
+        settings=settings, rank=0, device=torch.device(device), notify=said.append
+    )
     assert Rank._connect(made) == ("connected by memory" if tries else "connected")
+    assert said == ["as rank 0 says"] * tries
 
 
 def test_gpus_that_cannot_reach_each_other_are_named(

@@ -14,11 +14,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from surgeon.machine import HUGE_PAGES, threads_per_rank
 from surgeon.runtime.worker import rank
+from surgeon.runtime.worker import ranks as ranks_module
 from surgeon.runtime.worker.rank import RankOptions
 from surgeon.runtime.worker.ranks import RankFailed, Ranks
 from tests import warm
@@ -72,6 +74,21 @@ def test_a_rank_that_fails(
     if how in ("value", "runtime"):
         assert "in fail" in caught.value.__notes__[0]  # the rank's traceback, for --debug
     assert list(own_temporary_folder.iterdir()) == []
+
+
+def test_what_ranks_say_while_they_connect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How they sum: their own standard error goes to a file that does not stay."""
+    ranks = object.__new__(Ranks)
+    ranks._connected = False
+    ranks._processes = [SimpleNamespace(rank=0)]  # type: ignore[list-item]
+    said = [("note", "sums of ranks 0, 1: one shot up to 4.19 MB, NCCL above"), ("result", None)]
+    monkeypatch.setattr(
+        ranks_module, "_messages", lambda missing: ((missing[0], *message) for message in said)
+    )
+    ranks._connect()
+    assert capsys.readouterr().err == "sums of ranks 0, 1: one shot up to 4.19 MB, NCCL above\n"
 
 
 def test_a_rank_killed_between_calls() -> None:
