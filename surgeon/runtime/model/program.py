@@ -99,7 +99,7 @@ class StepOutputs:
 
 
 Made = Attention | FeedForward | MixtureOfExperts  # computes a part
-PartKey = tuple[Sublayer, Group, range | None]
+PartKey = tuple[Sublayer, Group, range | None, bool]
 
 
 class RankProgram:
@@ -128,8 +128,8 @@ class RankProgram:
         for group in groups_within(program, plan.ranks, plan.exchanges, plan.sliced):
             peers.collectives.subgroup(group)  # all ranks at the same time
         self.work = work_of(plan, peers.rank)
-        parts = (part for work in self.work for part in work.parts if part.slot is not None)
-        self.slots = sorted(parts, key=lambda part: part.slot or 0)
+        # By slots, which are numbered in this order.
+        self.slots = [(work, part) for work in self.work for part in work.parts if part.slot is not None]
         self.travelling = frozenset(steps_in_flight(self.nodes))
         self.sublayers: dict[PartKey, Made] = {}
         self.norms: dict[Sublayer, Norm] = {}
@@ -179,7 +179,7 @@ class RankProgram:
                     seconds[index] = Linear([weight], [bias], self.plan.arithmetic.output_scale)
                 self.outputs[step] = StepOutputs(summed_apart(self.plan, step), seconds, norms)
             for part in work.parts:
-                key = self.key(part)
+                key = self.key(work, part)
                 if key not in self.sublayers:
                     self.sublayers[key] = there.get(key) or self._part(work, part, source)
 
@@ -189,11 +189,17 @@ class RankProgram:
     def _projections(self, sublayer: Sublayer) -> tuple[Projection, ...]:
         return self.plan.family.spec(sublayer.kind, sublayer.layers[0]).projections
 
-    def key(self, part: Part) -> PartKey:
-        """A key that is the same for parts with the same weights and exchanges."""
+    def key(self, work: Work, part: Part) -> PartKey:
+        """A key that is the same for parts with the same weights and exchanges, summed in the same space."""
         whole = self.plan.mixtures.whole_experts(part.sublayer, len(part.sharers))
         exchanges = self.plan.exchanges(part.sublayer)
-        return part.sublayer, part.sharers if exchanges else (), None if whole is None else whole.own
+        inside = (
+            bool(part.sublayer.ranks)
+            and len(part.sharers) > 1
+            and part.index in in_rank_space(self.plan, work.step)
+        )
+        sharers = part.sharers if exchanges else ()
+        return part.sublayer, sharers, None if whole is None else whole.own, inside
 
     def _part(self, work: Work, part: Part, source: ModelWeights) -> Made:
         plan = self.plan
@@ -307,7 +313,7 @@ class RankProgram:
 
     def attentions(self) -> list[Sublayer]:
         """The attentions of this rank's work, by cache slot."""
-        return [part.sublayer for part in self.slots]
+        return [part.sublayer for _, part in self.slots]
 
     def kv_heads(self) -> list[int]:
         """The KV heads that this rank has of each, once they are loaded."""
@@ -326,7 +332,7 @@ class RankProgram:
         }
 
     def _attentions(self) -> list[Attention]:
-        found = [self.sublayers[self.key(part)] for part in self.slots]
+        found = [self.sublayers[self.key(work, part)] for work, part in self.slots]
         return [made for made in found if isinstance(made, Attention)]
 
     def run(self, state: State, shared: Pass) -> State:
@@ -416,7 +422,7 @@ class RankMachine(Machine):
             assert work.step == step, f"the executor is at {step}, the rank's work at {work.step}"
             outputs = list[tuple[int, Tensor]]()
             for part in work.parts:
-                made = program.sublayers[program.key(part)]
+                made = program.sublayers[program.key(work, part)]
                 if isinstance(made, Attention):
                     assert part.slot is not None
                     output = made(stream, part.slot, self.shared)
@@ -436,7 +442,8 @@ class RankMachine(Machine):
         """Add, and norm in the same launch for the part that comes next, if kernels can."""
         program = self.rank_program
         if self.work and self.work[0].parts:
-            return program.sublayers[program.key(self.work[0].parts[0])].norm.add(stream, output)
+            key = program.key(self.work[0], self.work[0].parts[0])
+            return program.sublayers[key].norm.add(stream, output)
         return stream + output
 
     def reduce(self, partial: Partial) -> Pending:

@@ -80,6 +80,16 @@ def test_factors_in_every_kind_of_program(several: Several, tmp_path: Path) -> N
                 assert relative_error(logits, expected) < TOLERANCE, (program, way)
 
 
+def test_the_same_factors_in_two_kinds_of_step(several: Several, tmp_path: Path) -> None:
+    """By itself a sum of o's one column, beside a whole matrix one as wide as the stream."""
+    tiny_model("llama", 2).save_pretrained(tmp_path)
+    for program in ("A0@o1 [A0@o1 F1]", "[A1 F0@down5] F0@down5"):
+        expected = plain_logits(tiny_model("llama", 2), program)
+        plan = make_plan(tmp_path, several.count, IDS.shape[1], program, low_rank="replicate")
+        for logits, _, _ in several.started.call(logits_in_chunks, plan, [IDS]):
+            assert relative_error(logits, expected) < TOLERANCE, program
+
+
 def test_what_is_sent(several: Several, tmp_path: Path) -> None:
     """One all-gather of ranks and one all-reduce of a rank for each sublayer; Base sums after every pair of factors."""
     model = tiny_model("llama", 1, num_key_value_heads=4)
