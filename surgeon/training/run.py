@@ -25,6 +25,7 @@ from surgeon.errors import needs_extra
 from surgeon.exports.in_memory import export, export_with_codas
 from surgeon.exports.prove import Proof
 from surgeon.language.program import Program
+from surgeon.machine import available_bytes
 from surgeon.models.edit import program_of
 from surgeon.models.lora import LoraLayer, PeftModel
 from surgeon.models.weights.quantised import PackedTensor
@@ -426,10 +427,14 @@ def _make_task(
         if wanted is not None:
             raise ValueError("there is no original to distil from; name it as the teacher")
         return TrainingTask(HeldOutQuality(texts.held_out, None).measure)
-    original = load_original()
+    original: Any = load_original()
+    size = sum(one.nbytes for one in (*original.parameters(), *original.buffers()))
+    if arguments.device.type == "cuda" and size < available_bytes(arguments.device):
+        original.to(arguments.device)
     held_out = HeldOutQuality(texts.held_out, original)
     task = TrainingTask(held_out.measure, original=held_out.original)
     if wanted is None:
+        original.to("cpu")  # training needs the room
         return task
     if wanted.kept is None:
         distiller = Distiller(wanted, program, original)
@@ -439,4 +444,5 @@ def _make_task(
         return replace(task, towards=distiller.loss)
     stored = TeacherLogits(folder / TEACHER_FOLDER, texts.training, wanted.kept, wanted.temperature)
     stored.make(original)
+    original.to("cpu")
     return replace(task, towards=partial(stored.loss, wanted))

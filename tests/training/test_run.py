@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -12,12 +13,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from surgeon.models.edit import edit
+from surgeon.models.edit import edit, program_of
 from surgeon.models.weights import ModuleStore
 from surgeon.models.weights.quantised import PackedTensor
 from surgeon.opened import open_edited
 from surgeon.quality.data import Windows, digest_of
 from surgeon.quality.head import HeldOutQuality, logits_of, text_quality
+from surgeon.training import run as run_module
 from surgeon.training.model import student_of
 from surgeon.training.run import Trained, train
 from surgeon.training.settings import Distillation, TrainSettings
@@ -216,6 +218,36 @@ def test_distillation_brings_the_original_back(distillation: Distillation, tmp_p
     parts = [part for part in ("logits", "hidden", "text") if part in distillation.parts]
     weighed = sum(getattr(distillation, part) * table[part] for part in parts)
     assert table["loss"].tolist() == pytest.approx(weighed.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("distillation", "room", "moves"),
+    [
+        (None, 10**9, ["cuda", "cpu"]),
+        (Distillation(kept=4), 10**9, ["cuda", "cpu"]),
+        (Distillation(), 10**9, ["cuda"]),  # it stays, and is asked in every step
+        (None, 100, ["cpu"]),
+    ],
+)
+def test_the_original_is_measured_on_the_gpu_that_trains(
+    distillation: Distillation | None,
+    room: int,
+    moves: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = tiny_model("llama", 3)
+    moved: list[str] = []
+    monkeypatch.setattr(original, "to", lambda device: moved.append(torch.device(device).type))
+    monkeypatch.setattr(run_module, "available_bytes", lambda _: room)
+    arguments: Any = SimpleNamespace(
+        device=torch.device("cuda"), torch_compile=True, neftune_noise_alpha=None
+    )
+    settings = TrainSettings(steps=1, batch=2, distillation=distillation)
+    student = edit(tiny_model("llama", 3), PAIRED)
+    program = program_of(student)
+    run_module._make_task(lambda: original, program, TEXTS, settings, tmp_path, student, arguments)
+    assert moved == moves
 
 
 def test_there_must_be_somebody_to_learn_from(tmp_path: Path) -> None:
