@@ -43,7 +43,7 @@ from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.worker import complete, keep
 
 PASS = "pass"  # what a profile calls one
-COLLECTIVE = re.compile("nccl|all_reduce", re.IGNORECASE)  # in the names of their kernels
+COLLECTIVE = re.compile("nccl|all_reduce|barrier", re.IGNORECASE)  # in the names of their kernels
 ACTIVITIES = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
 
 now = time.perf_counter  # one clock for all processes of a machine on Linux

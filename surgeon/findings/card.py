@@ -295,10 +295,13 @@ def usage(found: Surgery, folder: Path, name: str) -> Record:
     # The plugin has neurons in parts of any size.
     neurons = set[int]()
     if "PATH_OF_SURGEON" not in serving[1]:
-        layers = (
-            found.stored.weights.stored_units(FEED_FORWARD, n) for n in range(found.stored.num_layers)
-        )
-        neurons = {count for layer in layers for count in layer.values()}
+        neurons = {
+            count
+            for one in found.stored.program.sublayers()
+            if one.kind == FEED_FORWARD
+            for layer in one.layers
+            for count in found.stored.weights.stored_units(FEED_FORWARD, layer).values()
+        }
     counts = [
         count
         for count in range(1, heads + 1)

@@ -86,7 +86,8 @@ def test_waiting_is_what_nothing_but_collectives_takes() -> None:
         event("gemm", 130, 150),
         event("gemm", 310, 340),
         event("ncclDevKernel_AllReduce_Sum", 320, 350),
-        event("one_shot_all_reduce_kernel", 360, 365),
+        event("one_shot_all_reduce_kernel", 360, 363),
+        event("barrier_kernel", 363, 365),
         event("norm", 345, 350),
         event("aten::mm", 310, 311, DeviceType.CPU),
     ]

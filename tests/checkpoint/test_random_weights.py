@@ -87,7 +87,7 @@ def test_programs_of_one_model_share_what_they_do_not_change(config: Path) -> No
         "A2",
         "F2",
     }
-    attention = pair.model.program.sublayers[Sublayer("A", (2,)), (), None]
+    attention = pair.model.program.sublayers[Sublayer("A", (2,)), (), None, False]
     assert isinstance(attention, Attention)
     alone = engine("A0 F0 [A1 A2] [F1 F2] A3 F3")
     assert torch.equal(alone.text_logits(IDS), pair.text_logits(IDS))
