@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.language.operations import ladder, pair, parallel, prune
@@ -20,37 +21,7 @@ from surgeon.searches.evaluate import Evaluator
 
 TOKENS = 32768
 
-CARD = """\
----
-license: apache-2.0
-library_name: transformers
----
-
-# The demo model
-
-A small deep Llama ({parameters:,} parameters, 16 layers, 128 wide, 4 heads, 2 KV heads, vocabulary 2,048, bfloat16)
-that ships with surgeon, so that its demo and tests need no network. It writes Python badly; it is there to be cut up.
-
-- **Data**: {data}; {training_tokens:,} tokens.
-  One file in sixteen is held out, by a hash of its path (`surgeon/demo/__init__.py`). The text itself is not part
-  of this project.
-- **Training**: `scripts/demo_model/train.py`, {steps:,} steps of {tokens_per_step:,} tokens, AdamW, peak learning rate
-  {peak_learning_rate:g}, cosine schedule, seed {seed}, on two CPU cores.
-- **Held-out perplexity**: {held_out_perplexity:.2f} over all {held_out_tokens:,} held-out tokens in windows of 512
-  ({held_out_perplexity_float32:.2f} before rounding to bfloat16).
-
-## What its layers tolerate
-
-Measured by `python scripts/demo_model/write_card.py` on {tokens:,} held-out tokens; layers count from 0, `2:14` is
-layers 2 to 13. Divergence is KL(original || changed), nats per token.
-
-| change | effective depth | perplexity | divergence |
-|---|---|---|---|
-{rows}
-
-Leaving out one layer gives, for layers 0 to 15, a perplexity of
-{dropped}.
-"""
+CARD = Path(__file__).with_suffix(".md")
 
 
 def changes(layers: int) -> dict[str, Program]:
@@ -78,7 +49,7 @@ def card(subject: Subject) -> str:
     rows = [_row(name, program, measured[program]) for name, program in named.items()]
     facts = json.loads((demo_model() / "training.json").read_text(encoding="utf-8"))
     perplexities = ", ".join(f"{measured[program].perplexity:.4g}" for program in dropped)
-    return CARD.format(
+    return CARD.read_text(encoding="utf-8").format(
         **facts, tokens=subject.windows.ids.numel(), rows="\n".join(rows), dropped=perplexities
     )
 

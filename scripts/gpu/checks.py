@@ -57,11 +57,15 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.rank import NCCL_SHARES, Rank, RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import load
+from tests.tiny_models import save_checkpoint
 
 EXACT = 1e-4  # relative; float32 on both sides
 TRAINED = 1e-3  # after steps of AdamW, which makes steps of how a gradient near 0 was rounded
 HALF = 5e-2  # 16-bit numbers beside float32; half of that is usual
 CHECKED = "checked"  # a plan's name on ranks
+LINEAR = "qwen3_next"  # linear attentions, which transformers computes alone
+FAMILIES = "mixtral", "gpt_oss", "deepseek_v3", "llama4_text", LINEAR
+PAIR = "A0 F0 [A1 A2] [F1 F2] A3 F3"
 MIDDLE = range(2, 14)  # layers of the demo model that programs change
 MODELS = "models"  # what the first process makes for all others
 TEXTS = {"cuda": Load(batch=3, prompt=21, new=24), "cpu": Load(batch=3, prompt=21, new=6)}
@@ -99,7 +103,7 @@ def forms() -> dict[str, str]:
         programs()
         | derived()
         | {
-            "ladder over lp": named("ladder-over-lp"),
+            "lp ladder": named("ladder-over-lp"),
             "side by side": edited("[A{0} F{0}]"),
             "width": edited("A{0}#1 F{0}#96"),
             "repeat": " ".join(f"A{k} F{k}" for k in repeated),
@@ -115,6 +119,8 @@ def make_models(setup: Setup) -> None:
     config = llama(512, 1024, 2, 8, 4, 128, 512)
     config.initializer_range = 0.05
     make_model(setup.wide, config, "cpu")
+    for name in FAMILIES:
+        save_checkpoint(setup.demo.with_name(name), name)
 
 
 def basics(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
@@ -129,11 +135,18 @@ def basics(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     yield "cuDNN attention", torch.backends.cuda.cudnn_sdp_enabled()
 
 
+def subjects(setup: Setup) -> dict[str, tuple[Path, str]]:
+    """Models and programs of the rows that one device computes: forms on the demo, and pairs of other families."""
+    folder = setup.demo
+    found = {name: (folder, program) for name, program in forms().items()}
+    return found | {name: (folder.with_name(name), PAIR) for name in FAMILIES}
+
+
 def run_edited(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     """Edited models inside transformers: logits, and the tokens of `generate`."""
     device = setup.on(side)
-    model = surgeon.load(setup.demo, device_map=None if device == "cpu" else device)
-    for name, program in forms().items():
+    for name, (folder, program) in subjects(setup).items():
+        model = surgeon.load(folder, device_map=None if device == "cpu" else device)
         surgeon.edit(model, program)
         yield f"{name}: logits", logits_of(model, token_ids(model, 2, 40))[:, ::13].tolist()
         yield f"{name}: tokens", _greedy(model, TEXTS[setup.device])
@@ -164,9 +177,9 @@ def decoded(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
         return
     avoid_cudnn_attention()  # as ranks do
     texts = TEXTS[setup.device]
-    for name, program in forms().items():
-        for way in setup.ways:
-            engine = open_engine(setup.demo, texts, setup.device, way, Program.parse(program))
+    for name, (folder, program) in subjects(setup).items():
+        for way in setup.ways if name != LINEAR else ():
+            engine = open_engine(folder, texts, setup.device, way, Program.parse(program))
             continued(engine, texts)  # records passes
             tokens, seconds = continued(engine, texts)
             yield (
@@ -328,20 +341,25 @@ def healed(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
 def checks(setup: Setup) -> dict[str, Check]:
     """All of them by their names, the cheapest first."""
     kinds = programs()
-    more = forms()
+    more = subjects(setup)
     same = judge_error(EXACT)
     both = {
         f"{name}: {what}": judge
         for name in more
         for what, judge in (("logits", same), ("tokens", judge_tokens))
     }
-    ways = {f"{name}: {way} passes": f"{name}: tokens" for name in more for way in setup.ways}
+    ways = {
+        f"{name}: {way} passes": f"{name}: tokens"
+        for name in more
+        for way in setup.ways
+        if name != LINEAR
+    }
     plain = {
         f"{name}: {way}, no kernels": f"{name}: tokens"
         for name in kinds
         for way in (*setup.ways, *setup.collectives)
     }
-    ranks = {f"{name}: {how}": f"{name}: tokens" for how in setup.collectives for name in more}
+    ranks = {f"{name}: {how}": f"{name}: tokens" for how in setup.collectives for name in forms()}
     sums = ("sum, one shot", "sum, two shots") if "memory" in setup.collectives else ()
     overlap = {"ladder: overlap": judge_overlap} if setup.device == "cuda" else {}
     halves = rows_in_16_bits()
