@@ -255,14 +255,14 @@ def collectives_of_passes(events: Iterable[Any]) -> list[tuple[float, float]]:
     sending = [one for one in kernels if COLLECTIVE.search(one.name)]
     computing = [one for one in kernels if not COLLECTIVE.search(one.name)]
     passes.sort(key=lambda span: float(span.start))
-    times = zip(
-        *(
-            _covered_times([one.time_range for one in some], passes)
-            for some in (kernels, sending, computing)
-        ),
-        strict=True,
+    busy, sent, computed = (
+        _covered_times([one.time_range for one in some], passes)
+        for some in (kernels, sending, computing)
     )
-    return [((busy - computed) / 1e6, (sent + computed - busy) / 1e6) for busy, sent, computed in times]
+    return [
+        ((all_ - own) / 1e6, (others + own - all_) / 1e6)
+        for all_, others, own in zip(busy, sent, computed, strict=True)
+    ]
 
 
 def _covered_times(spans: Sequence[Any], passes: Iterable[Any]) -> list[float]:
